@@ -1,0 +1,7 @@
+"""Typed configuration: schema, loading, validation. Imports neither torch nor anything that does."""
+
+from mcore_rl.config.load import known_keys, load_config, write_resolved
+from mcore_rl.config.schema import Config
+from mcore_rl.config.validation import num_trainer_ranks, read_hf_config, validate
+
+__all__ = ["Config", "known_keys", "load_config", "num_trainer_ranks", "read_hf_config", "validate", "write_resolved"]

@@ -1,0 +1,136 @@
+"""Reads YAML plus `key=value` overrides into a checked Config; writes the resolved one beside the run."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Merges defaults, the YAML file and the overrides, in this order.
+
+    Raises: ConfigError for a file that cannot be read, an unknown key (naming the nearest known one), a value
+    of the wrong type, and a key without which nothing can start.
+    """
+    merged = OmegaConf.structured(Config)
+    for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
+        _refuse_unknown(tree, source)
+        try:
+            merged = OmegaConf.merge(merged, tree)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{source}: {_first_line(error)}") from None
+    try:
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "a key"
+        raise ConfigError(f"{key} must be set, in {path} or on the command line as {key}=VALUE") from None
+
+
+def known_keys() -> list[str]:
+    """Every leaf key of the schema, dotted."""
+    return sorted(_leaves(Config, ""))
+
+
+def write_resolved(config: Config, path: Path) -> None:
+    """Writes the whole configuration as YAML, atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+    try:
+        tree = yaml.load(text, Loader=_YamlLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
+    return tree
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as a string; people write learning rates that way."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _parse_override(item: str) -> dict[str, Any]:
+    key, equals, text = item.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {item!r} must have the form key=value")
+    try:
+        value = yaml.load(text, Loader=_YamlLoader) if text else None
+    except yaml.YAMLError:
+        value = text
+    tree: Any = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree  # type: ignore[no-any-return]
+
+
+def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
+    for key in _unknown(tree, Config, ""):
+        near = difflib.get_close_matches(key, [*known_keys(), *_sections(Config, "")], n=1, cutoff=0.0)
+        raise ConfigError(f"{source}: unknown key {key}; did you mean {near[0]}?")
+
+
+def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(node)
+    for name, value in tree.items():
+        if name not in hints:
+            yield f"{prefix}{name}"
+        elif is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}{name} is a section; set the keys in it, such as {prefix}{name}.{_example(hints[name])}"
+                )
+            yield from _unknown(value, hints[name], f"{prefix}{name}.")
+
+
+def _example(node: Any) -> str:
+    return fields(node)[0].name
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(node).items():
+        if is_dataclass(hint):
+            yield from _leaves(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _sections(node: Any, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(node).items():
+        if is_dataclass(hint):
+            yield f"{prefix}{name}"
+            yield from _sections(hint, f"{prefix}{name}.")
+
+
+def _first_line(error: Exception) -> str:
+    key = getattr(error, "full_key", None)
+    message = str(error).splitlines()[0]
+    return f"{key}: {message}" if key and key not in message else message

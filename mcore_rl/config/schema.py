@@ -1,0 +1,228 @@
+"""The configuration: one dataclass per section, defaults that run on a laptop, units in the names.
+
+Imports nothing heavy, so a configuration can be read and checked on a machine without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    dir: str = MISSING
+    """Where everything of this run goes; an existing run in it is resumed."""
+    seed: int = 1
+
+
+@dataclass
+class ModelConfig:
+    hf_path: str = MISSING
+    """HF directory with config.json and safetensors; also where the tokenizer is, unless tokenizer_path is set."""
+    tokenizer_path: str | None = None
+    """Directory or tokenizer.json file."""
+    dtype: str = "float32"
+    """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer)."""
+    random_init: bool = False
+    """Initialise from config.json alone, with run.seed, ignoring weights (for tests and throughput runs)."""
+
+
+@dataclass
+class DataConfig:
+    train: str = MISSING
+    """jsonl or parquet file of prompts."""
+    val: str | None = None
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string or chat messages. Falls back to `question` where the column is absent."""
+    answer_key: str = "answer"
+    """Column of the ground truth (plain rows) and, for supervised warm start, of the target text."""
+    template: str = "auto"
+    """auto | chat | plain. auto: chat when the tokenizer has a chat template, else plain."""
+    plain_template: str = "{prompt}"
+    """Text around a plain prompt; {prompt} is replaced."""
+    val_max_prompts: int | None = None
+    shuffle: bool = True
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "vllm"
+    """vllm | sglang."""
+    num_engines: int = 1
+    tp: int = 1
+    """Tensor-parallel ranks of one engine."""
+    samples_per_prompt: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_prompt_tokens: int = 512
+    max_response_tokens: int = 512
+    max_concurrent_requests: int = 256
+    """Sequences that one engine decodes together."""
+    kv_cache_gib: float = 0.25
+    """Memory of one engine rank's KV cache (CPU; on GPUs gpu_memory_fraction decides)."""
+    gpu_memory_fraction: float = 0.6
+    enforce_eager: bool = True
+
+
+@dataclass
+class OverlongConfig:
+    """DAPO's soft overlong punishment: 0 up to max_response_tokens - buffer_tokens, then linearly to -penalty."""
+
+    enable: bool = False
+    buffer_tokens: int = 128
+    penalty: float = 1.0
+
+
+@dataclass
+class RewardConfig:
+    function: str = "math"
+    """math, or `module_or_file.py:function` with verl's signature."""
+    kwargs: dict[str, str] = field(default_factory=dict)
+    """Extra keyword arguments of a user's function."""
+    correct: float = 1.0
+    incorrect: float = 0.0
+    """Rewards of the built-in grader (DAPO's paper: 1 and -1)."""
+    timeout_seconds: float = 10.0
+    workers: int = 1
+    """Grading processes beside each engine."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass
+class PolicyLossConfig:
+    """Options that are null take the loss's own default; one that the named loss does not take is refused."""
+
+    name: str = "ppo_clip"
+    """ppo_clip, or sft: supervised training on data.answer_key (warm start), without rollout."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Groups whose samples all have the same `metric` are dropped and refilled, in up to max_batches batches."""
+
+    enable: bool = False
+    max_batches: int = 10
+    metric: str = "accuracy"
+    """accuracy | reward."""
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"
+    normalize_by_std: bool = True
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_aggregation: str = "token-mean"
+    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
+    entropy_coefficient: float = 0.0
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    """Tensor-parallel size of the experts; null: 1 for mixture-of-experts models with ep > 1, else tp."""
+    cp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+
+@dataclass
+class OptimizerSettings:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    """Optimizer updates of linear warm-up from 0."""
+    schedule: str = "constant"
+    """constant | linear | cosine; the latter two decay to min_lr over decay_steps."""
+    decay_steps: int | None = None
+    """Optimizer updates; null: all updates of the run."""
+
+
+@dataclass
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    num_ranks: int | None = None
+    """Trainer ranks; null: all that the cluster offers."""
+    tokens_per_microbatch: int = 4096
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    recompute: str = "none"
+    """none | selective | full activation recomputation."""
+    moe_aux_loss_coefficient: float = 0.0
+
+
+@dataclass
+class WeightsConfig:
+    bucket_mib: float = 256.0
+    num_buckets: int = 2
+    """Slots of the ring; when the whole model fits in them, nothing is staged twice."""
+    verify_every: int = 0
+    """Compare every tensor of every engine with the trainer's at each N-th sync; 0: never."""
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = 100
+    prompts_per_step: int = 32
+    prompts_per_update: int = 32
+    """Prompts (groups) per optimizer update; prompts_per_step / prompts_per_update updates follow one rollout."""
+    update_epochs: int = 1
+    validate_every_steps: int = 10
+    """0: only before and after training."""
+    validate_before: bool = True
+    export_hf: str | None = None
+    """Directory that receives the final weights as an HF checkpoint."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0
+    """0: only at the end of the run."""
+    keep_last: int = 2
+
+
+@dataclass
+class ClusterConfig:
+    nodes: int = 1
+    gpus_per_node: int = 1
+    """Trainer slots per node: GPUs, or on CPU processes."""
+    gpu_memory_gib: float = 80.0
+    placement: str = "colocated"
+    """colocated | disaggregated."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    collective_timeout_seconds: int = 600
+    object_store_gib: float = 0.5
+    address: str | None = None
+    """Ray cluster to join; null: start one on this machine."""
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

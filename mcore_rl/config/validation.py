@@ -1,0 +1,212 @@
+"""Cross-field checks, all before anything starts. Each message names the full key to change."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "data.template": ("auto", "chat", "plain"),
+    "rollout.engine": ("vllm", "sglang"),
+    "algorithm.dynamic_sampling.metric": ("accuracy", "reward"),
+    "actor.optimizer.schedule": ("constant", "linear", "cosine"),
+    "actor.recompute": ("none", "selective", "full"),
+    "cluster.placement": ("colocated", "disaggregated"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+AT_LEAST_ONE = [
+    "rollout.num_engines",
+    "rollout.tp",
+    "rollout.samples_per_prompt",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "rollout.max_concurrent_requests",
+    "reward.workers",
+    "actor.parallel.tp",
+    "actor.parallel.pp",
+    "actor.parallel.ep",
+    "actor.parallel.cp",
+    "actor.tokens_per_microbatch",
+    "actor.logprob_chunk_tokens",
+    "weights.num_buckets",
+    "trainer.steps",
+    "trainer.prompts_per_step",
+    "trainer.prompts_per_update",
+    "trainer.update_epochs",
+    "checkpoint.keep_last",
+    "cluster.nodes",
+    "cluster.gpus_per_node",
+    "cluster.collective_timeout_seconds",
+    "algorithm.dynamic_sampling.max_batches",
+]
+NOT_NEGATIVE = [
+    "run.seed",
+    "rollout.temperature",
+    "actor.optimizer.lr",
+    "actor.optimizer.min_lr",
+    "actor.optimizer.weight_decay",
+    "actor.optimizer.warmup_steps",
+    "trainer.validate_every_steps",
+    "checkpoint.every_steps",
+    "weights.verify_every",
+    "reward.overlong.penalty",
+]
+POSITIVE = [
+    "rollout.kv_cache_gib",
+    "rollout.top_p",
+    "weights.bucket_mib",
+    "reward.timeout_seconds",
+    "actor.optimizer.clip_grad",
+    "actor.optimizer.eps",
+    "cluster.gpu_memory_gib",
+    "cluster.object_store_gib",
+]
+
+
+def num_trainer_ranks(config: Config) -> int:
+    """Trainer ranks of this run: actor.num_ranks, or every slot that the cluster offers."""
+    return config.actor.num_ranks or config.cluster.nodes * config.cluster.gpus_per_node
+
+
+def validate(config: Config) -> None:
+    """Runs every check that needs only the configuration and the model's config.json.
+
+    Raises: ConfigError for the first thing that cannot work.
+    """
+    for check in (_check_values, _check_batches, _check_lengths, _check_layout, _check_run_dir):
+        check(config)
+    _check_model(config, read_hf_config(config))
+
+
+def read_hf_config(config: Config) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises: ConfigError when the directory or the file is missing or not JSON.
+    """
+    path = Path(config.model.hf_path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path}: no config.json there; set it to an HF model directory"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_path: {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.hf_path: {path} must hold a JSON object")
+    return content
+
+
+def _value(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _check_values(config: Config) -> None:
+    for key, allowed in CHOICES.items():
+        if _value(config, key) not in allowed:
+            raise ConfigError(f"{key}={_value(config, key)} must be one of {', '.join(allowed)}")
+    bounds: list[tuple[list[str], Callable[[float], bool], str]] = [
+        (AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
+        (POSITIVE, lambda v: v > 0, "above 0"),
+    ]
+    for keys, holds, text in bounds:
+        for key in keys:
+            if not holds(_value(config, key)):
+                raise ConfigError(f"{key}={_value(config, key)} must be {text}")
+    if config.rollout.top_p > 1:
+        raise ConfigError(f"rollout.top_p={config.rollout.top_p} must be at most 1")
+
+
+def _check_batches(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.prompts_per_step % trainer.prompts_per_update:
+        raise ConfigError(
+            f"trainer.prompts_per_step={trainer.prompts_per_step} must be a multiple of "
+            f"trainer.prompts_per_update={trainer.prompts_per_update}"
+        )
+    if config.algorithm.dynamic_sampling.enable and config.rollout.samples_per_prompt < 2:
+        raise ConfigError("rollout.samples_per_prompt must be at least 2 with algorithm.dynamic_sampling.enable=true")
+
+
+def _check_lengths(config: Config) -> None:
+    rollout, overlong = config.rollout, config.reward.overlong
+    if overlong.enable and not 0 < overlong.buffer_tokens <= rollout.max_response_tokens:
+        raise ConfigError(
+            f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be between 1 and "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
+
+
+def _check_layout(config: Config) -> None:
+    parallel, offered = config.actor.parallel, config.cluster.nodes * config.cluster.gpus_per_node
+    ranks = num_trainer_ranks(config)
+    dense = parallel.tp * parallel.pp * parallel.cp
+    expert = parallel.pp * parallel.ep * (parallel.etp or 1)
+    if max(ranks, dense, expert) > offered:
+        raise ConfigError(
+            f"actor.parallel and actor.num_ranks need {max(ranks, dense, expert)} ranks, but cluster.nodes x "
+            f"cluster.gpus_per_node offers {offered}"
+        )
+    for product, names in ((dense, "tp x pp x cp"), (expert, "pp x ep x etp")):
+        if ranks % product:
+            raise ConfigError(
+                f"actor.parallel: {names} = {product} does not divide the {ranks} trainer ranks; "
+                "change actor.num_ranks or cluster.gpus_per_node"
+            )
+    data_ranks = ranks // dense
+    if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:
+        raise ConfigError(
+            f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
+            "data-parallel ranks"
+        )
+
+
+def _check_run_dir(config: Config) -> None:
+    path = Path(config.run.dir)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir={path} exists and is not a directory")
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.dir={path}: {parent} is not writable; set run.dir to a place that is")
+
+
+def _check_model(config: Config, hf: dict[str, Any]) -> None:
+    parallel = config.actor.parallel
+    experts = hf.get("num_experts") or hf.get("n_routed_experts") or hf.get("num_local_experts")
+    if parallel.ep > 1 and not experts:
+        raise ConfigError(f"actor.parallel.ep={parallel.ep}: the model in model.hf_path has no experts; set it to 1")
+    if experts and experts % parallel.ep:
+        raise ConfigError(f"actor.parallel.ep={parallel.ep} must divide the model's {experts} experts")
+    heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    for count, name in ((heads, "attention heads"), (groups or heads, "key-value heads")):
+        if count and count % parallel.tp:
+            raise ConfigError(f"actor.parallel.tp={parallel.tp} must divide the model's {count} {name}")
+        if count and count % config.rollout.tp:
+            raise ConfigError(f"rollout.tp={config.rollout.tp} must divide the model's {count} {name}")
+    layers = hf.get("num_hidden_layers")
+    uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
+    if layers and not uneven and layers % (parallel.pp * (parallel.vpp or 1)):
+        raise ConfigError(
+            f"actor.parallel.pp={parallel.pp} x vpp={parallel.vpp or 1} must divide the model's {layers} layers; set "
+            "actor.parallel.first_stage_layers or last_stage_layers for an uneven split"
+        )
+    limit = hf.get("max_position_embeddings")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit and longest > limit:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
+            f"max_position_embeddings={limit}"
+        )

@@ -1,0 +1,33 @@
+"""Typed errors. The command line maps them to exit codes; nothing else inspects their text."""
+
+
+class McoreRLError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(McoreRLError):
+    """Input that the user can mend: a key, a file, a row, a size. Says what to set. Exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """A data file that is missing, empty or malformed; the message names file and line."""
+
+
+class WorkerDiedError(McoreRLError):
+    """A process of the run ended unexpectedly; the message names its role, rank and cause."""
+
+
+class NonFiniteError(McoreRLError):
+    """A loss or gradient is not finite; raised on every rank before the optimizer step, naming the samples."""
+
+
+class WeightSyncError(McoreRLError):
+    """A weight hand-over that was not acknowledged, or that verification found to differ."""
+
+
+class CheckpointError(McoreRLError):
+    """A checkpoint that cannot be read back or does not belong to this run."""

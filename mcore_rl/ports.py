@@ -1,0 +1,94 @@
+"""Protocols: all that the trainer and the rollout know of engines, graders, actors and publishers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from mcore_rl.types import Batch, Completion, GenerationRequest, Metric, Prompt, RolloutScalars, Score
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """An inference engine in this process. Token ids in; ids, processed log-probabilities, finish reason and
+    weight version out."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        """Runs all requests to their end; calls on_finish once per request, in the order they finish, on the
+        calling thread. Given the same weights, requests and order, the completions are the same."""
+
+    def attach_buckets(self, spec: Any) -> None:
+        """Maps the shared weight buckets (weights.buckets.BucketSpec). Called once, before any update."""
+
+    def begin_weight_update(self) -> None: ...
+
+    def receive_bucket(self, index: int) -> int:
+        """Loads bucket `index` of the plan; returns its bytes as the acknowledgement."""
+
+    def finish_weight_update(self, version: int) -> None:
+        """Makes the update visible: resets the prefix cache, sets weight_version."""
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
+
+    def shutdown(self) -> None: ...
+
+
+class Rewarder(Protocol):
+    """Grades responses outside the calling process; a grader that raises or hangs yields Score.error."""
+
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+        """Starts grading; returns at once."""
+
+    def collect(self) -> dict[int, Score]:
+        """Waits for everything submitted since the last collect; scores by key."""
+
+    def shutdown(self) -> None: ...
+
+
+class Collector(Protocol):
+    """Generates, scores, filters and refills one step's groups."""
+
+    def collect(self, version: int) -> Any: ...
+
+
+class Actor(Protocol):
+    """The policy under training, spread over ranks."""
+
+    def annotate(self, batch: Batch) -> dict[str, Metric]:
+        """Recomputes the log-probabilities of the current policy for every response; they stay on the ranks."""
+
+    def update(self, batch: Batch) -> dict[str, Metric]:
+        """One optimizer step per entry of batch.updates.
+
+        Raises: NonFiniteError before a non-finite step.
+        """
+
+    def save(self, directory: str, state: dict[str, Any]) -> None: ...
+
+    def load(self, directory: str) -> dict[str, Any]: ...
+
+
+class Publisher(Protocol):
+    """Hands the actor's weights to every engine."""
+
+    def publish(self, version: int) -> int:
+        """Returns `version` when every engine has acknowledged every bucket.
+
+        Raises: WeightSyncError.
+        """
+
+    def verify(self) -> int:
+        """Compares what engines hold with what the actor holds, tensor by tensor; returns tensors compared.
+
+        Raises: WeightSyncError listing the tensors that differ.
+        """
+
+
+class Validator(Protocol):
+    """Greedy accuracy on the validation prompts."""
+
+    def validate(self, step: int) -> RolloutScalars: ...

@@ -1,0 +1,223 @@
+"""The values that travel between rooms: frozen, numpy only, shapes documented.
+
+Shape letters: B responses, S tokens of prompt plus response, T response tokens, G groups (one per drawn prompt).
+
+Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, responses of 2 and 4 tokens:
+
+    tokens            p p p r r | p p r r r r
+    token_offsets     0           5           11
+    prompt_tokens     3, 2
+    logp_rollout            x x |     x x x x        (response tokens only)
+    response_offsets  0           2           6
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt set, tokenised.
+
+    Shapes: token_ids int32 [P].
+    """
+
+    row: int
+    token_ids: np.ndarray
+    text: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How an engine draws tokens. temperature 0 is greedy."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to generate: token ids in, a seed of its own, so that a run can be repeated."""
+
+    request_id: str
+    token_ids: np.ndarray
+    seed: int
+    sampling: SamplingOptions
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returned for one request.
+
+    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation.
+    Units: logp in nats.
+    finish_reason is "stop", "length" or "abort".
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    logp: np.ndarray
+    finish_reason: str
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """A grader's verdict on one response. `accuracy` feeds validation and dynamic sampling; `error` is set
+    when the grader raised, hung or died, and then reward and accuracy are 0."""
+
+    reward: float
+    accuracy: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TrajectoryBuffers:
+    """Trajectories of one rollout call as flat arrays (see the module's example); lives in the object store.
+
+    Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B];
+    logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1].
+    """
+
+    tokens: np.ndarray
+    token_offsets: np.ndarray
+    prompt_tokens: np.ndarray
+    response_offsets: np.ndarray
+    logp_rollout: np.ndarray
+    versions: np.ndarray
+    trained: np.ndarray
+
+
+@dataclass(frozen=True)
+class RolloutScalars:
+    """All that the driver learns of a rollout call: one scalar per response, no tokens.
+
+    Shapes: every array [B]. group_ids int64; prompt_rows int64; total_tokens, response_tokens, trained_tokens
+    int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit).
+    errors holds (index, message) of graders that failed; sampled with weight version `version`.
+    """
+
+    group_ids: np.ndarray
+    prompt_rows: np.ndarray
+    total_tokens: np.ndarray
+    response_tokens: np.ndarray
+    trained_tokens: np.ndarray
+    rewards: np.ndarray
+    accuracies: np.ndarray
+    clipped: np.ndarray
+    version: int
+    errors: tuple[tuple[int, str], ...] = ()
+    seconds_generating: float = 0.0
+    seconds_grading: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The driver's view of one training step: references and scalars.
+
+    `chunks` are object-store references of TrajectoryBuffers; response b is row `rows[b]` of chunk
+    `chunk_ids[b]`. `updates[u]` and `dp_ranks` say in which optimizer update, and on which data-parallel rank,
+    a response is trained; both are fixed here so that annotations can stay where they were computed.
+
+    Shapes: chunk_ids, rows, dp_ranks, total_tokens, trained_tokens int32 [B]; group_ids int64 [B];
+    rewards, advantages, loss_weights float32 [B]; updates: tuple of int64 index arrays.
+    loss_weights[b] multiplies every trained token of response b; with it the plain sum over all tokens of all
+    ranks is the aggregated loss, so no rank ever needs another's count.
+    """
+
+    chunks: tuple[Any, ...]
+    chunk_ids: np.ndarray
+    rows: np.ndarray
+    group_ids: np.ndarray
+    total_tokens: np.ndarray
+    trained_tokens: np.ndarray
+    rewards: np.ndarray
+    advantages: np.ndarray
+    loss_weights: np.ndarray
+    dp_ranks: np.ndarray
+    updates: tuple[np.ndarray, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one data-parallel rank receives of a Batch for one update.
+
+    Shapes: samples int64 [b] indices into the Batch (they name samples in errors and key annotations);
+    chunk_ids, rows int32 [b]; advantages, loss_weights float32 [b].
+    """
+
+    samples: np.ndarray
+    chunk_ids: np.ndarray
+    rows: np.ndarray
+    total_tokens: np.ndarray
+    advantages: np.ndarray
+    loss_weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric to be averaged: sums and counts add up over micro-batches, ranks and updates."""
+
+    total: float
+    count: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class Max:
+    """A metric of which the largest counts."""
+
+    value: float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(max(self.value, other.value))
+
+
+@dataclass(frozen=True)
+class Total:
+    """A metric that adds up, such as a count."""
+
+    value: float
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.value + other.value)
+
+
+Metric = Mean | Max | Total
+
+
+def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+    """Adds metrics key by key; how they combine is in their type."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for key, metric in part.items():
+            merged[key] = merged[key] + metric if key in merged else metric  # type: ignore[operator]
+    return merged
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named piece of work for the timeline. Units: start, end in seconds of the Unix clock."""
+
+    name: str
+    start: float
+    end: float
+    process: str
