@@ -52,7 +52,8 @@ class Rewarder(Protocol):
 class Collector(Protocol):
     """Generates, scores, filters and refills one step's groups."""
 
-    def collect(self, version: int) -> Any: ...
+    def collect(self, step: int) -> Any:
+        """The groups of one step (rollout.collector.Groups)."""
 
 
 class Actor(Protocol):
@@ -67,9 +68,14 @@ class Actor(Protocol):
         Raises: NonFiniteError before a non-finite step.
         """
 
-    def save(self, directory: str, state: dict[str, Any]) -> None: ...
+    def save(self, directory: str) -> None:
+        """Writes parameters, optimizer, schedule and random state into an existing, empty directory."""
 
-    def load(self, directory: str) -> dict[str, Any]: ...
+    def load(self, directory: str) -> None:
+        """Restores what save wrote."""
+
+    def export_hf(self, directory: str, source: str) -> None:
+        """Writes the weights as an HF directory, with configuration and tokenizer copied from `source`."""
 
 
 class Publisher(Protocol):

@@ -115,7 +115,8 @@ class DynamicSamplingConfig:
 @dataclass
 class AlgorithmConfig:
     advantage: str = "grpo"
-    normalize_by_std: bool = True
+    normalize_by_std: bool | None = None
+    """Of grpo; null: its default, true."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_aggregation: str = "token-mean"
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""

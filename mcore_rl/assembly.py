@@ -1,0 +1,152 @@
+"""The composition root: the one place where the trainer's Protocols meet their implementations. Only verbs uses it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from mcore_rl.algorithms.filters import groups_with_variance
+from mcore_rl.config.schema import Config
+from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
+from mcore_rl.observe.journal import RunJournal
+from mcore_rl.observe.spans import SpanRecorder
+from mcore_rl.observe.timed import Timed
+from mcore_rl.preparation import Prepared
+from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.rollout.records import remove_after
+from mcore_rl.rollout.validator import GreedyValidator
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.launch import Processes, launch
+from mcore_rl.runtime.publisher import SharedMemoryPublisher
+from mcore_rl.trainer.batches import batch_builder, describe, response_weights
+from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.run import Run, SupervisedRun
+from mcore_rl.types import Batch
+
+MIB = 2**20
+
+
+@contextlib.contextmanager
+def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
+    """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
+    with ray_cluster(config), launch(config, prepared.layout, prepared.prompts) as processes:
+        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
+        run = site.supervised() if prepared.targets is not None else site.reinforcement()
+        try:
+            yield run
+        finally:
+            run.journal.close()
+
+
+@dataclass(frozen=True)
+class _Site:
+    """What every part of a run is built from."""
+
+    config: Config
+    prepared: Prepared
+    processes: Processes
+    recorder: SpanRecorder
+    directory: Path
+
+    def reinforcement(self) -> Run:
+        config, engines = self.config, self.processes.engines
+        assert engines is not None
+        sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
+        collector = self._collector(sampler)
+        publisher = SharedMemoryPublisher.connect(
+            self.processes.trainers,
+            engines,
+            bucket_bytes=int(config.weights.bucket_mib * MIB),
+            num_slots=config.weights.num_buckets,
+        )
+        return Run(
+            **self._common(),
+            collector=self._timed(collector, collect="rollout"),
+            publisher=self._timed(publisher, publish="weight_sync", verify="verify"),
+            validator=self._validator(),
+            positions={"sampler": sampler, "collector": collector},
+            batch_of=batch_builder(config, self.prepared.layout.dp),
+            describe=describe,
+        )
+
+    def supervised(self) -> SupervisedRun:
+        targets = self.prepared.targets
+        assert targets is not None
+        sampler = PromptSampler(len(targets), self.config.run.seed, self.config.data.shuffle)
+        batches = SupervisedBatches(self.config, targets, sampler, self.prepared.layout.dp)
+        return SupervisedRun(**self._common(), next_batch=batches.draw, positions={"sampler": sampler})
+
+    def _common(self) -> dict[str, Any]:
+        trainers, engines = self.processes.trainers, self.processes.engines
+        sources = [trainers.spans, *([engines.spans] if engines else [])]
+        return {
+            "config": self.config,
+            "actor": self._timed(trainers, annotate="logp", update="update", save="checkpoint", load="load"),
+            "journal": RunJournal(self.directory, self.config.trainer.steps, self.recorder, sources),
+            "checkpoints": Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last),
+            "forget_after": self._forget_after,
+        }
+
+    def _forget_after(self, step: int) -> None:
+        remove_after(self.directory / "rollouts", step)
+
+    def _collector(self, sampler: PromptSampler) -> RolloutCollector:
+        config = self.config
+        assert self.processes.engines is not None
+        return RolloutCollector(
+            pool=self.processes.engines,
+            sampler=sampler,
+            rollout=config.rollout,
+            dynamic=config.algorithm.dynamic_sampling,
+            has_signal=groups_with_variance,
+            prompts_per_step=config.trainer.prompts_per_step,
+            seed=config.run.seed,
+            records_dir=self.directory / "rollouts",
+        )
+
+    def _validator(self) -> Any:
+        if "val" not in self.prepared.prompts:
+            return None
+        assert self.processes.engines is not None
+        validator = GreedyValidator(
+            self.processes.engines,
+            len(self.prepared.prompts["val"]),
+            self.config.rollout.max_response_tokens,
+            self.directory / "rollouts",
+        )
+        return self._timed(validator, validate="validate")
+
+    def _timed(self, target: Any, **phases: str) -> Any:
+        return Timed(target, self.recorder, **phases)
+
+
+@dataclass(frozen=True)
+class SupervisedBatches:
+    """Batches of target texts: rows drawn by the sampler, every row a group, one update per batch."""
+
+    config: Config
+    targets: SupervisedSet
+    sampler: PromptSampler
+    dp_size: int
+
+    def draw(self) -> Batch:
+        """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""
+        rows = self.sampler.draw(self.config.trainer.prompts_per_step)
+        buffers, scalars = supervised_chunk(self.targets, rows)
+        weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config)
+        return build_batch(
+            [ray.put(buffers)],
+            [scalars],
+            [np.arange(len(rows))],
+            advantages=np.zeros(len(rows), np.float32),
+            weights_of=weights_of,
+            cut=UpdateCut(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size),
+        )

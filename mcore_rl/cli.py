@@ -1,0 +1,62 @@
+"""The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mcore_rl.errors import McoreRLError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except McoreRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped: everything of this run was taken down; the same command resumes it", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    for name, run, text in (
+        ("train", _train, "start a run, or resume what run.dir holds"),
+        ("eval", _eval, "validation only, of what run.dir holds or else of model.hf_path"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument("config", metavar="CONFIG.yaml")
+        verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.steps=3")
+        verb.set_defaults(run=run)
+    doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from mcore_rl.config import load_config
+    from mcore_rl.verbs import train
+
+    return train(load_config(options.config, options.overrides))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from mcore_rl.config import load_config
+    from mcore_rl.verbs import evaluate
+
+    return evaluate(load_config(options.config, options.overrides))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mcore_rl.doctor import main as doctor
+
+    return int(doctor())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""One step's figures, from wherever they come, to every place that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mcore_rl.observe.metrics import MetricsLog
+from mcore_rl.observe.progress import Progress
+from mcore_rl.observe.spans import SpanRecorder, seconds_by_name
+from mcore_rl.observe.tensorboard import TensorBoardLog
+from mcore_rl.observe.timeline import Timeline
+from mcore_rl.types import Metric, Span
+
+# Phases that make up a step; validation, verification and checkpoints come on top of it.
+STEP_PHASES = ("rollout", "logp", "update", "weight_sync")
+
+
+class RunJournal:
+    """Collects the metrics of a step; finish_step adds times and writes metrics.jsonl, tensorboard, the timeline and
+    the progress line. `sources` give the spans of the other processes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        total_steps: int,
+        recorder: SpanRecorder,
+        sources: Sequence[Callable[[], list[Span]]],
+    ) -> None:
+        self._run_dir, self._total_steps = run_dir, total_steps
+        self._recorder, self._sources = recorder, sources
+        self._pending: dict[str, Metric] = {}
+        self.metrics = MetricsLog(run_dir)
+        self._timeline = Timeline(run_dir / "timeline.json")
+        self._tensorboard: TensorBoardLog | None = None
+        self._progress: Progress | None = None
+
+    def resume_after(self, step: int) -> None:
+        """Forgets what earlier processes wrote for steps after `step` (-1: everything)."""
+        self.metrics.truncate_after(step)
+        self._tensorboard = TensorBoardLog(self._run_dir / "tensorboard", purge_step=step + 1)
+        self._progress = Progress(self._total_steps, first_step=max(step, 0))
+
+    def note(self, line: str) -> None:
+        """A line for the reader of the terminal."""
+        if self._progress is not None:
+            self._progress.note(line)
+
+    def record(self, metrics: dict[str, Metric]) -> None:
+        """Figures of the step that is under way; they are final (already merged over ranks)."""
+        self._pending.update(metrics)
+
+    def finish_step(self, step: int) -> None:
+        """Writes the step. Where a figure and a phase share a name, the figure counts."""
+        spans = self._recorder.drain()
+        seconds = seconds_by_name(spans)
+        values = {f"time/{name}": took for name, took in seconds.items()}
+        values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        values |= {name: metric.value for name, metric in self._pending.items()}
+        if values["time/step"] > 0 and "tokens/trained_sequences" in values:
+            values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / values["time/step"]
+        self._pending = {}
+        self.metrics.append(step, values)
+        if self._tensorboard is not None:
+            self._tensorboard.append(step, values)
+        self._timeline.append([*spans, *(span for source in self._sources for span in source())])
+        if self._progress is not None:
+            self._progress.update(step, values)
+
+    def close(self) -> None:
+        """Ends the progress display and the trackers."""
+        if self._progress is not None:
+            self._progress.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()

@@ -1,0 +1,165 @@
+"""Collects one step's groups: generate, score, drop groups without signal, refill (DAPO's dynamic sampling)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcore_rl.config.schema import DynamicSamplingConfig, RolloutConfig
+from mcore_rl.rollout.records import part_path
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars, SamplingOptions
+
+
+class RolloutPool(Protocol):
+    """Runs tasks on engines, wherever they are."""
+
+    num_engines: int
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+        """One (reference of TrajectoryBuffers, scalars) per task, in the order of the tasks."""
+
+
+class RowSampler(Protocol):
+    def draw(self, count: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a step generated and what of it is trained on.
+
+    `keep[i]` holds the kept response indices of chunk i, whole groups in order.
+    """
+
+    chunks: tuple[Any, ...]
+    scalars: tuple[RolloutScalars, ...]
+    keep: tuple[np.ndarray, ...]
+    groups_drawn: int
+    groups_dropped: int
+    batches: int
+    seconds_generating: float = 0.0
+    seconds_grading: float = 0.0
+
+
+@dataclass
+class RolloutCollector:
+    """Draws prompts until enough groups have signal, in up to `dynamic.max_batches` batches.
+
+    Every batch is generated to its end before the next one is drawn, so what is drawn depends on rewards only and
+    a run can be repeated. When the batches are used up the best that exists is trained: the groups with signal, and
+    as many without (their advantages are 0) as a whole step still needs.
+    """
+
+    pool: RolloutPool
+    sampler: RowSampler
+    rollout: RolloutConfig
+    dynamic: DynamicSamplingConfig
+    has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    prompts_per_step: int
+    seed: int
+    records_dir: Path
+    next_group: int = field(default=0)
+
+    def collect(self, step: int) -> Groups:
+        """Groups for `step`; exactly prompts_per_step of them are kept."""
+        chunks: list[Any] = []
+        scalars: list[RolloutScalars] = []
+        keep: list[np.ndarray] = []
+        dull: list[np.ndarray] = []
+        records: list[str] = []
+        seconds = np.zeros(2)
+        samples, kept_groups, drawn, batches = self.rollout.samples_per_prompt, 0, 0, 0
+        while kept_groups < self.prompts_per_step and batches < self._max_batches():
+            tasks = self._tasks(step, batches, self._draw_size(kept_groups, drawn))
+            results = self.pool.run(tasks)
+            seconds += [max(r.seconds_generating for _, r in results), max(r.seconds_grading for _, r in results)]
+            for task, (chunk, result) in zip(tasks, results, strict=True):
+                kept, rest = _split_groups(self._signal(result), samples)
+                kept = kept[: (self.prompts_per_step - kept_groups) * samples]
+                chunks.append(chunk)
+                scalars.append(result)
+                keep.append(kept)
+                dull.append(rest)
+                records.append(str(task.records))
+                kept_groups += len(kept) // samples
+                drawn += len(task.group_ids)
+            batches += 1
+        dropped = sum(len(rest) for rest in dull) // samples
+        _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
+        return Groups(
+            tuple(chunks),
+            tuple(scalars),
+            tuple(keep),
+            drawn,
+            dropped,
+            batches,
+            tuple(records),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""
+        return {"next_group": self.next_group}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_group = int(state["next_group"])
+
+    def _max_batches(self) -> int:
+        return self.dynamic.max_batches if self.dynamic.enable else 1
+
+    def _draw_size(self, kept: int, drawn: int) -> int:
+        """As many prompts as are missing, over the share that had signal so far; never more than a full step's."""
+        if drawn == 0:
+            return self.prompts_per_step
+        share = max(kept / drawn, 1 / 16)
+        return min(self.prompts_per_step, math.ceil((self.prompts_per_step - kept) / share))
+
+    def _tasks(self, step: int, batch: int, count: int) -> list[RolloutTask]:
+        rows = np.asarray(self.sampler.draw(count), np.int64)
+        ids = np.arange(self.next_group, self.next_group + count, dtype=np.int64)
+        self.next_group += count
+        options = self.rollout
+        sampling = SamplingOptions(
+            options.max_response_tokens,
+            options.temperature,
+            options.top_p,
+            options.top_k,
+        )
+        parts = [part for part in np.array_split(np.arange(count), self.pool.num_engines) if len(part)]
+        return [
+            RolloutTask(
+                "train",
+                rows[part],
+                ids[part],
+                options.samples_per_prompt,
+                sampling,
+                self.seed,
+                part_path(self.records_dir, f"step_{step}", batch, engine),
+            )
+            for engine, part in enumerate(parts)
+        ]
+
+    def _signal(self, result: RolloutScalars) -> np.ndarray:
+        if not self.dynamic.enable:
+            return np.ones(len(result.rewards), bool)
+        values = result.accuracies if self.dynamic.metric == "accuracy" else result.rewards
+        return self.has_signal(values, result.group_ids)
+
+
+def _fill_with_dull(keep: list[np.ndarray], dull: list[np.ndarray], missing: int, samples: int) -> None:
+    for i, rest in enumerate(dull):
+        take = min(missing, len(rest) // samples)
+        if take > 0:
+            keep[i] = np.sort(np.concatenate([keep[i], rest[: take * samples]]))
+            missing -= take
+
+
+def _split_groups(signal: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Response indices of groups with signal, and of those without (groups are consecutive)."""
+    indices = np.arange(len(signal)).reshape(-1, samples)
+    with_signal = signal.reshape(-1, samples).all(axis=1)
+    return indices[with_signal].ravel(), indices[~with_signal].ravel()

@@ -1,0 +1,53 @@
+"""Greedy accuracy on held-out prompts, through the same engines and graders as training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from mcore_rl.rollout.collector import RolloutPool
+from mcore_rl.rollout.records import join_parts, part_path
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars, SamplingOptions
+
+
+@dataclass
+class GreedyValidator:
+    """One greedy response to each of the first `num_prompts` validation prompts."""
+
+    pool: RolloutPool
+    num_prompts: int
+    max_response_tokens: int
+    records_dir: Path
+
+    def validate(self, step: int) -> RolloutScalars:
+        """Scalars of all responses, in the order of the prompts."""
+        rows, name = np.arange(self.num_prompts, dtype=np.int64), f"val_step_{step}"
+        sampling = SamplingOptions(self.max_response_tokens, temperature=0.0)
+        tasks = [
+            RolloutTask("val", part, part, 1, sampling, 0, part_path(self.records_dir, name, 0, engine))
+            for engine, part in enumerate(np.array_split(rows, self.pool.num_engines))
+            if len(part)
+        ]
+        results = [scalars for _, scalars in self.pool.run(tasks)]
+        join_parts([str(task.records) for task in tasks], self.records_dir, name)
+        return _concatenate(results)
+
+
+def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
+    arrays = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(RolloutScalars)
+        if isinstance(getattr(parts[0], field.name), np.ndarray)
+    }
+    starts = np.cumsum([0, *(len(part.rewards) for part in parts)]).tolist()
+    errors = [(start + i, text) for start, part in zip(starts, parts, strict=False) for i, text in part.errors]
+    return RolloutScalars(
+        **arrays,
+        version=min(part.version for part in parts),
+        errors=tuple(errors),
+        seconds_generating=max(part.seconds_generating for part in parts),
+        seconds_grading=max(part.seconds_grading for part in parts),
+    )

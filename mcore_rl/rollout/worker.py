@@ -1,0 +1,204 @@
+"""One engine with its graders: turns prompt rows into scored trajectories.
+
+Grading overlaps generation: every response goes to the grading processes the moment it finishes. Tokens and
+log-probabilities stay in flat buffers for the object store; only scalars are meant for the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcore_rl.ports import Rewarder, RolloutEngine
+from mcore_rl.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RolloutScalars,
+    SamplingOptions,
+    Score,
+    TrajectoryBuffers,
+)
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """Prompt rows for one engine.
+
+    Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
+    `records` names the file that receives one JSON object per response, or is None.
+    """
+
+    prompt_set: str
+    prompt_rows: np.ndarray
+    group_ids: np.ndarray
+    samples_per_prompt: int
+    sampling: SamplingOptions
+    seed: int
+    records: str | None = None
+
+
+class PromptSource(Protocol):
+    def __getitem__(self, row: int) -> Prompt: ...
+
+
+class TextDecoder(Protocol):
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
+
+
+class RolloutWorker:
+    """Generates and scores; not safe for concurrent calls."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rewarder: Rewarder,
+        prompts: Mapping[str, PromptSource],
+        decoder: TextDecoder,
+    ) -> None:
+        self.engine = engine
+        self._rewarder = rewarder
+        self._prompts = prompts
+        self._decoder = decoder
+
+    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
+        """Generates task.samples_per_prompt responses to every prompt and grades them."""
+        samples = task.samples_per_prompt
+        prompts = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
+        seeds = request_seeds(task.seed, task.group_ids, samples)
+        requests = [
+            GenerationRequest(
+                f"{task.group_ids[i // samples]}.{i % samples}",
+                prompts[i // samples].token_ids,
+                int(seed),
+                task.sampling,
+            )
+            for i, seed in enumerate(seeds)
+        ]
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        completions: list[Completion | None] = [None] * len(requests)
+        texts = [""] * len(requests)
+
+        def grade(completion: Completion) -> None:
+            index = index_of[completion.request_id]
+            completions[index] = completion
+            texts[index] = self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            self._rewarder.submit(index, prompts[index // samples], texts[index], len(completion.token_ids))
+
+        started = time.perf_counter()
+        self.engine.generate(requests, grade)
+        generated = time.perf_counter()
+        scores = self._rewarder.collect()
+        graded = time.perf_counter()
+
+        finished = [completion for completion in completions if completion is not None]
+        if len(finished) != len(requests) or len(scores) != len(requests):
+            raise RuntimeError(
+                f"{len(requests)} requests gave {len(finished)} completions and {len(scores)} scores"
+            )  # our own invariant: an engine or a rewarder that loses work would bias training
+        buffers = pack_trajectories(requests, finished)
+        scalars = _scalars(task, finished, [scores[i] for i in range(len(requests))], buffers)
+        scalars = _with_times(scalars, generated - started, graded - generated)
+        if task.records is not None:
+            _write_records(Path(task.records), task, prompts, texts, finished, scores)
+        return buffers, scalars
+
+
+def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
+    """A seed per response from (run seed, group, sample), so that no other response can change it.
+
+    Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines take signed 32-bit seeds).
+    Source: the finaliser of splitmix64.
+    """
+    keys = np.repeat(group_ids.astype(np.uint64), samples) * np.uint64(1 << 20)
+    keys += np.tile(np.arange(samples, dtype=np.uint64), len(group_ids)) + np.uint64(seed) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((keys ^ (keys >> np.uint64(31))) >> np.uint64(33)).astype(np.int64)
+
+
+def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TrajectoryBuffers:
+    """Flat buffers of prompts followed by their responses; every response token is trained on."""
+    prompt_tokens = np.array([len(r.token_ids) for r in requests], np.int32)
+    response_tokens = np.array([len(c.token_ids) for c in completions], np.int32)
+    pieces = [piece for r, c in zip(requests, completions, strict=True) for piece in (r.token_ids, c.token_ids)]
+    return TrajectoryBuffers(
+        tokens=_concatenate(pieces, np.int32),
+        token_offsets=_offsets(prompt_tokens + response_tokens),
+        prompt_tokens=prompt_tokens,
+        response_offsets=_offsets(response_tokens),
+        logp_rollout=_concatenate([c.logp for c in completions], np.float32),
+        versions=np.repeat(np.array([c.weight_version for c in completions], np.int32), response_tokens),
+        trained=np.ones(int(response_tokens.sum()), np.uint8),
+    )
+
+
+def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _scalars(
+    task: RolloutTask, completions: Sequence[Completion], scores: Sequence[Score], buffers: TrajectoryBuffers
+) -> RolloutScalars:
+    samples = task.samples_per_prompt
+    response_tokens = np.diff(buffers.response_offsets).astype(np.int32)
+    return RolloutScalars(
+        group_ids=np.repeat(task.group_ids, samples),
+        prompt_rows=np.repeat(task.prompt_rows, samples),
+        total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
+        response_tokens=response_tokens,
+        trained_tokens=response_tokens,
+        rewards=np.array([s.reward for s in scores], np.float32),
+        accuracies=np.array([s.accuracy for s in scores], np.float32),
+        clipped=np.array([c.finish_reason == "length" for c in completions], np.uint8),
+        version=min((c.weight_version for c in completions), default=0),
+        errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
+    )
+
+
+def _with_times(scalars: RolloutScalars, generating: float, grading: float) -> RolloutScalars:
+    from dataclasses import replace
+
+    return replace(scalars, seconds_generating=generating, seconds_grading=grading)
+
+
+def _write_records(
+    path: Path,
+    task: RolloutTask,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    completions: Sequence[Completion],
+    scores: Mapping[int, Score],
+) -> None:
+    samples = task.samples_per_prompt
+    with open(path, "w", encoding="utf-8") as file:
+        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+            score, prompt = scores[index], prompts[index // samples]
+            record = {
+                "prompt": prompt.text,
+                "response": text,
+                "reward": score.reward,
+                "accuracy": score.accuracy,
+                "tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "group": int(task.group_ids[index // samples]),
+                "sample": index % samples,
+                "version": completion.weight_version,
+                "ground_truth": prompt.ground_truth,
+                "error": score.error,
+            }
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

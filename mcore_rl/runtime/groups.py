@@ -1,0 +1,96 @@
+"""Driver-side handles of the processes, as the Protocols that the trainer and the collector know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from mcore_rl.data.batching import rank_share
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.runtime.health import Watch
+from mcore_rl.types import Batch, Metric, RankShare, RolloutScalars, Span, merge_metrics
+
+
+@dataclass
+class TrainerGroup:
+    """All ranks of the policy. `dp_rank_of[rank]` is the data-parallel coordinate of a rank; ranks that share it
+    (tensor, pipeline and context peers) receive the same samples."""
+
+    handles: list[Any]
+    dp_rank_of: list[int]
+    watch: Watch
+
+    def annotate(self, batch: Batch) -> dict[str, Metric]:
+        """Recomputes log-probabilities on the ranks, where they stay until the updates of this batch."""
+        return merge_metrics(self._on_shares("annotate", batch))
+
+    def update(self, batch: Batch) -> dict[str, Metric]:
+        """One optimizer step per entry of batch.updates.
+
+        Raises: NonFiniteError before a non-finite step.
+        """
+        reports = self._on_shares("update", batch)
+        return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
+
+    def _on_shares(self, method: str, batch: Batch) -> list[Any]:
+        shares: dict[int, list[RankShare]] = {
+            dp: [rank_share(batch, update, dp) for update in range(len(batch.updates))] for dp in set(self.dp_rank_of)
+        }
+        # One object per data-parallel share, however many tensor and pipeline peers read it.
+        references = {dp: ray.put(share) for dp, share in shares.items()}
+        return self.watch.get(
+            [
+                getattr(handle, method).remote(references[dp], *batch.chunks)
+                for handle, dp in zip(self.handles, self.dp_rank_of, strict=True)
+            ]
+        )
+
+    def save(self, directory: str, state: dict[str, Any]) -> None:
+        """Collective over all ranks."""
+        self.watch.get([handle.save.remote(directory, state) for handle in self.handles])
+
+    def load(self, directory: str) -> dict[str, Any]:
+        """Collective over all ranks; the state that was saved."""
+        states = self.watch.get([handle.load.remote(directory) for handle in self.handles])
+        return states[0]  # type: ignore[no-any-return]
+
+    def export_hf(self, directory: str, source: str) -> None:
+        """Writes the weights as an HF directory; collective over all ranks."""
+        self.watch.get([handle.export_hf.remote(directory, source) for handle in self.handles])
+
+    def spans(self) -> list[Span]:
+        return _drain(self.watch, self.handles)
+
+
+@dataclass
+class EnginePool:
+    """All rollout engines."""
+
+    handles: list[Any]
+    watch: Watch
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.handles)
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+        """Runs task i on engine i % num_engines; the buffers stay in the object store."""
+        calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
+        scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
+        return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.watch.get([getattr(handle, method).remote(*arguments) for handle in self.handles])
+
+    def spans(self) -> list[Span]:
+        return _drain(self.watch, self.handles)
+
+    def shutdown(self) -> None:
+        self.call("shutdown")
+
+
+def _drain(watch: Watch, handles: Sequence[Any]) -> list[Span]:
+    return [span for spans in watch.get([handle.drain_spans.remote() for handle in handles]) for span in spans]

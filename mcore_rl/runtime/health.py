@@ -1,0 +1,108 @@
+"""Waiting that cannot hang on a dead process: every wait also watches the life of every process of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from mcore_rl.errors import McoreRLError, WorkerDiedError
+
+# After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
+# failure waits this long for a death to explain it.
+SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
+
+
+@dataclass
+class Watch:
+    """The processes of a run and, for each, a call that ends only when the process does."""
+
+    names: dict[Any, str] = field(default_factory=dict)
+
+    def add(self, name: str, handle: Any) -> None:
+        """`handle.watch` must block for ever, in a concurrency group of its own."""
+        self.names[handle.watch.remote()] = name
+
+    def get(self, refs: Sequence[Any]) -> list[Any]:
+        """Results of `refs`, in order.
+
+        Raises: the typed error that a process raised, as it was; WorkerDiedError naming the process that died or
+        failed, as soon as either happens, whatever else is still running.
+        """
+        pending = list(dict.fromkeys(refs))
+        while pending:
+            ready, _ = ray.wait([*pending, *self.names], num_returns=1, fetch_local=False)
+            for ref in ready:
+                if ref in self.names:
+                    self._raise_death(ref)
+                self._check(ref)
+                pending.remove(ref)
+        return [ray.get(ref) for ref in refs]
+
+    def _check(self, ref: Any) -> None:
+        try:
+            ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, McoreRLError):
+                raise cause from None
+            self._blame_the_dead()
+            raise WorkerDiedError(f"a process failed: {_last_lines(error)}") from None
+        except RayError as error:
+            self._blame_the_dead()
+            raise WorkerDiedError(f"a process died: {_first_line(error)}") from None
+
+    def _blame_the_dead(self) -> None:
+        if not self.names:
+            return
+        ready, _ = ray.wait(list(self.names), num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
+        if ready:
+            self._raise_death(ready[0])
+
+    def _raise_death(self, ref: Any) -> None:
+        try:
+            ray.get(ref, timeout=1)
+        except RayActorError as error:
+            raise WorkerDiedError(f"{self.names[ref]} died: {_first_line(error)}") from None
+        except (RayError, GetTimeoutError) as error:
+            raise WorkerDiedError(f"{self.names[ref]} stopped: {_first_line(error)}") from None
+        raise WorkerDiedError(f"{self.names[ref]} stopped watching itself")
+
+
+def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:
+    """Kills actors at once and waits, up to `seconds`, until their processes are gone."""
+    pids = []
+    for handle in handles:
+        try:
+            pids.append(ray.get(handle.pid.remote(), timeout=0.5))
+        except (RayError, GetTimeoutError):
+            continue  # dead already, or busy: ray.kill below ends it either way
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+    deadline = time.monotonic() + seconds
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _last_lines(error: RayTaskError) -> str:
+    """The remote traceback's end: the frame that failed and the message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[-12:])

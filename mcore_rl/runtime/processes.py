@@ -1,0 +1,180 @@
+"""The bodies of the run's processes, as Ray actors: one trainer rank, one rollout engine with its graders.
+
+Construction does nothing; `setup` does, so that what goes wrong there comes back as the typed error it was.
+`watch` runs in a concurrency group of its own and never returns: its failing is how a death is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from mcore_rl.config.schema import Config
+from mcore_rl.observe.spans import SpanRecorder
+from mcore_rl.types import Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers
+
+
+class _Process:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spans = SpanRecorder(name)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="watch")
+    def pid(self) -> int:
+        return os.getpid()
+
+    def drain_spans(self) -> list[Span]:
+        return self.spans.drain()
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class TrainerProcess(_Process):
+    """One rank of the actor (policy)."""
+
+    def free_address(self) -> str:
+        """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            port = listener.getsockname()[1]
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+
+    def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
+        from mcore_rl.megatron.actor import MegatronActor
+
+        with self.spans.span("setup"):
+            self.actor = MegatronActor(config, rank, world_size, init_method)
+
+    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        with self.spans.span("annotate"):
+            return self.actor.annotate(shares, list(chunks))
+
+    def update(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
+        reports = []
+        for index, share in enumerate(shares):
+            with self.spans.span("update"):
+                reports.append(self.actor.update(share, list(chunks), index))
+        return reports
+
+    def save(self, directory: str) -> None:
+        from mcore_rl.megatron.checkpoint import save_checkpoint
+
+        with self.spans.span("save"):
+            save_checkpoint(directory, self.actor)
+
+    def load(self, directory: str) -> None:
+        from mcore_rl.megatron.checkpoint import load_checkpoint
+
+        with self.spans.span("load"):
+            load_checkpoint(directory, self.actor)
+
+    def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
+        """The bucket plan of this model and layout; the same on every rank."""
+        from mcore_rl.weights.buckets import plan_buckets
+
+        self._plans = self.actor.export_plan()
+        return plan_buckets(self._plans, bucket_bytes, num_slots)
+
+    def attach_buckets(self, spec: Any) -> list[int]:
+        """Maps the shared segment; returns the buckets that this rank writes to."""
+        from mcore_rl.weights.buckets import SharedBuckets
+        from mcore_rl.weights.publish import BucketWriter
+
+        self._buckets = SharedBuckets.attach(spec)
+        self._writer = BucketWriter(spec, self._buckets, self._plans, self.actor.rank)
+        return [index for index in range(spec.num_buckets) if self._writer.writes_to(index)]
+
+    def write_bucket(self, index: int) -> int:
+        with self.spans.span("write bucket"):
+            return self._writer.write(index, self.actor.tensors())
+
+    def digest_bucket(self, index: int) -> None:
+        from mcore_rl.weights.verify import BucketDigests
+
+        with self.spans.span("digest"):
+            if index == 0:
+                self._digests = BucketDigests(self._buckets)
+            self._digests.add(index)
+
+    def bucket_digests(self) -> dict[str, str]:
+        return self._digests.result()
+
+    def export_hf(self, directory: str, source: str) -> None:
+        """Collective over all ranks."""
+        from mcore_rl.megatron.export import export_hf
+
+        with self.spans.span("export"):
+            export_hf(self.actor, directory, source)
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class EngineProcess(_Process):
+    """One rollout engine with its grading processes."""
+
+    def setup(
+        self,
+        config: Config,
+        visible_devices: list[int] | None,
+        prompts: dict[str, Any],
+    ) -> None:
+        if visible_devices is not None:  # before torch is imported here
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
+        from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+        from mcore_rl.rewards.manager import RewardManager
+        from mcore_rl.rollout.worker import RolloutWorker
+
+        with self.spans.span("setup"):
+            rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+            engine = _build_engine(config, eos_token_ids(tokenizer, config.model.hf_path))
+            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            self.worker = RolloutWorker(engine, rewarder, resolved, tokenizer)
+            self._rewarder = rewarder
+
+    @ray.method(num_returns=2)
+    def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
+        with self.spans.span(f"generate {task.prompt_set}"):
+            return self.worker.run(task)
+
+    def attach_buckets(self, spec: Any) -> None:
+        self.worker.engine.attach_buckets(spec)
+
+    def begin_weight_update(self) -> None:
+        self.worker.engine.begin_weight_update()
+
+    def receive_bucket(self, index: int) -> int:
+        with self.spans.span("receive bucket"):
+            return self.worker.engine.receive_bucket(index)
+
+    def finish_weight_update(self, version: int) -> None:
+        with self.spans.span("finish weight update"):
+            self.worker.engine.finish_weight_update(version)
+
+    def weight_checksums(self) -> dict[str, Any]:
+        with self.spans.span("digest"):
+            return self.worker.engine.weight_checksums()
+
+    def shutdown(self) -> None:
+        self._rewarder.shutdown()
+        self.worker.engine.shutdown()
+
+
+def _build_engine(config: Config, eos: Sequence[int]) -> Any:
+    from mcore_rl.rollout.vllm import VllmEngine
+
+    return VllmEngine(
+        config.model.hf_path,
+        config.rollout,
+        dtype=config.model.dtype,
+        eos_token_ids=eos,
+        seed=config.run.seed,
+        load_weights=False,  # the first publish delivers every tensor
+    )

@@ -1,0 +1,91 @@
+"""From collected groups to a training batch and to the step's figures: scalars only, on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from mcore_rl.algorithms import compute_advantages
+from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
+from mcore_rl.config.schema import Config
+from mcore_rl.data.batching import UpdateCut, build_batch, gather
+from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
+
+
+class CollectedGroups(Protocol):
+    """What the collector returned (rollout.collector.Groups)."""
+
+    chunks: tuple[Any, ...]
+    scalars: tuple[RolloutScalars, ...]
+    keep: tuple[np.ndarray, ...]
+    groups_drawn: int
+    groups_dropped: int
+    batches: int
+    seconds_generating: float
+    seconds_grading: float
+
+
+def batch_builder(config: Config, dp_size: int) -> Callable[[CollectedGroups, int], Batch]:
+    """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them."""
+    algorithm = config.algorithm
+    options = {"normalize_by_std": algorithm.normalize_by_std}
+    weights_of = response_weights(config)
+
+    def build(groups: CollectedGroups, step: int) -> Batch:
+        kept = gather(groups.scalars, groups.keep)
+        advantages = compute_advantages(
+            algorithm.advantage,
+            token_rewards=torch.from_numpy(kept.rewards)[:, None],
+            mask=torch.ones(len(kept), 1),
+            group_ids=torch.from_numpy(kept.group_ids),
+            **options,
+        ).advantages[:, 0]
+        cut = UpdateCut(
+            config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step)
+        )
+        return build_batch(
+            groups.chunks, groups.scalars, groups.keep, advantages=advantages.numpy(), weights_of=weights_of, cut=cut
+        )
+
+    return build
+
+
+def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
+    """loss_weights of the configured aggregation; the norm mode divides by rollout.max_response_tokens."""
+    mode, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
+    options = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
+    return partial(loss_weights, mode, **options)
+
+
+def describe(groups: CollectedGroups) -> dict[str, Metric]:
+    """Figures of everything that was generated, trained on or not."""
+    responses = sum(len(s.rewards) for s in groups.scalars)
+    tokens = _every(groups.scalars, "response_tokens")
+    return {
+        "reward/mean": _mean(groups.scalars, "rewards"),
+        "reward/accuracy": _mean(groups.scalars, "accuracies"),
+        "reward/errors": Total(sum(len(s.errors) for s in groups.scalars)),
+        "response_tokens/mean": Mean(float(tokens.sum()), responses),
+        "response_tokens/max": Max(float(tokens.max(initial=0))),
+        "response_tokens/clipped_fraction": _mean(groups.scalars, "clipped"),
+        "groups/drawn": Total(groups.groups_drawn),
+        "groups/dropped": Total(groups.groups_dropped),
+        "groups/batches": Total(groups.batches),
+        "time/generate": Total(float(groups.seconds_generating)),
+        "time/reward": Total(float(groups.seconds_grading)),
+        "tokens/generated": Total(float(tokens.sum())),
+        "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+    }
+
+
+def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:
+    return np.concatenate([getattr(s, name) for s in scalars])
+
+
+def _mean(scalars: Sequence[RolloutScalars], name: str) -> Mean:
+    values = _every(scalars, name)
+    return Mean(float(values.sum(dtype=np.float64)), len(values))

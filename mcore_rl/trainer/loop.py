@@ -1,0 +1,66 @@
+"""Reinforcement learning, one step on one screen."""
+
+from __future__ import annotations
+
+from mcore_rl.trainer.run import Run, resume, save
+from mcore_rl.types import Mean, Total
+
+
+def train(run: Run) -> None:
+    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start.
+
+    Every call returns only when all its processes are done with it, so whatever fails, fails here.
+    """
+    resumed = resume(run)
+    version = run.publisher.publish(run.state.version)
+    if not resumed and run.config.trainer.validate_before:
+        validate(run)
+        run.journal.finish_step(0)
+    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        groups = run.collector.collect(step)
+        batch = run.batch_of(groups, step)
+        annotated = run.actor.annotate(batch)
+        update = run.actor.update(batch)  # raises before a non-finite step
+        version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
+        run.state = run.state.finished(step, version)
+        run.journal.record(
+            {
+                **run.describe(groups),
+                **annotated,
+                **update,
+                "rollout/version": Total(version - 1),
+            }
+        )
+        finish(run)
+
+
+def finish(run: Run) -> None:
+    """What follows a step when its turn has come: verification, validation, figures, checkpoint."""
+    step, trainer = run.state.step, run.config.trainer
+    last = step == trainer.steps
+    if _due(step, run.config.weights.verify_every):
+        run.journal.record({"weights/tensors_verified": Total(run.publisher.verify())})
+    if last or _due(step, trainer.validate_every_steps):
+        validate(run)
+    run.journal.finish_step(step)
+    if last or _due(step, run.config.checkpoint.every_steps):
+        save(run)
+
+
+def validate(run: Run) -> None:
+    """Greedy accuracy on the validation prompts, if there are any."""
+    if run.validator is None:
+        return
+    result = run.validator.validate(run.state.step)
+    count = len(result.accuracies)
+    run.journal.record(
+        {
+            "val/accuracy": Mean(float(result.accuracies.sum()), count),
+            "val/reward": Mean(float(result.rewards.sum()), count),
+            "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
+        }
+    )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

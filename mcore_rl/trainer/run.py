@@ -1,0 +1,117 @@
+"""What a run consists of, as the loops see it, and the state that a checkpoint carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import CheckpointError
+from mcore_rl.ports import Actor, Collector, Publisher, Validator
+from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.types import Batch, Metric
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands: finished steps, and the version of the weights that the engines hold."""
+
+    step: int = 0
+    version: int = 0
+
+    def finished(self, step: int, version: int) -> RunState:
+        return replace(self, step=step, version=version)
+
+
+class Stateful(Protocol):
+    """A part of the run whose position belongs to a checkpoint, such as a sampler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Journal(Protocol):
+    """Where figures go: one row per step; validation rows join the step they follow."""
+
+    def record(self, metrics: dict[str, Metric]) -> None: ...
+
+    def finish_step(self, step: int) -> None: ...
+
+    def resume_after(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Run:
+    """A run of reinforcement learning. `batch_of` turns collected groups into a Batch (advantages, loss weights,
+    updates); `describe` turns groups into metrics."""
+
+    config: Config
+    actor: Actor
+    collector: Collector
+    publisher: Publisher
+    validator: Validator | None
+    journal: Journal
+    checkpoints: Checkpoints
+    forget_after: Callable[[int], None]
+    positions: dict[str, Stateful]
+    batch_of: Callable[[Any, int], Batch]
+    describe: Callable[[Any], dict[str, Metric]]
+    state: RunState = field(default_factory=RunState)
+
+
+@dataclass
+class SupervisedRun:
+    """A run of supervised training (warm start): batches come from data, nothing is generated."""
+
+    config: Config
+    actor: Actor
+    next_batch: Callable[[], Batch]
+    journal: Journal
+    checkpoints: Checkpoints
+    forget_after: Callable[[int], None]
+    positions: dict[str, Stateful]
+    state: RunState = field(default_factory=RunState)
+
+
+def resume(run: Run | SupervisedRun) -> bool:
+    """Continues from the newest checkpoint of the run directory, if there is one, and forgets what earlier processes
+    wrote about later steps."""
+    run.checkpoints.clean()
+    resumed = load_latest(run)
+    last_known = run.state.step if resumed else -1
+    run.journal.resume_after(last_known)
+    run.forget_after(last_known)
+    return resumed
+
+
+def load_latest(run: Run | SupervisedRun) -> bool:
+    """Restores the newest checkpoint, if there is one.
+
+    Raises: CheckpointError when it does not fit this configuration.
+    """
+    found = run.checkpoints.latest()
+    if found is None:
+        return False
+    _, path = found
+    state = run.checkpoints.read_state(path)
+    if set(state["positions"]) != set(run.positions):
+        raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
+    run.actor.load(str(path))
+    for name, part in run.positions.items():
+        part.load_state_dict(state["positions"][name])
+    run.state = RunState(step=state["step"], version=state["version"])
+    return True
+
+
+def save(run: Run | SupervisedRun) -> None:
+    """A checkpoint of everything that the next step depends on."""
+    state = {
+        "step": run.state.step,
+        "version": run.state.version,
+        "positions": {name: part.state_dict() for name, part in run.positions.items()},
+    }
+    run.checkpoints.save(run.state.step, state, run.actor.save)

@@ -1,0 +1,18 @@
+"""Supervised training through the same actor: the warm start before reinforcement learning."""
+
+from __future__ import annotations
+
+from mcore_rl.trainer.run import SupervisedRun, resume, save
+
+
+def train_supervised(run: SupervisedRun) -> None:
+    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start."""
+    resume(run)
+    every = run.config.checkpoint.every_steps
+    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        update = run.actor.update(run.next_batch())
+        run.state = run.state.finished(step, 0)
+        run.journal.record(update)
+        run.journal.finish_step(step)
+        if step == run.config.trainer.steps or (every and step % every == 0):
+            save(run)

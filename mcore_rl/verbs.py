@@ -1,0 +1,54 @@
+"""What the verbs of the command line do: prepare, assemble, run, report."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_rl.config.schema import Config
+from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.summary import summary_table
+
+
+def train(config: Config) -> int:
+    """Starts the run, or continues what run.dir holds; prints what training changed."""
+    from mcore_rl.assembly import assemble
+    from mcore_rl.preparation import prepare
+    from mcore_rl.trainer.loop import train as train_policy
+    from mcore_rl.trainer.run import Run
+    from mcore_rl.trainer.supervised import train_supervised
+
+    prepared = prepare(config)
+    for report in prepared.reports:
+        print(report, file=sys.stderr)
+    with assemble(config, prepared) as run:
+        if isinstance(run, Run):
+            train_policy(run)
+        else:
+            train_supervised(run)
+        if config.trainer.export_hf is not None:
+            run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
+    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
+    print(f"run directory: {config.run.dir}")
+    return 0
+
+
+def evaluate(config: Config) -> int:
+    """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
+    from mcore_rl.assembly import assemble
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.preparation import prepare
+    from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
+    from mcore_rl.trainer.run import Run
+
+    if config.data.val is None:
+        raise ConfigError("data.val must be set: it names the prompts to evaluate on")
+    prepared = prepare(replace(config))
+    with assemble(config, prepared) as run:
+        if not isinstance(run, Run):
+            raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
+        result = evaluate_policy(run)
+    accuracy = result.accuracies.mean()
+    print(f"step {run.state.step}: accuracy {accuracy:.4f} over {len(result.accuracies)} prompts")
+    return 0
