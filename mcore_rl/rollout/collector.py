@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mcore_rl.config.schema import DynamicSamplingConfig, RolloutConfig
-from mcore_rl.rollout.records import part_path
+from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.types import RolloutScalars, SamplingOptions
 
@@ -91,15 +91,9 @@ class RolloutCollector:
             batches += 1
         dropped = sum(len(rest) for rest in dull) // samples
         _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
-        return Groups(
-            tuple(chunks),
-            tuple(scalars),
-            tuple(keep),
-            drawn,
-            dropped,
-            batches,
-            tuple(records),
-        )
+        join_parts(records, self.records_dir, f"step_{step}")
+        generating, grading = seconds.tolist()
+        return Groups(tuple(chunks), tuple(scalars), tuple(keep), drawn, dropped, batches, generating, grading)
 
     def state_dict(self) -> dict[str, Any]:
         """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""

@@ -1,0 +1,67 @@
+"""Trainer state as a megatron-core distributed checkpoint: model, optimizer, schedule, random state.
+
+Source: megatron.core.dist_checkpointing (0.16.1).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron import cpu
+
+cpu.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.actor import MegatronActor
+
+# fully_reshardable keeps optimizer state by parameter, so that another TP, PP or DP size can read it.
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save_checkpoint(directory: str, actor: MegatronActor) -> None:
+    """Writes the state of all ranks into the existing, empty `directory`.
+
+    Collective: all ranks.
+    """
+    dist_checkpointing.save(_sharded_state(actor, loading=False), directory)
+
+
+def load_checkpoint(directory: str, actor: MegatronActor) -> None:
+    """Restores what save_checkpoint wrote, bit by bit when the layout is the same.
+
+    Raises: CheckpointError.
+    Collective: all ranks.
+    """
+    if not (Path(directory) / "metadata.json").is_file():
+        raise CheckpointError(f"{directory} is not a megatron-core distributed checkpoint")
+    try:
+        state = dist_checkpointing.load(_sharded_state(actor, loading=True), directory)
+    except (CheckpointingException, KeyError, ValueError) as error:
+        raise CheckpointError(f"{directory} does not fit this model and layout: {error}") from error
+    for index, chunk in enumerate(actor.chunks):
+        chunk.load_state_dict(state[_chunk_key(index)], strict=True)
+    actor.optimizer.load_state_dict(state["optimizer"])
+    actor.scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["rng"])
+
+
+def _chunk_key(index: int) -> str:
+    return f"model{index}"
+
+
+def _sharded_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {_chunk_key(index): chunk.sharded_state_dict() for index, chunk in enumerate(actor.chunks)}
+    if loading:
+        actor.materialize_optimizer_state()
+    state["optimizer"] = actor.optimizer.sharded_state_dict(state, is_loading=loading, metadata=OPTIMIZER_FORMAT)
+    state["scheduler"] = actor.scheduler.state_dict()
+    state["rng"] = ShardedObject("rng", torch.get_rng_state(), (actor.world_size,), (actor.rank,))
+    return state

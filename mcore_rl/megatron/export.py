@@ -1,0 +1,36 @@
+"""The live weights as an HF checkpoint: every rank writes its own pieces to their place, nothing is gathered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from model_converters.io import HFWriter
+from model_converters.plan import export_pieces
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.actor import MegatronActor
+
+
+def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
+    """Writes `directory` atomically, with configuration and tokenizer files copied from `source`.
+
+    Collective: all ranks; they must see the same file system.
+    Raises: ConversionError.
+    """
+    plans = actor.export_plan()
+    with HFWriter(directory) as writer:
+        if actor.rank == 0:
+            writer.begin(plans)
+        dist.barrier()
+        if actor.rank != 0:
+            writer.attach(plans)
+        for plan, piece, tensor in export_pieces(plans, actor.tensors(), actor.rank):
+            writer.write(plan, piece, tensor)
+        if actor.rank != 0:
+            writer.close()
+        dist.barrier()
+        if actor.rank == 0:
+            writer.finish(source)
+    dist.barrier()

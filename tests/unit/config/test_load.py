@@ -1,0 +1,96 @@
+"""What a user can get wrong in a configuration, and what must come back unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import known_keys, load_config, write_resolved
+from mcore_rl.errors import ConfigError
+
+MINIMAL = "run: {dir: runs/x}\nmodel: {hf_path: models/x}\ndata: {train: train.jsonl}\n"
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    return str(path)
+
+
+def test_overrides_win_over_the_file_and_are_typed(minimal: str) -> None:
+    config = load_config(minimal, ["trainer.steps=3", "actor.parallel.ep=2", "actor.optimizer.lr=1e-4", "run.seed=7"])
+    assert (config.trainer.steps, config.actor.parallel.ep, config.run.seed) == (3, 2, 7)
+    assert config.actor.optimizer.lr == pytest.approx(1e-4)
+
+
+def test_an_exponent_without_a_point_is_a_number_in_files_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL + "actor: {optimizer: {lr: 3e-5}}\n")
+    assert load_config(str(path)).actor.optimizer.lr == pytest.approx(3e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        ("actor.paralel.ep=2", "actor.parallel"),
+        ("rollout.samples_per_promt=2", "rollout.samples_per_prompt"),
+        ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
+        ("trainr.steps=2", "trainer"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal: str, override: str, suggested: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key .*did you mean {suggested}\?"):
+        load_config(minimal, [override])
+
+
+@pytest.mark.parametrize("override", ["trainer.steps=many", "actor.parallel.tp=1.5", "rollout.temperature=[1]"])
+def test_a_value_of_the_wrong_type_names_its_key(minimal: str, override: str) -> None:
+    with pytest.raises(ConfigError, match=override.split("=", maxsplit=1)[0].replace(".", r"\.")):
+        load_config(minimal, [override])
+
+
+def test_a_section_given_as_a_value_says_so(minimal: str) -> None:
+    with pytest.raises(ConfigError, match="trainer is a section"):
+        load_config(minimal, ["trainer=3"])
+
+
+def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {dir: runs/x}\ndata: {train: t.jsonl}\n")
+    with pytest.raises(ConfigError, match=r"model\.hf_path must be set"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "run: {dir: [\n", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_config(str(path))
+
+
+def test_a_file_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config("nowhere.yaml")
+
+
+def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Path) -> None:
+    config = load_config(minimal, ["reward.overlong.enable=true", "actor.optimizer.lr=2.5e-6", "data.val=v.jsonl"])
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml")) == config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "resolved.yaml"]
+
+
+def test_every_key_that_outside_checks_set_exists() -> None:
+    promised = """run.dir run.seed trainer.steps trainer.prompts_per_step trainer.prompts_per_update
+        rollout.samples_per_prompt rollout.engine rollout.tp rollout.temperature rollout.max_prompt_tokens
+        rollout.max_response_tokens actor.parallel.tp actor.parallel.pp actor.parallel.vpp actor.parallel.ep
+        actor.parallel.etp actor.parallel.cp actor.parallel.first_stage_layers actor.parallel.last_stage_layers
+        actor.tokens_per_microbatch algorithm.advantage algorithm.policy_loss.name algorithm.loss_aggregation
+        algorithm.dynamic_sampling.enable algorithm.dynamic_sampling.max_batches reward.function
+        reward.overlong.enable reward.overlong.buffer_tokens reward.overlong.penalty data.train data.val
+        data.prompt_key model.hf_path checkpoint.every_steps cluster.nodes cluster.gpus_per_node
+        cluster.gpu_memory_gib cluster.placement"""
+    assert not set(promised.split()) - set(known_keys())

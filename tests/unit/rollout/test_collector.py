@@ -1,0 +1,144 @@
+"""Dynamic sampling: which groups are kept, what is drawn next, and that nothing depends on time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.algorithms import groups_with_variance
+from mcore_rl.config.schema import DynamicSamplingConfig, RolloutConfig
+from mcore_rl.rollout.collector import Groups, RolloutCollector
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars
+
+SAMPLES = 4
+
+
+class CountingSampler:
+    """Rows 0, 1, 2, ...: what was drawn can be read off the rows."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def draw(self, count: int) -> np.ndarray:
+        rows = np.arange(self.next, self.next + count)
+        self.next += count
+        return rows
+
+
+class ScriptedPool:
+    """Engines whose responses to a row are all right, all wrong, or mixed, as `signal(row)` says."""
+
+    def __init__(self, signal: Any, num_engines: int = 1) -> None:
+        self.signal, self.num_engines, self.tasks = signal, num_engines, []
+
+    def run(self, tasks: Any) -> list[tuple[Any, RolloutScalars]]:
+        self.tasks.append(tasks)
+        return [(f"chunk of {task.prompt_rows.tolist()}", self._score(task)) for task in tasks]
+
+    def _score(self, task: RolloutTask) -> RolloutScalars:
+        Path(str(task.records)).write_text("".join(f"{row}\n" for row in task.prompt_rows))
+        accuracies = np.zeros((len(task.prompt_rows), SAMPLES), np.float32)
+        accuracies[[self.signal(row) for row in task.prompt_rows], 0] = 1
+        count = accuracies.size
+        ones = np.ones(count, np.int32)
+        return RolloutScalars(
+            np.repeat(task.group_ids, SAMPLES),
+            np.repeat(task.prompt_rows, SAMPLES),
+            ones,
+            ones,
+            ones,
+            accuracies.ravel().copy(),
+            accuracies.ravel(),
+            np.zeros(count, np.uint8),
+            0,
+        )
+
+
+def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: Any) -> tuple[Groups, ScriptedPool]:
+    pool = ScriptedPool(signal, num_engines)
+    collector = RolloutCollector(
+        pool=pool,
+        sampler=CountingSampler(),
+        rollout=RolloutConfig(samples_per_prompt=SAMPLES),
+        dynamic=DynamicSamplingConfig(enable=True, **dynamic),
+        has_signal=groups_with_variance,
+        prompts_per_step=8,
+        seed=1,
+        records_dir=tmp_path,
+    )
+    return collector.collect(1), pool
+
+
+def kept_rows(groups: Groups) -> list[int]:
+    rows = [s.prompt_rows[keep] for s, keep in zip(groups.scalars, groups.keep, strict=True)]
+    return np.concatenate(rows)[::SAMPLES].tolist()
+
+
+def test_groups_without_variance_are_dropped_and_refilled(tmp_path: Path) -> None:
+    groups, _ = collect(tmp_path, lambda row: row % 2 == 0)
+    assert kept_rows(groups) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert groups.groups_dropped == 8
+    assert groups.groups_drawn == 16
+
+
+def test_refilling_draws_what_the_share_of_signal_asks_for_and_never_more_than_a_step(tmp_path: Path) -> None:
+    _, pool = collect(tmp_path, lambda row: row % 8 < 6)  # 6 of 8 have signal: 2 / 0.75 -> 3 more
+    assert [sum(len(t.prompt_rows) for t in tasks) for tasks in pool.tasks] == [8, 3]
+    _, pool = collect(tmp_path, lambda row: row in (0, 20, 30), max_batches=4)
+    assert max(sum(len(t.prompt_rows) for t in tasks) for tasks in pool.tasks) == 8
+
+
+def test_surplus_groups_are_cut_in_order(tmp_path: Path) -> None:
+    groups, _ = collect(tmp_path, lambda row: row != 0)
+    assert kept_rows(groups) == [1, 2, 3, 4, 5, 6, 7, 8]  # row 9, if drawn, is one too many
+
+
+def test_after_max_batches_dull_groups_fill_the_step_whole(tmp_path: Path) -> None:
+    groups, pool = collect(tmp_path, lambda row: row == 3, max_batches=2)
+    assert len(pool.tasks) == 2
+    assert kept_rows(groups) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert groups.groups_dropped == groups.groups_drawn - 1
+
+
+def test_without_dynamic_sampling_everything_is_kept_in_one_batch(tmp_path: Path) -> None:
+    pool = ScriptedPool(lambda row: False)
+    collector = RolloutCollector(
+        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES), DynamicSamplingConfig(),
+        groups_with_variance, 8, 1, tmp_path,
+    )  # fmt: skip
+    assert kept_rows(collector.collect(1)) == list(range(8))
+    assert len(pool.tasks) == 1
+
+
+def test_engines_share_a_batch_and_group_ids_are_never_reused(tmp_path: Path) -> None:
+    groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
+    ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
+    assert len(set(ids.tolist())) == len(ids) == groups.groups_drawn
+    assert [len(task.prompt_rows) for task in pool.tasks[0]] == [3, 3, 2]
+
+
+def test_records_of_all_engines_and_batches_end_in_one_file(tmp_path: Path) -> None:
+    groups, _ = collect(tmp_path, lambda row: row % 2 == 0, num_engines=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
+    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(groups.groups_drawn)]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "reward"])
+def test_the_metric_decides_what_counts_as_variance(tmp_path: Path, metric: str) -> None:
+    class Shaped(ScriptedPool):
+        def _score(self, task: RolloutTask) -> RolloutScalars:
+            result = super()._score(task)
+            result.rewards[:] = np.arange(len(result.rewards))  # overlong shaping: rewards differ everywhere
+            result.accuracies[:] = 1
+            return result
+
+    pool = Shaped(lambda row: False)
+    collector = RolloutCollector(
+        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
+        DynamicSamplingConfig(enable=True, max_batches=2, metric=metric), groups_with_variance, 8, 1, tmp_path,
+    )  # fmt: skip
+    assert collector.collect(1).groups_dropped == (16 if metric == "accuracy" else 0)

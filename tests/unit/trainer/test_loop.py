@@ -1,0 +1,157 @@
+"""The order of a step, and what a resumed run does and does not repeat; every part is a recorder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import CheckpointError, NonFiniteError
+from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.loop import train
+from mcore_rl.trainer.run import Run
+from mcore_rl.types import Total
+
+
+class Recorder:
+    """Stands for every port: notes each call, and fails at `fail_at`, a call such as "update 2"."""
+
+    def __init__(self, fail_at: str | None = None) -> None:
+        self.calls: list[str] = []
+        self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
+        self.pending: dict[str, Any] = {}
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_at:
+            raise NonFiniteError(call)
+
+    def collect(self, step: int) -> str:
+        self.position += 1
+        self.note(f"collect {step}")
+        return f"groups {step}"
+
+    def annotate(self, batch: Any) -> dict[str, Any]:
+        self.note(f"annotate {batch}")
+        return {}
+
+    def update(self, batch: Any) -> dict[str, Any]:
+        self.updates += 1
+        self.note(f"update {batch}")
+        return {"actor/updates": Total(self.updates)}
+
+    def publish(self, version: int) -> int:
+        self.note(f"publish {version}")
+        return version
+
+    def verify(self) -> int:
+        self.note("verify")
+        return 5
+
+    def validate(self, step: int) -> Any:
+        self.note(f"validate {step}")
+        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2))
+
+    def save(self, directory: str) -> None:
+        self.note("save")
+        Path(directory, "updates").write_text(str(self.updates))
+
+    def load(self, directory: str) -> None:
+        self.note("load")
+        self.updates = int(Path(directory, "updates").read_text())
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        self.pending.update(metrics)
+
+    def finish_step(self, step: int) -> None:
+        self.note(f"figures {step}")
+        self.rows[step] = {name: metric.value for name, metric in self.pending.items()}
+        self.pending = {}
+
+    def resume_after(self, step: int) -> None:
+        self.note(f"resume after {step}")
+
+    def close(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2) -> Run:
+    config = Config()
+    config.trainer.steps, config.trainer.validate_every_steps = steps, 2
+    config.checkpoint.every_steps, config.weights.verify_every = every, 3
+    return Run(
+        config=config,
+        actor=part,
+        collector=part,
+        publisher=part,
+        validator=part,
+        journal=part,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", 2),
+        forget_after=lambda step: part.note(f"forget after {step}"),
+        positions={"sampler": part},
+        batch_of=lambda groups, step: step,  # type: ignore[arg-type, return-value]
+        describe=lambda groups: {},
+    )
+
+
+def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
+    part = Recorder()
+    train(make(tmp_path, 3, part))
+    assert part.calls == [
+        *("resume after -1", "forget after -1", "publish 0", "validate 0", "figures 0"),
+        *("collect 1", "annotate 1", "update 1", "publish 1", "figures 1"),
+        *("collect 2", "annotate 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
+        *("collect 3", "annotate 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
+    ]
+    assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
+
+
+@pytest.mark.parametrize("fail_at", ["collect 3", "annotate 3", "update 3", "publish 3", "figures 3", "save"])
+def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(tmp_path: Path, fail_at: str) -> None:
+    whole = Recorder()
+    train(make(tmp_path / "whole", 4, whole))
+    broken = Recorder(fail_at)
+    with pytest.raises(NonFiniteError):
+        train(make(tmp_path / "broken", 4, broken))
+    resumed = Recorder()
+    train(make(tmp_path / "broken", 4, resumed))
+    first = 1 if fail_at == "save" else 3
+    assert [call for call in resumed.calls if call.startswith("collect")] == [
+        f"collect {step}" for step in range(first, 5)
+    ]
+    assert ("validate 0" in resumed.calls) == (first == 1)
+    for step in range(first, 5):
+        assert resumed.rows[step] == whole.rows[step]
+    assert resumed.position == whole.position
+
+
+def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
+    train(make(tmp_path, 2, Recorder()))
+    again = Recorder()
+    train(make(tmp_path, 2, again))
+    assert again.calls == ["load", "resume after 2", "forget after 2", "publish 2"]
+
+
+def test_a_failed_update_publishes_and_saves_nothing(tmp_path: Path) -> None:
+    part = Recorder("update 1")
+    with pytest.raises(NonFiniteError):
+        train(make(tmp_path, 2, part, every=1))
+    assert part.calls[-1] == "update 1"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
+    train(make(tmp_path, 2, Recorder()))
+    run = make(tmp_path, 2, Recorder())
+    run.positions["reference"] = Recorder()
+    with pytest.raises(CheckpointError, match="another kind of run"):
+        train(run)
