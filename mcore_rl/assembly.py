@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
@@ -29,7 +28,7 @@ from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.trainer.batches import batch_builder, describe, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch
+from mcore_rl.types import Batch, TrajectoryBuffers
 
 MIB = 2**20
 
@@ -37,7 +36,9 @@ MIB = 2**20
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    with ray_cluster(config), launch(config, prepared.layout, prepared.prompts) as processes:
+    layout = prepared.layout
+    dp_rank_of = [layout.coordinates(rank).dp for rank in range(layout.world_size)]
+    with ray_cluster(config), launch(config, dp_rank_of, prepared.prompts) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
@@ -81,7 +82,9 @@ class _Site:
         targets = self.prepared.targets
         assert targets is not None
         sampler = PromptSampler(len(targets), self.config.run.seed, self.config.data.shuffle)
-        batches = SupervisedBatches(self.config, targets, sampler, self.prepared.layout.dp)
+        batches = SupervisedBatches(
+            self.config, targets, sampler, self.prepared.layout.dp, self.processes.trainers.store
+        )
         return SupervisedRun(**self._common(), next_batch=batches.draw, positions={"sampler": sampler})
 
     def _common(self) -> dict[str, Any]:
@@ -136,6 +139,7 @@ class SupervisedBatches:
     targets: SupervisedSet
     sampler: PromptSampler
     dp_size: int
+    store: Callable[[TrajectoryBuffers], Any]
 
     def draw(self) -> Batch:
         """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""
@@ -143,7 +147,7 @@ class SupervisedBatches:
         buffers, scalars = supervised_chunk(self.targets, rows)
         weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config)
         return build_batch(
-            [ray.put(buffers)],
+            [self.store(buffers)],
             [scalars],
             [np.arange(len(rows))],
             advantages=np.zeros(len(rows), np.float32),

@@ -16,7 +16,7 @@ from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import train_layout
-from mcore_rl.rewards.functions import load_reward_function
+from mcore_rl.rewards.functions import check_reward_function
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
@@ -52,8 +52,7 @@ def prepare(config: Config) -> Prepared:
     if needs.advantages:
         if config.rollout.engine != "vllm":
             raise ConfigError(f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm")
-        if config.reward.function != "math":
-            load_reward_function(config.reward.function)
+        check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
         for name, path in paths.items():
             if path is not None:

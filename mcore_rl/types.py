@@ -149,6 +149,19 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def share(self, update: int, dp_rank: int) -> RankShare:
+        """What data-parallel rank `dp_rank` trains in update number `update`; empty where it has no response."""
+        samples = self.updates[update]
+        samples = samples[self.dp_ranks[samples] == dp_rank]
+        return RankShare(
+            samples=samples,
+            chunk_ids=self.chunk_ids[samples],
+            rows=self.rows[samples],
+            total_tokens=self.total_tokens[samples],
+            advantages=self.advantages[samples],
+            loss_weights=self.loss_weights[samples],
+        )
+
 
 @dataclass(frozen=True)
 class RankShare:

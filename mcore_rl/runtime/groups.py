@@ -8,10 +8,9 @@ from typing import Any
 
 import ray
 
-from mcore_rl.data.batching import rank_share
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.health import Watch
-from mcore_rl.types import Batch, Metric, RankShare, RolloutScalars, Span, merge_metrics
+from mcore_rl.types import Batch, Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers, merge_metrics
 
 
 @dataclass
@@ -37,7 +36,7 @@ class TrainerGroup:
 
     def _on_shares(self, method: str, batch: Batch) -> list[Any]:
         shares: dict[int, list[RankShare]] = {
-            dp: [rank_share(batch, update, dp) for update in range(len(batch.updates))] for dp in set(self.dp_rank_of)
+            dp: [batch.share(update, dp) for update in range(len(batch.updates))] for dp in set(self.dp_rank_of)
         }
         # One object per data-parallel share, however many tensor and pipeline peers read it.
         references = {dp: ray.put(share) for dp, share in shares.items()}
@@ -48,14 +47,13 @@ class TrainerGroup:
             ]
         )
 
-    def save(self, directory: str, state: dict[str, Any]) -> None:
+    def save(self, directory: str) -> None:
         """Collective over all ranks."""
-        self.watch.get([handle.save.remote(directory, state) for handle in self.handles])
+        self.watch.get([handle.save.remote(directory) for handle in self.handles])
 
-    def load(self, directory: str) -> dict[str, Any]:
-        """Collective over all ranks; the state that was saved."""
-        states = self.watch.get([handle.load.remote(directory) for handle in self.handles])
-        return states[0]  # type: ignore[no-any-return]
+    def load(self, directory: str) -> None:
+        """Collective over all ranks."""
+        self.watch.get([handle.load.remote(directory) for handle in self.handles])
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""
@@ -63,6 +61,11 @@ class TrainerGroup:
 
     def spans(self) -> list[Span]:
         return _drain(self.watch, self.handles)
+
+    @staticmethod
+    def store(buffers: TrajectoryBuffers) -> Any:
+        """A reference for Batch.chunks of trajectories that were made on the driver."""
+        return ray.put(buffers)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from mcore_rl.runtime.cluster import uses_cuda
 from mcore_rl.runtime.groups import EnginePool, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
-from model_converters.layout import TrainLayout
 
 
 @dataclass
@@ -27,10 +26,11 @@ class Processes:
 
 
 @contextlib.contextmanager
-def launch(config: Config, layout: TrainLayout, prompts: dict[str, Any]) -> Iterator[Processes]:
+def launch(config: Config, dp_rank_of: list[int], prompts: dict[str, Any]) -> Iterator[Processes]:
     """Starts every process, waits until all are set up, and kills all of them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines.
+    `dp_rank_of[rank]` is each trainer rank's data-parallel coordinate. `prompts` are the prompt sets that engines
+    serve, by name; without any, there are no engines.
     """
     watch, handles = Watch(), []
     try:
@@ -51,7 +51,6 @@ def launch(config: Config, layout: TrainLayout, prompts: dict[str, Any]) -> Iter
                 for index, engine in enumerate(engines)
             ]
         )
-        dp_rank_of = [layout.coordinates(rank).dp for rank in range(len(ranks))]
         yield Processes(TrainerGroup(ranks, dp_rank_of, watch), EnginePool(engines, watch) if engines else None)
     finally:
         kill_all(handles)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -127,17 +126,15 @@ class EngineProcess(_Process):
     ) -> None:
         if visible_devices is not None:  # before torch is imported here
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
-        from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
         from mcore_rl.rewards.manager import RewardManager
-        from mcore_rl.rollout.worker import RolloutWorker
+        from mcore_rl.rollout.building import build_worker
 
         with self.spans.span("setup"):
-            rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-            engine = _build_engine(config, eos_token_ids(tokenizer, config.model.hf_path))
+            # Grading processes start while the engine does.
+            self._rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = RolloutWorker(engine, rewarder, resolved, tokenizer)
-            self._rewarder = rewarder
+            self.worker = build_worker(config, self._rewarder, resolved)
+            self._rewarder.wait_ready()
 
     @ray.method(num_returns=2)
     def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
@@ -165,16 +162,3 @@ class EngineProcess(_Process):
     def shutdown(self) -> None:
         self._rewarder.shutdown()
         self.worker.engine.shutdown()
-
-
-def _build_engine(config: Config, eos: Sequence[int]) -> Any:
-    from mcore_rl.rollout.vllm import VllmEngine
-
-    return VllmEngine(
-        config.model.hf_path,
-        config.rollout,
-        dtype=config.model.dtype,
-        eos_token_ids=eos,
-        seed=config.run.seed,
-        load_weights=False,  # the first publish delivers every tensor
-    )

@@ -1,0 +1,1 @@
+"""Prompt sets, tokenizers, the resumable sampler, batches, packing and balancing."""

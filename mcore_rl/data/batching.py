@@ -1,0 +1,146 @@
+"""Cuts a step's kept responses into optimizer updates and data-parallel shares, on scalars alone.
+
+Worked example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 data-parallel ranks.
+
+    response        0 1 | 2 3 | 4 5 | 6 7        groups in the order in which they were kept
+    update          0 0   0 0   1 1   1 1        `updates` = (0..3), (4..7), then both again, reordered
+    dp rank         0 1   1 0   1 0   0 1        balanced by tokens within each update, the same in every epoch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.data.packing import balance
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import Batch, RolloutScalars
+
+
+@dataclass(frozen=True)
+class UpdateCut:
+    """How a step's groups become optimizer updates.
+
+    `seed`, for instance (run.seed, step), orders the updates of every epoch after the first.
+    """
+
+    prompts_per_update: int
+    update_epochs: int = 1
+    num_dp_ranks: int = 1
+    seed: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """Scalars of the kept responses, joined over rollout calls: advantages are computed from these.
+
+    Shapes: every array [B]; chunk_ids, rows int32 say where the tokens are; the others as in RolloutScalars.
+    """
+
+    chunk_ids: np.ndarray
+    rows: np.ndarray
+    group_ids: np.ndarray
+    total_tokens: np.ndarray
+    response_tokens: np.ndarray
+    trained_tokens: np.ndarray
+    rewards: np.ndarray
+    accuracies: np.ndarray
+    clipped: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> KeptSamples:
+    """Joins the responses `keep[i]` of every rollout call i, call after call."""
+
+    def join(name: str, dtype: type) -> np.ndarray:
+        parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
+        return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+
+    return KeptSamples(
+        chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
+        rows=np.concatenate([*keep, np.empty(0, np.int64)]).astype(np.int32),
+        group_ids=join("group_ids", np.int64),
+        total_tokens=join("total_tokens", np.int32),
+        response_tokens=join("response_tokens", np.int32),
+        trained_tokens=join("trained_tokens", np.int32),
+        rewards=join("rewards", np.float32),
+        accuracies=join("accuracies", np.float32),
+        clipped=join("clipped", np.uint8),
+    )
+
+
+def build_batch(
+    chunks: Sequence[Any],
+    scalars: Sequence[RolloutScalars],
+    keep: Sequence[np.ndarray],
+    *,
+    advantages: np.ndarray,
+    weights_of: Callable[[np.ndarray], np.ndarray],
+    cut: UpdateCut,
+) -> Batch:
+    """The batch of one training step.
+
+    Whole groups, in the order in which they were kept, go to updates of `prompts_per_update` groups. Further epochs
+    repeat the same updates in another order: a response keeps its update, so its loss weight and its data-parallel
+    rank (where its annotations lie) are the same in all of them.
+
+    Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`;
+    weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses.
+    Raises: ConfigError when no response is kept or prompts_per_update does not divide the number of groups.
+    """
+    kept = gather(scalars, keep)
+    if len(advantages) != len(kept):
+        raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
+    first_epoch = _cut(kept.group_ids, cut.prompts_per_update)
+    loss_weights = np.empty(len(kept), np.float32)
+    dp_ranks = np.empty(len(kept), np.int32)
+    for samples in first_epoch:
+        loss_weights[samples] = weights_of(kept.trained_tokens[samples])
+        dp_ranks[samples] = balance(kept.total_tokens[samples], cut.num_dp_ranks)
+    return Batch(
+        chunks=tuple(chunks),
+        chunk_ids=kept.chunk_ids,
+        rows=kept.rows,
+        group_ids=kept.group_ids,
+        total_tokens=kept.total_tokens,
+        trained_tokens=kept.trained_tokens,
+        rewards=kept.rewards,
+        advantages=np.asarray(advantages, np.float32),
+        loss_weights=loss_weights,
+        dp_ranks=dp_ranks,
+        updates=_repeat(first_epoch, cut),
+    )
+
+
+def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:
+    """Ascending response indices of each update."""
+    if not len(group_ids):
+        raise ConfigError("a step kept no response; raise algorithm.dynamic_sampling.max_batches")
+    _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
+    num_groups = len(first)
+    if num_groups % prompts_per_update:
+        raise ConfigError(
+            f"trainer.prompts_per_update={prompts_per_update} does not divide the {num_groups} groups of a step;"
+            " set it to a divisor of trainer.prompts_per_step"
+        )
+    # Ids are arbitrary; groups count in the order in which their first response was kept.
+    ordinal = np.empty(num_groups, np.int64)
+    ordinal[np.argsort(first)] = np.arange(num_groups)
+    update_of = ordinal[inverse] // prompts_per_update
+    order = np.argsort(update_of, kind="stable")
+    ends = np.cumsum(np.bincount(update_of))
+    return np.split(order, ends[:-1])
+
+
+def _repeat(first_epoch: list[np.ndarray], cut: UpdateCut) -> tuple[np.ndarray, ...]:
+    updates = list(first_epoch)
+    for epoch in range(1, cut.update_epochs):
+        # Raw bits, because numpy does not promise the stream of its shuffles from one version to the next.
+        bits = np.random.PCG64(np.random.SeedSequence([*cut.seed, epoch])).random_raw(len(first_epoch))
+        updates += [first_epoch[index] for index in np.argsort(bits, kind="stable")]
+    return tuple(updates)

@@ -1,0 +1,206 @@
+"""Prompt sets: rows of verl's format or plain question / answer rows, rendered, tokenised and filtered by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.files import read_rows
+from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.errors import DataError
+from mcore_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS_PER_BLOCK = 1024
+_FALLBACK_PROMPT_KEY = "question"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Tokenised prompts as flat arrays; plain values only, so that it is put in an object store once.
+
+    Shapes: tokens int32 [sum P]; offsets int64 [N + 1]; the lists have N entries.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    texts: list[str]
+    data_sources: list[str]
+    ground_truths: list[Any]
+    extra_infos: list[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, row: int) -> Prompt:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a prompt set with {len(self)} rows")
+        return Prompt(
+            row=int(row),
+            token_ids=self.tokens[self.offsets[row] : self.offsets[row + 1]],
+            text=self.texts[row],
+            data_source=self.data_sources[row],
+            ground_truth=self.ground_truths[row],
+            extra_info=self.extra_infos[row],
+        )
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
+        """A set of these rows, in this order, numbered anew from 0."""
+        return prompt_set([self[int(row)] for row in rows])
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was read from a file. `dropped` rows exceeded a token limit; `limits` says which and how many each."""
+
+    key: str
+    path: str
+    kept: int
+    dropped: int
+    longest_tokens: int
+    limits: str
+
+    def __str__(self) -> str:
+        dropped = f"{self.dropped} dropped ({self.limits})" if self.dropped else "none dropped"
+        return f"{self.key}: {self.kept} rows from {self.path}, {dropped}; longest prompt {self.longest_tokens} tokens"
+
+
+def load_prompts(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig,
+    rollout_config: RolloutConfig,
+    key: str = "data.train",
+    *,
+    max_prompts: int | None = None,
+) -> tuple[PromptSet, LoadReport]:
+    """Reads, renders and tokenises the prompts of a jsonl or parquet file.
+
+    Prompts above rollout.max_prompt_tokens are dropped and counted. With max_prompts, reading ends when so many
+    are kept.
+
+    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable prompt;
+    ConfigError for a template that the tokenizer cannot apply.
+    """
+    renderer = PromptRenderer(tokenizer, data_config)
+    limit = rollout_config.max_prompt_tokens
+    kept: list[Prompt] = []
+    lengths: list[int] = []
+    for block in iterate_blocks(path, key):
+        prompts = tokenise_block(block, renderer, data_config, key)
+        lengths += [len(prompt.token_ids) for prompt in prompts]
+        kept += [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+        if max_prompts is not None and len(kept) >= max_prompts:
+            break
+    if not lengths:
+        raise DataError(f"{key}: {path} has no rows; set {key} to a file with prompts")
+    if not kept:
+        raise DataError(
+            f"{key}: all {len(lengths)} prompts of {path} are longer than rollout.max_prompt_tokens={limit}"
+            f" ({min(lengths)} to {max(lengths)} tokens); raise rollout.max_prompt_tokens"
+        )
+    dropped = sum(length > limit for length in lengths)
+    limits = f"longer than rollout.max_prompt_tokens={limit}"
+    prompts = kept[:max_prompts]
+    return prompt_set(prompts), LoadReport(key, str(path), len(prompts), dropped, max(lengths), limits)
+
+
+def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
+    """Joins prompts into flat arrays."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    tokens = [prompt.token_ids for prompt in prompts]
+    return PromptSet(
+        tokens=np.concatenate(tokens).astype(np.int32, copy=False) if tokens else np.empty(0, np.int32),
+        offsets=offsets_of(lengths),
+        texts=[prompt.text for prompt in prompts],
+        data_sources=[prompt.data_source for prompt in prompts],
+        ground_truths=[prompt.ground_truth for prompt in prompts],
+        extra_infos=[prompt.extra_info for prompt in prompts],
+    )
+
+
+def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64 [N + 1]: where each of N consecutive pieces starts, and where the last one ends."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def iterate_blocks(path: str | Path, key: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Rows of a file with their places, many at a time: a tokenizer is fast on blocks."""
+    rows = read_rows(path, key)
+    while block := list(islice(rows, _ROWS_PER_BLOCK)):
+        yield block
+
+
+def tokenise_block(
+    block: list[tuple[str, dict[str, Any]]], renderer: PromptRenderer, data_config: DataConfig, key: str
+) -> list[Prompt]:
+    """Prompts of a block's rows, whatever their length; `row` is -1 until they are part of a set."""
+    texts = []
+    for place, row in block:
+        where = f"{key}: {place}"
+        texts.append(renderer.render(_prompt_of(row, data_config, where), where))
+    ids = encode(renderer.tokenizer, texts, renderer.leading_ids)
+    prompts = []
+    for (place, row), text, token_ids in zip(block, texts, ids, strict=True):
+        where = f"{key}: {place}"
+        prompts.append(
+            Prompt(
+                row=-1,
+                token_ids=token_ids,
+                text=text,
+                data_source=_data_source_of(row, where),
+                ground_truth=_ground_truth_of(row, data_config, where),
+                extra_info=_extra_info_of(row, where),
+            )
+        )
+    return prompts
+
+
+def _prompt_of(row: dict[str, Any], data_config: DataConfig, where: str) -> Any:
+    for column in (data_config.prompt_key, _FALLBACK_PROMPT_KEY):
+        if row.get(column) is not None:
+            return row[column]
+    raise DataError(f"{where} has no prompt: its columns are {_columns(row)}; set data.prompt_key to one of them")
+
+
+def _ground_truth_of(row: dict[str, Any], data_config: DataConfig, where: str) -> Any:
+    """verl's reward_model.ground_truth, else the plain column."""
+    reward_model = row.get("reward_model")
+    if reward_model is not None and not isinstance(reward_model, dict):
+        raise DataError(f"{where}: reward_model is {type(reward_model).__name__}, not an object with ground_truth")
+    if reward_model and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    if row.get(data_config.answer_key) is None:
+        raise DataError(
+            f"{where} has no ground truth: neither reward_model.ground_truth nor column {data_config.answer_key!r}"
+            f" (its columns are {_columns(row)}); set data.answer_key to one of them"
+        )
+    return row[data_config.answer_key]
+
+
+def _data_source_of(row: dict[str, Any], where: str) -> str:
+    source = row.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise DataError(f"{where}: data_source is {type(source).__name__}, not a string")
+    return source or "unknown"
+
+
+def _extra_info_of(row: dict[str, Any], where: str) -> dict[str, Any]:
+    info = row.get("extra_info")
+    if info is not None and not isinstance(info, dict):
+        raise DataError(f"{where}: extra_info is {type(info).__name__}, not an object")
+    return info or {}
+
+
+def _columns(row: dict[str, Any]) -> str:
+    return ", ".join(row) or "none"

@@ -1,0 +1,148 @@
+"""Prompts with target texts, as the buffers that rollouts give: supervised training runs through the same actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import LoadReport, PromptSet, iterate_blocks, offsets_of, prompt_set, tokenise_block
+from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.errors import DataError
+from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class SupervisedSet:
+    """Tokenised prompts with their targets; a target ends with the end-of-sequence token.
+
+    Shapes: target_tokens int32 [sum T]; target_offsets int64 [N + 1].
+    """
+
+    prompts: PromptSet
+    target_tokens: np.ndarray
+    target_offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def load_supervised(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig,
+    rollout_config: RolloutConfig,
+    key: str = "data.train",
+) -> tuple[SupervisedSet, LoadReport]:
+    """Reads prompts and targets (column data.answer_key) of a jsonl or parquet file.
+
+    Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
+    rollout.max_response_tokens, are dropped and counted.
+
+    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable row.
+    """
+    renderer = PromptRenderer(tokenizer, data_config)
+    kept: list[tuple[Prompt, np.ndarray]] = []
+    longest_prompt = longest_target = long_prompts = long_targets = 0
+    for block in iterate_blocks(path, key):
+        prompts = tokenise_block(block, renderer, data_config, key)
+        for prompt, target in zip(prompts, _targets(block, tokenizer, data_config, key), strict=True):
+            longest_prompt = max(longest_prompt, len(prompt.token_ids))
+            longest_target = max(longest_target, len(target))
+            if len(prompt.token_ids) > rollout_config.max_prompt_tokens:
+                long_prompts += 1
+            elif len(target) > rollout_config.max_response_tokens:
+                long_targets += 1
+            else:
+                kept.append((prompt, target))
+    dropped = long_prompts + long_targets
+    limits = (
+        f"{long_prompts} prompts longer than rollout.max_prompt_tokens={rollout_config.max_prompt_tokens},"
+        f" {long_targets} targets longer than rollout.max_response_tokens={rollout_config.max_response_tokens}"
+    )
+    if not kept:
+        raise DataError(_nothing_left(path, key, dropped, limits, longest_prompt, longest_target))
+    targets = [target for _, target in kept]
+    supervised = SupervisedSet(
+        prompts=prompt_set([prompt for prompt, _ in kept]),
+        target_tokens=np.concatenate(targets),
+        target_offsets=offsets_of([len(target) for target in targets]),
+    )
+    return supervised, LoadReport(key, str(path), len(kept), dropped, longest_prompt, limits)
+
+
+def supervised_chunk(
+    data: SupervisedSet, rows: np.ndarray, *, first_group: int = 0
+) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """Rows of the set as one chunk of trajectories, each a group of its own; only targets are trained.
+
+    Log-probabilities of a sampling policy do not exist and are 0, as are versions, rewards and accuracies.
+
+    Shapes: rows integer [B]; group ids are first_group .. first_group + B - 1.
+    """
+    prompts = [data.prompts.tokens[a:b] for a, b in _bounds(data.prompts.offsets, rows)]
+    targets = [data.target_tokens[a:b] for a, b in _bounds(data.target_offsets, rows)]
+    prompt_tokens = np.array([len(prompt) for prompt in prompts], np.int32)
+    target_tokens = np.array([len(target) for target in targets], np.int32)
+    pieces = [piece for pair in zip(prompts, targets, strict=True) for piece in pair]
+    num_trained = int(target_tokens.sum())
+    buffers = TrajectoryBuffers(
+        tokens=np.concatenate([*pieces, np.empty(0, np.int32)]),
+        token_offsets=offsets_of(prompt_tokens + target_tokens),
+        prompt_tokens=prompt_tokens,
+        response_offsets=offsets_of(target_tokens),
+        logp_rollout=np.zeros(num_trained, np.float32),
+        versions=np.zeros(num_trained, np.int32),
+        trained=np.ones(num_trained, np.uint8),
+    )
+    zeros = np.zeros(len(rows), np.float32)
+    scalars = RolloutScalars(
+        group_ids=np.arange(first_group, first_group + len(rows), dtype=np.int64),
+        prompt_rows=np.asarray(rows, np.int64),
+        total_tokens=prompt_tokens + target_tokens,
+        response_tokens=target_tokens,
+        trained_tokens=target_tokens,
+        rewards=zeros,
+        accuracies=zeros,
+        clipped=np.zeros(len(rows), np.uint8),
+        version=0,
+    )
+    return buffers, scalars
+
+
+def _bounds(offsets: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
+    rows = np.asarray(rows, np.int64)
+    return list(zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True))
+
+
+def _targets(
+    block: list[tuple[str, dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, key: str
+) -> list[np.ndarray]:
+    texts = []
+    for place, row in block:
+        text = row.get(data_config.answer_key)
+        if not isinstance(text, str) or not text:
+            raise DataError(
+                f"{key}: {place} has no target text in column {data_config.answer_key!r}"
+                f" (its columns are {', '.join(row) or 'none'}); set data.answer_key to the column of target texts"
+            )
+        texts.append(text)
+    eos = np.array([tokenizer.eos_token_id], np.int32)
+    return [np.concatenate([ids, eos]) for ids in encode(tokenizer, texts)]
+
+
+def _nothing_left(
+    path: str | Path, key: str, dropped: int, limits: str, longest_prompt: int, longest_target: int
+) -> str:
+    if not dropped:
+        return f"{key}: {path} has no rows; set {key} to a file with prompts"
+    return (
+        f"{key}: all {dropped} rows of {path} are too long ({limits}; the longest prompt has {longest_prompt} tokens,"
+        f" the longest target {longest_target}); raise the limits"
+    )

@@ -1,0 +1,99 @@
+"""Turns a row's prompt into the text, and the text into the token ids, that the model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_rl.config.schema import DataConfig
+from mcore_rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PLACEHOLDER = "{prompt}"
+
+
+class PromptRenderer:
+    """Renders prompts by the tokenizer's chat template or by data.plain_template.
+
+    A plain string becomes one user message for a chat template; chat messages become their contents, one after the
+    other, for the plain template. `leading_ids` are the special tokens (such as a BOS) that the tokenizer puts before
+    plain text; a chat template writes its own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig) -> None:
+        has_chat_template = tokenizer.chat_template is not None
+        if data_config.template not in ("auto", "chat", "plain"):
+            raise ConfigError(f"data.template is {data_config.template!r}; set it to auto, chat or plain")
+        if data_config.template == "chat" and not has_chat_template:
+            raise ConfigError("data.template=chat, but the tokenizer has no chat template; set data.template=plain")
+        self.tokenizer = tokenizer
+        self._chat = has_chat_template and data_config.template != "plain"
+        self._plain_template = data_config.plain_template
+        if not self._chat and _PLACEHOLDER not in self._plain_template:
+            raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
+        self.leading_ids = [] if self._chat else _leading_ids(tokenizer)
+
+    def render(self, prompt: Any, where: str) -> str:
+        """The text of a prompt, a string or a list of chat messages. `where` starts error messages.
+
+        Raises: DataError for an empty prompt, one of another type, or one that the chat template refuses.
+        """
+        messages = _messages(prompt, where)
+        if self._chat:
+            return self._render_chat(messages, where)
+        return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
+
+    def _render_chat(self, messages: list[dict[str, Any]], where: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {error}") from error
+        return str(text)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], leading_ids: Sequence[int] = ()
+) -> list[np.ndarray]:
+    """Token ids of each text, int32, after `leading_ids`; no other special tokens are added."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    lead = list(leading_ids)
+    return [np.array(lead + ids if lead else ids, np.int32) for ids in encoded["input_ids"]]
+
+
+def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages with a non-empty content somewhere; keys that a parquet struct leaves null are gone."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a string or a list of chat messages")
+    messages = []
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(f"{where}: a chat message needs `role` and `content`, both strings")
+        messages.append({key: value for key, value in message.items() if value is not None})
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{where}: the prompt is empty")
+    return messages
+
+
+def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    # Asking for special tokens outright would also append the EOS that some tokenizers end a text with, and a prompt
+    # must not end.
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special = tokenizer("a", add_special_tokens=True)["input_ids"]
+    starts = [start for start in range(len(special)) if special[start : start + len(plain)] == plain]
+    return list(special[: starts[0]]) if starts else []

@@ -1,0 +1,124 @@
+"""Loads a tokenizer from an HF directory or a bare tokenizer.json, with an end-of-sequence token in any case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KEY = "model.tokenizer_path"
+_DIRECTORY_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+_EOS_NAMES = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "<|return|>",
+    "<eos>",
+    "[EOS]",
+)
+"""Names that released tokenizers use for the end of a sequence, for files that do not say which of theirs it is."""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The fast tokenizer at `path`: an HF directory, or a tokenizer.json file on its own.
+
+    eos_token is always set: by the tokenizer's own configuration, else by generation_config.json or config.json beside
+    it, else by a well-known name such as GPT-2's `<|endoftext|>`. pad_token falls back to it. Nothing is downloaded
+    and no code from the directory is run.
+
+    Raises: ConfigError naming model.tokenizer_path.
+    """
+    path = Path(path)
+    directory, bare_file = _locate(path)
+    tokenizer = _load(directory, bare_file)
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token = _find_eos(tokenizer, directory, path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> tuple[int, ...]:
+    """Every token id that ends a response: the tokenizer's own first, then those that generation_config.json adds.
+
+    Raises: ConfigError naming model.tokenizer_path.
+    """
+    directory, _ = _locate(Path(path))
+    ids = [int(tokenizer.eos_token_id)]
+    ids += _ids(_read_json(directory / "generation_config.json").get("eos_token_id")) if directory else []
+    return tuple(dict.fromkeys(ids))
+
+
+def _locate(path: Path) -> tuple[Path | None, Path | None]:
+    """(directory with configuration, bare tokenizer.json): either may be None."""
+    if not path.exists():
+        raise ConfigError(f"{_KEY}: there is no {path}; set it to an HF directory or a tokenizer.json file")
+    if path.is_file():
+        # A tokenizer.json inside an HF directory keeps that directory's special tokens and chat template.
+        if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
+            return path.parent, None
+        return None, path
+    if not any((path / name).is_file() for name in _DIRECTORY_FILES):
+        names = ", ".join(_DIRECTORY_FILES)
+        raise ConfigError(f"{_KEY}: {path} holds no tokenizer (none of {names}); set it to a directory that does")
+    bare = path / "tokenizer.json"
+    return path, None if (path / "tokenizer_config.json").is_file() or not bare.is_file() else bare
+
+
+def _load(directory: Path | None, bare_file: Path | None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if bare_file is not None:
+        _read_json(bare_file)
+    try:
+        if bare_file is not None:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bare_file))
+            template = bare_file.parent / "chat_template.jinja"
+            if template.is_file():
+                tokenizer.chat_template = template.read_text(encoding="utf-8")
+            return tokenizer
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
+        raise ConfigError(f"{_KEY}: {bare_file or directory} is not a tokenizer that can be read: {error}") from error
+
+
+def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path) -> str:
+    if directory is not None:
+        for name in ("generation_config.json", "config.json"):
+            for token_id in _ids(_read_json(directory / name).get("eos_token_id")):
+                token = tokenizer.convert_ids_to_tokens(token_id)
+                if token is not None:
+                    return str(token)
+    vocabulary = tokenizer.get_vocab()
+    for name in _EOS_NAMES:
+        if name in vocabulary:
+            return name
+    raise ConfigError(
+        f"{_KEY}: {path} has no end-of-sequence token; set `eos_token` in its tokenizer_config.json"
+        f" (looked for eos_token_id in config files and for {', '.join(_EOS_NAMES)})"
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; {} where the file does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_KEY}: {path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{_KEY}: {path} is not a JSON object")
+    return value

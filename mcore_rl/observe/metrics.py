@@ -1,0 +1,85 @@
+"""metrics.jsonl: one JSON object per step, on disk before the next step starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import DataError
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends to run_dir/metrics.jsonl. A last line that a crash tore is removed when the log is opened."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_torn_line(self.path)
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes {"step": step, **values}, values that are not finite as null, and waits for the disk."""
+        line = json.dumps({"step": int(step), **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Forgets what came after `step`, which a resumed run writes again; returns the number of lines removed."""
+        records = self.read()
+        kept = [record for record in records if record["step"] <= step]
+        if len(kept) < len(records):
+            temporary = self.path.with_suffix(".jsonl.tmp")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        return len(records) - len(kept)
+
+    def read(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Every complete record of a metrics.jsonl, in order; [] where there is no file.
+
+    A line without its end is still being written, or was torn by a crash, and is no record.
+
+    Raises: DataError naming the line for anything else that is not a record.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise DataError(f"{path}, line {number} is not an object with a `step`")
+        records.append(record)
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: numpy scalars become Python numbers, numbers that are not finite become None."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _remove_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        os.truncate(path, complete)

@@ -1,0 +1,90 @@
+"""Progress of a run: a live bar on a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+_SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("accuracy", "val/accuracy", "{:.3f}"),
+    ("length", "response_tokens/mean", "{:.1f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("loss", "actor/loss", "{:.4f}"),
+)
+_PHASES = ("generate", "reward", "logp", "update", "weight_sync")
+
+
+class Progress:
+    """Shows steps as they end. Prints to `stream`, by default stderr, so that stdout stays for results.
+
+    Every step leaves one line behind; a terminal also has a bar with the time that remains.
+    """
+
+    def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
+        self._total_steps = total_steps
+        self._stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        if self._stream.isatty():
+            self._bar, self._task = _start_bar(self._stream, total_steps, first_step)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Step `step` of total_steps has ended with these metrics (keys of metrics.jsonl)."""
+        self.note(step_line(step, self._total_steps, metrics))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def note(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
+    """`step 3/60  reward 0.412  length 18.2  entropy 0.311  1.9 s = generate 0.8 + update 0.9 + ...`."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if metrics.get(key) is not None]
+    phases = [
+        f"{phase} {metrics[f'time/{phase}']:.2f}" for phase in _PHASES if metrics.get(f"time/{phase}") is not None
+    ]
+    if metrics.get("time/step") is not None:
+        parts.append(f"{metrics['time/step']:.2f} s" + (f" ({', '.join(phases)})" if phases else ""))
+    elif phases:
+        parts.append(f"({', '.join(phases)} s)")
+    return "  ".join(parts)
+
+
+def _start_bar(stream: TextIO, total_steps: int, first_step: int) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    bar = RichProgress(
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(file=stream, force_terminal=True),
+    )
+    task = bar.add_task("step", total=total_steps, completed=first_step)
+    bar.start()
+    return bar, task

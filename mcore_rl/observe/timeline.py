@@ -1,0 +1,120 @@
+"""timeline.json: spans of all processes in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
+
+The file is a JSON array with one event per line, valid after every append. Every process has a track of its own;
+spans of one process that overlap without one containing the other get further lanes in it.
+
+Source: "Trace Event Format", complete ("X") and metadata ("M") events; times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.types import Span
+
+_HEAD = b"[\n"
+_TAIL = b"\n]\n"
+
+
+class Timeline:
+    """Appends spans to a trace file, and goes on with the file of an earlier process of the run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        events = read_timeline(self.path)
+        self._pids = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
+        self._lanes: dict[int, list[_Lane]] = {}
+        self._empty = not events
+        self._rewrite(events)
+
+    def append(self, spans: Iterable[Span]) -> None:
+        """Adds spans, and the processes seen for the first time."""
+        events: list[dict[str, Any]] = []
+        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+            if span.process not in self._pids:
+                events += self._introduce(span.process)
+            events.append(self._complete_event(span))
+        if not events:
+            return
+        body = _lines(events) if self._empty else b",\n" + _lines(events)
+        self._empty = False
+        with self.path.open("r+b") as file:
+            file.seek(-len(_TAIL), os.SEEK_END)
+            file.write(body + _TAIL)
+
+    def _introduce(self, process: str) -> list[dict[str, Any]]:
+        pid = self._pids[process] = max(self._pids.values(), default=0) + 1
+        return [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": process}},
+            {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
+        ]
+
+    def _complete_event(self, span: Span) -> dict[str, Any]:
+        pid = self._pids[span.process]
+        start, end = round(span.start * 1e6), round(span.end * 1e6)
+        lane = _lane_of(self._lanes.setdefault(pid, []), start, end)
+        return {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": lane}
+
+    def _rewrite(self, events: list[dict[str, Any]]) -> None:
+        temporary = self.path.with_suffix(".json.tmp")
+        with temporary.open("wb") as file:
+            file.write(_HEAD + _lines(events) + _TAIL)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+
+def read_timeline(path: str | Path) -> list[dict[str, Any]]:
+    """Events of a timeline; of one that a crash tore, every event that is whole. [] where there is no file."""
+    path = Path(path)
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_bytes().splitlines():
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:  # a bracket, or the line that was torn
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    return events
+
+
+def _lines(events: list[dict[str, Any]]) -> bytes:
+    return b",\n".join(json.dumps(event).encode() for event in events)
+
+
+@dataclass
+class _Lane:
+    last_start: int
+    open_ends: list[int]
+
+    def takes(self, start: int, end: int) -> bool:
+        """Adds [start, end] if it follows or lies inside what is there; viewers misplace spans that cross.
+
+        A span that began before the lane's last one is refused: what it might cross is no longer known.
+        """
+        if start < self.last_start:
+            return False
+        while self.open_ends and self.open_ends[-1] <= start:
+            self.open_ends.pop()
+        if self.open_ends and end > self.open_ends[-1]:
+            return False
+        self.last_start = start
+        self.open_ends.append(end)
+        return True
+
+
+def _lane_of(lanes: list[_Lane], start: int, end: int) -> int:
+    """Number of the first lane that takes the span; a new one where none does."""
+    for number, lane in enumerate(lanes):
+        if lane.takes(start, end):
+            return number
+    lanes.append(_Lane(start, [end]))
+    return len(lanes) - 1

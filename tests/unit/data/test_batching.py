@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+
+from mcore_rl.data.batching import UpdateCut, build_batch, gather
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import RolloutScalars
+
+
+def scalars_of(group_ids, seed=0):
+    rng = np.random.default_rng(seed)
+    count = len(group_ids)
+    response = rng.integers(1, 200, count).astype(np.int32)
+    return RolloutScalars(
+        group_ids=np.asarray(group_ids, np.int64),
+        prompt_rows=np.arange(count),
+        total_tokens=response + 10,
+        response_tokens=response,
+        trained_tokens=response,
+        rewards=rng.random(count).astype(np.float32),
+        accuracies=np.zeros(count, np.float32),
+        clipped=np.zeros(count, np.uint8),
+        version=1,
+    )
+
+
+def token_mean(trained_tokens):
+    return np.full(len(trained_tokens), 1 / trained_tokens.sum(), np.float32)
+
+
+SCALARS = [scalars_of(np.repeat([7, 3, 9, 1], 4), 1), scalars_of(np.repeat([20, 2, 40], 4), 2)]
+KEEP = [np.r_[0:4, 8:16], np.r_[0:12]]  # group 3 is dropped
+
+
+def batch_of(**cut):
+    count = len(gather(SCALARS, KEEP))
+    advantages = np.arange(count, dtype=np.float32)
+    options = {"prompts_per_update": 2, "num_dp_ranks": 3, **cut}
+    return build_batch(
+        ["chunk a", "chunk b"],
+        SCALARS,
+        KEEP,
+        advantages=advantages,
+        weights_of=token_mean,
+        cut=UpdateCut(**options),
+    )
+
+
+def test_updates_hold_whole_groups_in_the_order_kept():
+    batch = batch_of()
+    assert [np.unique(batch.group_ids[u]).tolist() for u in batch.updates] == [[7, 9], [1, 20], [2, 40]]
+    assert np.array_equal(np.concatenate(batch.updates), np.arange(24))
+
+
+def test_samples_still_point_at_their_rollouts():
+    batch = batch_of()
+    for name in ("group_ids", "total_tokens", "trained_tokens", "rewards"):
+        expected = [getattr(SCALARS[c], name)[r] for c, r in zip(batch.chunk_ids, batch.rows, strict=True)]
+        assert getattr(batch, name).tolist() == expected
+
+
+def test_ids_need_not_be_sorted_or_consecutive():
+    mixed = [scalars_of([5, 2, 5, 2, 8, 4, 8, 4])]
+    batch = build_batch(
+        ["a"],
+        mixed,
+        [np.arange(8)],
+        advantages=np.zeros(8),
+        weights_of=token_mean,
+        cut=UpdateCut(prompts_per_update=1),
+    )
+    assert [u.tolist() for u in batch.updates] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("update", range(3))
+def test_rank_shares_are_a_partition_of_the_update(update):
+    batch = batch_of()
+    shares = [batch.share(update, rank) for rank in range(3)]
+    assert np.array_equal(np.sort(np.concatenate([s.samples for s in shares])), batch.updates[update])
+    loads = [s.total_tokens.sum() for s in shares]
+    assert max(loads) - min(loads) <= batch.total_tokens.max()
+    for share in shares:
+        assert np.array_equal(share.advantages, share.samples.astype(np.float32))
+        assert np.array_equal(share.rows, batch.rows[share.samples])
+
+
+@pytest.mark.parametrize("num_dp_ranks", [1, 2, 5])
+def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
+    batch = batch_of(num_dp_ranks=num_dp_ranks)
+    rng = np.random.default_rng(0)
+    losses = [rng.standard_normal(count) for count in batch.trained_tokens]
+    for update, samples in enumerate(batch.updates):
+        total = 0.0
+        for rank in range(num_dp_ranks):
+            share = batch.share(update, rank)
+            total += sum(
+                w * losses[s].sum() for s, w in zip(share.samples, share.loss_weights.astype(np.float64), strict=True)
+            )
+        assert total == pytest.approx(np.concatenate([losses[s] for s in samples]).mean(), abs=1e-7)
+
+
+def test_epochs_repeat_the_same_updates_in_a_reproducible_other_order():
+    batch = batch_of(prompts_per_update=1, update_epochs=3, seed=(1, 5))
+    epochs = [batch.updates[i : i + 6] for i in (0, 6, 12)]
+    first = [u.tolist() for u in epochs[0]]
+    for epoch in epochs[1:]:
+        assert sorted(u.tolist() for u in epoch) == first
+        assert [u.tolist() for u in epoch] != first
+    again = batch_of(prompts_per_update=1, update_epochs=3, seed=(1, 5))
+    other = batch_of(prompts_per_update=1, update_epochs=3, seed=(1, 6))
+    assert [u.tolist() for u in again.updates] == [u.tolist() for u in batch.updates]
+    assert [u.tolist() for u in other.updates] != [u.tolist() for u in batch.updates]
+
+
+def test_a_response_keeps_rank_and_weight_over_epochs():
+    once, thrice = batch_of(), batch_of(update_epochs=3)
+    assert np.array_equal(once.dp_ranks, thrice.dp_ranks)
+    assert np.array_equal(once.loss_weights, thrice.loss_weights)
+
+
+def test_a_cut_that_does_not_divide_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.prompts_per_update=4 does not divide the 6 groups"):
+        batch_of(prompts_per_update=4)
+
+
+def test_an_empty_step_is_refused():
+    none = [np.empty(0, np.int64)]
+    with pytest.raises(ConfigError, match="kept no response"):
+        build_batch(
+            ["a"], SCALARS[:1], none, advantages=np.empty(0), weights_of=token_mean, cut=UpdateCut(prompts_per_update=1)
+        )

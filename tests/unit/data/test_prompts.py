@@ -1,0 +1,231 @@
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+
+SHARED_GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = [{"question": "1+1=", "answer": "so #### 2"}, {"question": "2+2=", "answer": "so #### 4"}]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+
+
+@pytest.fixture
+def tokenizer(tokenizer_file):
+    return load_tokenizer(tokenizer_file)
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def jsonl(tmp_path, rows):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def parquet(tmp_path, rows):
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def load(path, tokenizer, *, limit=512, key="data.train", **data):
+    return load_prompts(path, tokenizer, DataConfig(**data), RolloutConfig(max_prompt_tokens=limit), key)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_plain_rows_fall_back_to_question_and_use_the_plain_template(tmp_path, tokenizer, write):
+    prompts, report = load(write(tmp_path, PLAIN), tokenizer, plain_template="Q: {prompt} A: {x}")
+    prompt = prompts[1]
+    assert (prompt.row, prompt.text, prompt.ground_truth) == (1, "Q: 2+2= A: {x}", "so #### 4")
+    assert (prompt.data_source, prompt.extra_info) == ("unknown", {})
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.token_ids.dtype == np.int32
+    assert (report.kept, report.dropped) == (2, 0)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_verl_rows_are_taken_as_they_are(tmp_path, chat_tokenizer, write):
+    prompts, _ = load(write(tmp_path, [VERL, VERL]), chat_tokenizer)
+    prompt = prompts[0]
+    assert prompt.data_source == "openai/gsm8k"
+    assert prompt.ground_truth == "2"
+    assert prompt.extra_info == {"index": 7, "split": "train"}
+    expected = chat_tokenizer.apply_chat_template(VERL["prompt"], add_generation_prompt=True, return_dict=False)
+    assert prompt.token_ids.tolist() == expected
+
+
+def test_plain_prompts_become_a_user_message_for_a_chat_template(tmp_path, chat_tokenizer):
+    path = jsonl(tmp_path, PLAIN)
+    assert load(path, chat_tokenizer)[0][0].text == "<user>1+1=</user><assistant>"
+    assert load(path, chat_tokenizer, template="plain")[0][0].text == "1+1="
+
+
+def test_chat_messages_without_a_chat_template_are_joined(tmp_path, tokenizer):
+    path = jsonl(tmp_path, [VERL])
+    assert load(path, tokenizer, plain_template="{prompt}\n")[0][0].text == "Be terse.\n\n1+1?\n"
+    with pytest.raises(ConfigError, match=r"data\.template=chat"):
+        load(path, tokenizer, template="chat")
+
+
+def test_struct_fields_that_parquet_fills_with_null_are_not_passed_on(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
+    rows = [{**VERL, "prompt": [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]}]
+    assert load(parquet(tmp_path, rows), chat_tokenizer)[0][0].text.count("name") == 1
+
+
+def test_a_prompt_begins_with_bos_and_does_not_end_with_eos(tmp_path, bos_tokenizer_file):
+    tokenizer = load_tokenizer(bos_tokenizer_file)
+    assert len(tokenizer("1+1=")["input_ids"]) == 6  # the tokenizer itself adds both
+    ids = load(jsonl(tmp_path, PLAIN), tokenizer)[0][0].token_ids
+    assert tokenizer.decode(ids) == "<s>1+1="
+
+
+def test_other_column_names(tmp_path, tokenizer):
+    path = jsonl(tmp_path, [{"problem": "p", "solution": "s", "question": "no", "answer": "no"}])
+    prompt = load(path, tokenizer, prompt_key="problem", answer_key="solution")[0][0]
+    assert (prompt.text, prompt.ground_truth) == ("p", "s")
+
+
+def test_prompts_above_the_limit_are_dropped_and_counted(tmp_path, tokenizer):
+    rows = [{"question": "x" * n, "answer": str(n)} for n in (5, 9, 8, 20)]
+    prompts, report = load(jsonl(tmp_path, rows), tokenizer, limit=8)
+    assert [prompts[i].ground_truth for i in range(len(prompts))] == ["5", "8"]
+    assert (report.kept, report.dropped, report.longest_tokens) == (2, 2, 20)
+    assert "2 dropped (longer than rollout.max_prompt_tokens=8)" in str(report)
+
+
+def test_when_every_prompt_is_too_long_the_message_says_what_to_raise(tmp_path, tokenizer):
+    rows = [{"question": "x" * n, "answer": ""} for n in (20, 30)]
+    with pytest.raises(DataError, match=r"data\.val: all 2 .*=8 \(20 to 30 tokens\); raise rollout\.max_prompt_tokens"):
+        load(jsonl(tmp_path, rows), tokenizer, limit=8, key="data.val")
+
+
+def test_max_prompts_takes_the_first_that_fit(tmp_path, tokenizer):
+    rows = [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 6, 7)]
+    config = RolloutConfig(max_prompt_tokens=8)
+    prompts, _ = load_prompts(jsonl(tmp_path, rows), tokenizer, DataConfig(), config, max_prompts=2)
+    assert prompts.ground_truths == ["5", "6"]
+
+
+def test_more_rows_than_a_block_keep_their_order(tmp_path, tokenizer):
+    rows = [{"question": f"question {n}", "answer": str(n)} for n in range(2500)]
+    prompts, _ = load(parquet(tmp_path, rows), tokenizer)
+    assert prompts.ground_truths == [str(n) for n in range(2500)]
+    assert tokenizer.decode(prompts[2499].token_ids) == "question 2499"
+
+
+def test_sets_survive_pickling_and_take_renumbers(tmp_path, tokenizer):
+    rows = [{"question": f"q{n}", "answer": str(n)} for n in range(10)]
+    prompts = pickle.loads(pickle.dumps(load(jsonl(tmp_path, rows), tokenizer)[0]))
+    some = prompts.take([7, 2])
+    assert [(some[i].row, some[i].text) for i in range(2)] == [(0, "q7"), (1, "q2")]
+    assert tokenizer.decode(some[1].token_ids) == "q2"
+    with pytest.raises(IndexError):
+        prompts[10]
+
+
+GOOD = {"question": "q", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{not json", "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ({"answer": "a"}, r"no prompt: its columns are answer; set data\.prompt_key"),
+        ({"question": "q"}, r"no ground truth.*set data\.answer_key"),
+        ({"question": "  ", "answer": "a"}, "the prompt is empty"),
+        ({"prompt": [], "answer": "a"}, "the prompt is empty"),
+        ({"prompt": 5, "answer": "a"}, "the prompt is int"),
+        ({"prompt": ["hi"], "answer": "a"}, "`role` and `content`"),
+        ({"prompt": [{"role": "user"}], "answer": "a"}, "`role` and `content`"),
+        ({**GOOD, "reward_model": "rule"}, "reward_model is str"),
+        ({**GOOD, "extra_info": []}, "extra_info is list"),
+        ({**GOOD, "data_source": 3}, "data_source is int"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path, tokenizer, bad, message):
+    path = jsonl(tmp_path, [GOOD, "", bad, GOOD])
+    with pytest.raises(DataError, match=rf"data\.train: .*prompts\.jsonl, line 3.*{message}"):
+        load(path, tokenizer)
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path, chat_tokenizer):
+    rows = [GOOD, {"prompt": [{"role": "tool", "content": "x"}], "answer": "a"}]
+    with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template refuses the prompt: no tools here"):
+        load(jsonl(tmp_path, rows), chat_tokenizer)
+
+
+def test_a_malformed_parquet_row_is_named(tmp_path, tokenizer):
+    rows = [{"question": "q", "answer": "a"}] * 1100 + [{"question": None, "answer": "a"}]
+    with pytest.raises(DataError, match=r"prompts\.parquet, row 1101 has no prompt"):
+        load(parquet(tmp_path, rows), tokenizer)
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path, tokenizer):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff", "answer": "a"}\n')
+    with pytest.raises(DataError, match="line 2 is not valid JSON"):
+        load(path, tokenizer)
+
+
+def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
+    directory = tmp_path / "directory.jsonl"
+    directory.mkdir()
+    (tmp_path / "prompts.csv").write_text("question,answer\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and then nothing")
+    torn = parquet(tmp_path, [GOOD])
+    torn.write_bytes(torn.read_bytes()[:-20])
+    for name, message in [
+        ("missing.jsonl", "there is no file"),
+        ("directory.jsonl", "is not a file"),
+        ("prompts.csv", "neither .jsonl nor .parquet"),
+        ("empty.jsonl", "has no rows"),
+        ("bad.parquet", "not a readable parquet file"),
+        ("prompts.parquet", "not a readable parquet file"),
+    ]:
+        with pytest.raises(DataError, match=rf"^data\.val: .*{name}.*{message}|^data\.val: {message}.*{name}"):
+            load(tmp_path / name, tokenizer, key="data.val")
+
+
+def test_templates_that_cannot_work_are_refused(tmp_path, tokenizer):
+    path = jsonl(tmp_path, PLAIN)
+    with pytest.raises(ConfigError, match=r"data\.plain_template has no \{prompt\}"):
+        load(path, tokenizer, plain_template="Q:")
+    with pytest.raises(ConfigError, match="set it to auto, chat or plain"):
+        load(path, tokenizer, template="jinja")
+
+
+@pytest.mark.skipif(not SHARED_GSM8K.is_dir(), reason="GSM8K is not at hand")
+def test_gsm8k_and_verls_copy_of_it_are_the_same_problems(tokenizer):
+    plain, plain_report = load(SHARED_GSM8K / "test.jsonl", tokenizer, limit=4096)
+    verl, verl_report = load(SHARED_GSM8K / "verl_format_test.parquet", tokenizer, limit=4096)
+    assert plain_report.kept == verl_report.kept == 1319
+    for a, b in zip(plain, verl, strict=True):
+        assert b.text.startswith(a.text)
+        assert a.ground_truth.split("#### ")[1].replace(",", "") == b.ground_truth
+    assert tokenizer.decode(verl[1318].token_ids) == verl[1318].text

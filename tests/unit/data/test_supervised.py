@@ -1,0 +1,85 @@
+import json
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.supervised import load_supervised, supervised_chunk
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+
+ROWS = [("1+1=", "2"), ("12+30=", "42"), ("5+5=", "10 "), ("100+200=", "300")]
+
+
+@pytest.fixture
+def tokenizer(tokenizer_file):
+    return load_tokenizer(tokenizer_file)
+
+
+def load(tmp_path, tokenizer, rows, *, prompt=64, response=64):
+    path = tmp_path / "targets.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(("question", "answer"), row, strict=False))) + "\n" for row in rows))
+    limits = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=response)
+    return load_supervised(path, tokenizer, DataConfig(), limits)
+
+
+def test_a_chunk_is_prompt_target_and_eos_and_trains_only_the_latter(tmp_path, tokenizer):
+    data, report = load(tmp_path, tokenizer, ROWS)
+    rows = np.array([2, 0, 2])
+    buffers, scalars = supervised_chunk(data, rows, first_group=5)
+    assert (len(data), report.kept) == (4, 4)
+    for b, row in enumerate(rows):
+        tokens = buffers.tokens[buffers.token_offsets[b] : buffers.token_offsets[b + 1]]
+        prompt, target = ROWS[row]
+        assert tokenizer.decode(tokens[: buffers.prompt_tokens[b]]) == prompt
+        assert tokenizer.decode(tokens[buffers.prompt_tokens[b] :]) == target + "<|endoftext|>"
+        assert buffers.response_offsets[b + 1] - buffers.response_offsets[b] == len(target) + 1
+        assert scalars.total_tokens[b] == len(prompt) + len(target) + 1
+        assert scalars.trained_tokens[b] == scalars.response_tokens[b] == len(target) + 1
+    assert scalars.group_ids.tolist() == [5, 6, 7]
+    assert scalars.prompt_rows.tolist() == [2, 0, 2]
+    assert buffers.trained.all()
+    assert len(buffers.trained) == len(buffers.versions) == len(buffers.logp_rollout) == buffers.response_offsets[-1]
+
+
+def test_a_chunk_becomes_a_batch(tmp_path, tokenizer):
+    data, _ = load(tmp_path, tokenizer, ROWS)
+    buffers, scalars = supervised_chunk(data, np.arange(4))
+    batch = build_batch(
+        [buffers],
+        [scalars],
+        [np.arange(4)],
+        advantages=np.ones(4, np.float32),
+        weights_of=lambda trained: np.full(len(trained), 1 / trained.sum(), np.float32),
+        cut=UpdateCut(prompts_per_update=4, num_dp_ranks=2),
+    )
+    assert (batch.loss_weights * batch.trained_tokens).sum() == pytest.approx(1)
+    assert set(batch.dp_ranks.tolist()) == {0, 1}
+
+
+def test_rows_that_exceed_either_limit_are_counted_apart(tmp_path, tokenizer):
+    # "42" and its eos are 3 tokens: a limit of 2 must drop it although the text alone would fit.
+    data, report = load(tmp_path, tokenizer, ROWS, prompt=6, response=2)
+    assert len(data) == 1
+    assert report.dropped == 3
+    assert "1 prompts longer than rollout.max_prompt_tokens=6" in report.limits
+    assert "2 targets longer than rollout.max_response_tokens=2" in report.limits
+
+
+def test_when_nothing_fits_the_message_names_the_limits(tmp_path, tokenizer):
+    with pytest.raises(
+        DataError, match=r"all 4 rows .*4 targets longer than rollout\.max_response_tokens=1.*raise the limits"
+    ):
+        load(tmp_path, tokenizer, ROWS, response=1)
+
+
+@pytest.mark.parametrize("target", ["", 5, None])
+def test_a_row_without_a_target_text_is_named(tmp_path, tokenizer, target):
+    with pytest.raises(DataError, match=r"targets\.jsonl, line 2 .*data\.answer_key"):
+        load(tmp_path, tokenizer, [ROWS[0], ("q", target)])
+
+
+def test_an_empty_file_is_refused(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="has no rows"):
+        load(tmp_path, tokenizer, [])

@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.errors import ConfigError
+
+SHARED_GPT2 = Path(__file__).parents[4] / "shared" / "data" / "tokenizers" / "gpt2"
+
+
+def write(path: Path, **values) -> None:
+    path.write_text(json.dumps(values))
+
+
+def test_a_bare_file_tokenises_as_the_tokenizers_library_and_has_gpt2s_eos(tokenizer_file):
+    bare = tokenizer_file.rename(tokenizer_file.parent / "some_name.json")
+    tokenizer = load_tokenizer(bare)
+    text = "Zoë paid $12.\n#### 12"
+    assert tokenizer(text)["input_ids"] == Tokenizer.from_file(str(bare)).encode(text).ids
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
+    assert eos_token_ids(tokenizer, bare) == (256,)
+
+
+def test_a_directory_with_nothing_but_tokenizer_json_works(tokenizer_file):
+    assert load_tokenizer(tokenizer_file.parent).eos_token_id == 256
+
+
+def test_config_files_decide_the_eos_before_well_known_names(tokenizer_file):
+    write(tokenizer_file.parent / "config.json", model_type="qwen3", eos_token_id=33)
+    assert load_tokenizer(tokenizer_file.parent).eos_token_id == 33
+    write(tokenizer_file.parent / "generation_config.json", eos_token_id=[44, 33])
+    tokenizer = load_tokenizer(tokenizer_file.parent)
+    assert tokenizer.eos_token_id == 44
+    assert eos_token_ids(tokenizer, tokenizer_file.parent) == (44, 33)
+
+
+@pytest.mark.parametrize("name_the_file", [False, True])
+def test_an_hf_directory_keeps_its_own_eos_and_chat_template(tokenizer_file, name_the_file):
+    write(
+        tokenizer_file.parent / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="!",
+        chat_template="{{ messages[0].content }}",
+    )
+    write(tokenizer_file.parent / "generation_config.json", eos_token_id=256)
+    path = tokenizer_file if name_the_file else tokenizer_file.parent
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_token == "!"
+    assert tokenizer.chat_template is not None
+    assert eos_token_ids(tokenizer, path) == (tokenizer.convert_tokens_to_ids("!"), 256)
+
+
+def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
+    content = tokenizer_file.read_text().replace("<|endoftext|>", "<|stop|>")
+    tokenizer_file.write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*no end-of-sequence token"):
+        load_tokenizer(tokenizer_file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no"),
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ('{"model": {"type": "Unheard"}}', "not a tokenizer that can be read"),
+    ],
+)
+def test_unreadable_files_are_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=f"model.tokenizer_path.*{message}"):
+        load_tokenizer(path)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.skipif(not SHARED_GPT2.is_dir(), reason="GPT-2's tokenizer file is not at hand")
+def test_gpt2s_file():
+    tokenizer = load_tokenizer(SHARED_GPT2 / "tokenizer.json")
+    assert tokenizer.eos_token_id == 50256
+    assert tokenizer("Hello world")["input_ids"] == [15496, 995]

@@ -1,0 +1,52 @@
+import io
+
+import pytest
+
+from mcore_rl.observe.progress import Progress, step_line
+
+METRICS = {
+    "reward/mean": 0.41249,
+    "response_tokens/mean": 18.21,
+    "actor/entropy": 0.3114,
+    "time/generate": 0.8,
+    "time/update": 0.912,
+    "time/weight_sync": 0.05,
+    "time/step": 1.9,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_line_shows_reward_length_entropy_and_seconds_per_phase():
+    assert step_line(3, 60, METRICS) == (
+        "step  3/60  reward 0.412  length 18.2  entropy 0.311  1.90 s (generate 0.80, update 0.91, weight_sync 0.05)"
+    )
+
+
+@pytest.mark.parametrize("metrics", [{}, {"reward/mean": None}])
+def test_a_step_without_metrics_still_has_a_line(metrics):
+    assert step_line(1, 2, metrics) == "step 1/2"
+
+
+def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_step():
+    stream = io.StringIO()
+    with Progress(2, stream=stream) as progress:
+        progress.update(1, METRICS)
+        progress.update(2, {"val/accuracy": 0.5})
+    assert stream.getvalue() == step_line(1, 2, METRICS) + "\nstep 2/2  accuracy 0.500\n"
+
+
+def test_a_terminal_gets_the_same_lines_and_a_bar_that_ends(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")  # lines longer than the terminal must not be cut or wrapped by us
+    stream = Terminal()
+    with Progress(2, first_step=1, stream=stream) as progress:
+        progress.update(2, METRICS)
+        progress.note("[bold] is text here")
+    shown = stream.getvalue()
+    assert step_line(2, 2, METRICS) in shown
+    assert "[bold] is text here" in shown
+    assert "2/2" in shown
+    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back

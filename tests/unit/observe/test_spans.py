@@ -1,0 +1,61 @@
+import threading
+import time
+
+import pytest
+
+from mcore_rl.observe.spans import SpanRecorder, seconds_by_name
+from mcore_rl.types import Span
+
+
+def test_a_span_lies_on_the_unix_clock_and_is_drained_once():
+    recorder = SpanRecorder("actor 3")
+    before = time.time()
+    with recorder.span("update"):
+        time.sleep(0.02)
+    after = time.time()
+    (span,) = recorder.drain()
+    assert (span.name, span.process) == ("update", "actor 3")
+    assert before <= span.start < span.end <= after + 0.01
+    assert span.end - span.start >= 0.02
+    assert recorder.drain() == []
+
+
+def test_work_that_raises_is_recorded_and_the_error_passes():
+    recorder = SpanRecorder("driver")
+    with pytest.raises(RuntimeError, match="died"), recorder.span("update"):
+        raise RuntimeError("died")
+    assert [span.name for span in recorder.drain()] == ["update"]
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_negative_span(monkeypatch):
+    recorder = SpanRecorder("driver")
+    clock = iter([100.0, 50.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    with recorder.span("update"):
+        pass
+    (span,) = recorder.drain()
+    assert span.start == 100.0
+    assert span.end >= span.start
+
+
+def test_threads_lose_no_span():
+    recorder = SpanRecorder("driver")
+    drained: list[Span] = []
+
+    def work():
+        for _ in range(500):
+            with recorder.span("a"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        drained += recorder.drain()
+        time.sleep(0.001)
+    assert len(drained + recorder.drain()) == 2000
+
+
+def test_seconds_add_up_by_name():
+    spans = [Span("a", 0, 1.5, "x"), Span("b", 1, 2, "x"), Span("a", 3, 3.25, "y")]
+    assert seconds_by_name(spans) == {"a": 1.75, "b": 1.0}

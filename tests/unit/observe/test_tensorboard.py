@@ -1,0 +1,40 @@
+import sys
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_rl.observe.tensorboard import TensorBoardLog
+
+
+def read(directory):
+    """What TensorBoard itself shows: {tag: [(step, value)]}."""
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, pytest.approx(event.value)) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    with TensorBoardLog(tmp_path) as log:
+        log.append(0, {"reward/mean": np.float32(0.25), "step": 0, "note": "text", "bad": float("nan")})
+        log.append(1, {"reward/mean": 0.5})
+        assert read(tmp_path)["reward/mean"] == [(0, 0.25), (1, 0.5)]  # on disk before close
+    assert set(read(tmp_path)) == {"reward/mean", "step"}
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch):
+    with TensorBoardLog(tmp_path) as log:
+        for step in range(5):
+            log.append(step, {"loss": step})
+    with TensorBoardLog(tmp_path, purge_step=3) as log:
+        log.append(3, {"loss": 30})
+        log.append(4, {"loss": 40})
+    assert read(tmp_path)["loss"] == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40)]
+
+
+def test_the_writer_needs_no_tensorflow(tmp_path):
+    TensorBoardLog(tmp_path).close()
+    assert "tensorflow" not in sys.modules
