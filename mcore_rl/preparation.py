@@ -8,6 +8,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mcore_rl.algorithms import Needs, estimator, policy_loss
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.config import Config, num_trainer_ranks, read_hf_config, validate, write_resolved
@@ -17,9 +19,11 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.rewards.functions import check_reward_function
+from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
+from model_converters.table import bind
 
 # Of a checkpoint: a float32 parameter, its float32 main copy and two Adam moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 16
@@ -41,9 +45,11 @@ def prepare(config: Config) -> Prepared:
     Raises: ConfigError, DataError for the first thing that cannot work; nothing has been written then.
     """
     validate(config)
+    _check_export(config)
+    _make_paths_absolute(config)
     hf_config = read_hf_config(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
-    parameters = _check_weights(config, hf_config)
+    parameters = _check_weights(config)
     needs = _check_algorithm(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     prompts: dict[str, PromptSet] = {}
@@ -77,15 +83,35 @@ def _check_algorithm(config: Config) -> Needs:
     return chosen.needs
 
 
-def _check_weights(config: Config, hf_config: dict[str, object]) -> int:
-    """Number of parameters in the HF directory (0 with random_init); reads headers only."""
+def _check_weights(config: Config) -> int:
+    """Number of parameters in the HF directory (0 with random_init). Reads headers only; every tensor that the model
+    needs must be there, whole, and none besides."""
     if config.model.random_init:
         return 0
     try:
-        checkpoint = HFCheckpoint(config.model.hf_path)
+        with HFCheckpoint(config.model.hf_path) as checkpoint:
+            rows = checkpoint.family.rows(checkpoint.config)
+            check_complete(bind(rows, checkpoint.config, torch.float32), checkpoint.shapes)
+            return sum(math.prod(shape) for shape in checkpoint.shapes.values())
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path: {error}") from None
-    return sum(math.prod(shape) for shape in checkpoint.shapes.values())
+        raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
+
+
+def _check_export(config: Config) -> None:
+    target = config.trainer.export_hf
+    if target is not None and Path(target).exists():
+        raise ConfigError(f"trainer.export_hf={target} exists already; remove it or name another directory")
+
+
+def _make_paths_absolute(config: Config) -> None:
+    """Other processes need not run in this one's directory."""
+    config.run.dir = os.path.abspath(config.run.dir)
+    config.model.hf_path = os.path.abspath(config.model.hf_path)
+    if config.model.tokenizer_path is not None:
+        config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
+    file, colon, function = config.reward.function.rpartition(":")
+    if colon and file.endswith(".py"):
+        config.reward.function = f"{os.path.abspath(file)}:{function}"
 
 
 def _make_run_dir(config: Config, checkpoint_bytes: int) -> None:

@@ -1,0 +1,31 @@
+"""Pure torch and numpy: advantages, policy losses, KL estimates, aggregation, filters."""
+
+from mcore_rl.algorithms.aggregation import aggregate_loss, loss_weights
+from mcore_rl.algorithms.filters import groups_with_variance
+from mcore_rl.algorithms.interface import AdvantageResult, Needs, PolicyLossInputs, PolicyLossResult
+from mcore_rl.algorithms.kl import kl_penalty
+from mcore_rl.algorithms.registry import (
+    advantage_needs,
+    compute_advantages,
+    compute_policy_loss,
+    estimator,
+    policy_loss,
+    policy_loss_needs,
+)
+
+__all__ = [
+    "AdvantageResult",
+    "Needs",
+    "PolicyLossInputs",
+    "PolicyLossResult",
+    "advantage_needs",
+    "aggregate_loss",
+    "compute_advantages",
+    "compute_policy_loss",
+    "estimator",
+    "groups_with_variance",
+    "kl_penalty",
+    "loss_weights",
+    "policy_loss",
+    "policy_loss_needs",
+]

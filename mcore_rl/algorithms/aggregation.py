@@ -1,0 +1,99 @@
+"""How the losses of tokens become one number: one weight per response, known before the backward pass.
+
+For response b with n_b trained tokens (S responses have any, N tokens in all, L a set length):
+
+    token-mean                1 / N             arXiv 2503.14476 (DAPO)
+    seq-mean-token-sum        1 / S
+    seq-mean-token-mean       1 / (S n_b)       arXiv 2402.03300 (GRPO)
+    seq-mean-token-sum-norm   1 / (S L)         arXiv 2503.20783 (Dr. GRPO)
+
+The aggregate is sum_b weight_b sum_t loss_bt. Training takes the weights of the whole update (`loss_weights`), so
+ranks and micro-batches add up plain sums; `aggregate_loss` is the same for one block of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import ConfigError
+
+# mode -> the options that replace what is otherwise counted
+MODE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "token-mean": ("num_tokens",),
+    "seq-mean-token-sum": ("num_sequences",),
+    "seq-mean-token-mean": ("num_sequences",),
+    "seq-mean-token-sum-norm": ("num_sequences", "norm_tokens"),
+}
+
+
+def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: Any) -> Tensor:
+    """The scalar that a block of per-token losses amounts to.
+
+    Options (None: counted here): num_tokens N, num_sequences S, of a larger batch that this block is a part of;
+    norm_tokens L, otherwise T. Without trained tokens the result is 0.
+
+    Shapes: loss, mask [B, T].
+    Raises: ConfigError for an unknown mode or an option that it does not take.
+    """
+    if loss.shape != mask.shape:
+        raise ValueError(f"mask {list(mask.shape)} must have the shape of loss, {list(loss.shape)}")
+    selected = mask > 0
+    if mode == "seq-mean-token-sum-norm" and options.get("norm_tokens") is None:
+        options["norm_tokens"] = loss.shape[-1]
+    weights = _weights(mode, selected.sum(-1), options)
+    kept = torch.where(selected, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+    return (kept.sum(-1) * weights.to(loss.dtype)).sum()
+
+
+def loss_weights(mode: str, trained_tokens: np.ndarray, **options: Any) -> np.ndarray:
+    """What to multiply every trained token of each response with, so that the plain sum is the aggregate.
+
+    Options as in aggregate_loss; seq-mean-token-sum-norm needs norm_tokens. A response without trained tokens
+    has weight 0.
+
+    Shapes: trained_tokens integer [B] -> float32 [B].
+    Raises: ConfigError for an unknown mode, an option that it does not take, or a missing norm_tokens.
+    """
+    tokens = torch.from_numpy(np.asarray(trained_tokens, np.int64))
+    weights: np.ndarray = _weights(mode, tokens, options).to(torch.float32).numpy()
+    return weights
+
+
+def check_mode(mode: str) -> None:
+    """Raises: ConfigError for an unknown mode."""
+    if mode not in MODE_OPTIONS:
+        raise ConfigError(f"algorithm.loss_aggregation={mode} is not known. Known: {', '.join(MODE_OPTIONS)}.")
+
+
+def _weights(mode: str, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+    check_mode(mode)
+    given = {name: value for name, value in options.items() if value is not None}
+    _check_options(mode, given)
+    counted = tokens > 0
+    n = tokens.double()
+    if mode == "token-mean":
+        weights = torch.ones_like(n) / given.get("num_tokens", n.sum())
+    elif mode == "seq-mean-token-mean":
+        weights = 1 / (n * given.get("num_sequences", counted.sum()))
+    else:
+        length = given.get("norm_tokens", 1) if mode == "seq-mean-token-sum-norm" else 1
+        weights = torch.ones_like(n) / (given.get("num_sequences", counted.sum()) * length)
+    return torch.where(counted, weights, 0.0)
+
+
+def _check_options(mode: str, given: dict[str, Any]) -> None:
+    takes = MODE_OPTIONS[mode]
+    refused = [name for name in given if name not in takes]
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: not an option of algorithm.loss_aggregation={mode}; it takes {', '.join(takes)}"
+        )
+    bad = [f"{name}={value}" for name, value in given.items() if not float(value) > 0]
+    if bad:
+        raise ConfigError(f"algorithm.loss_aggregation={mode}: {', '.join(bad)} must be greater than 0")
+    if mode == "seq-mean-token-sum-norm" and "norm_tokens" not in given:
+        raise ConfigError(f"algorithm.loss_aggregation={mode} needs norm_tokens, the length that it divides by")

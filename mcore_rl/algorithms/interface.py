@@ -1,0 +1,117 @@
+"""What estimators and losses take, return and declare. Shape letters: B responses, T response tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_rl.types import Metric
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an estimator or loss must be given beside the log-probabilities under training (a loss) or the rewards
+    (an estimator). The trainer asks these facts and never a name.
+
+    whole_sequence: all tokens of a response must be in one call, one response per row; other losses take any
+    shape, so also tokens of many responses packed in one row.
+    """
+
+    group_ids: bool = False
+    values: bool = False
+    baseline_rewards: bool = False
+    advantages: bool = False
+    old_logp: bool = False
+    rollout_logp: bool = False
+    prox_logp: bool = False
+    reference: bool = False
+    whole_sequence: bool = False
+
+    @property
+    def critic(self) -> bool:
+        return self.values
+
+    def missing(self, inputs: object) -> list[str]:
+        """Names of tensors that are needed and that `inputs` holds as None."""
+        return [name for name in vars(self) if getattr(self, name) and getattr(inputs, name, True) is None]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted;
+    baseline_rewards [B]. mask is 1 on trained tokens."""
+
+    token_rewards: Tensor
+    mask: Tensor
+    group_ids: Tensor | None = None
+    values: Tensor | None = None
+    baseline_rewards: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Shapes: both [B, T], 0 where mask is 0. returns: what a critic would be trained towards."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """Shapes: all [B, T], or any one shape for a loss without needs.whole_sequence. Units: logp in nats.
+
+    logp alone carries gradient; mask is 1 on trained tokens.
+    """
+
+    logp: Tensor
+    mask: Tensor
+    old_logp: Tensor | None = None
+    advantages: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    prox_logp: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyLossResult:
+    """loss: un-reduced, shaped as logp, exactly 0 in value and gradient where mask is 0.
+    metrics: sums and counts over the trained tokens of this call."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+class Estimator(Protocol):
+    """An advantage estimator: a frozen dataclass of which the fields are the options.
+
+    per_response: the advantage is one number per response, so a driver can carry a scalar instead of tokens.
+    """
+
+    needs: ClassVar[Needs]
+    per_response: ClassVar[bool]
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult: ...
+
+
+class PolicyLoss(Protocol):
+    """A policy loss: a frozen dataclass of which the fields are the options."""
+
+    needs: ClassVar[Needs]
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult: ...
+
+
+def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
+    """Raises ValueError naming the tensors of `inputs` that are not shaped as inputs.<like>."""
+    expected = getattr(inputs, like).shape
+    given = {name: getattr(inputs, name) for name in names}
+    wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != expected]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must have the shape of {like}, {list(expected)}")
+
+
+def trained(tensor: Tensor, selected: Tensor) -> Tensor:
+    """`tensor` with 0 where `selected` (bool) is false, whatever was there, NaN included; so is its gradient."""
+    return torch.where(selected, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

@@ -1,0 +1,135 @@
+"""Names of the configuration -> estimators and losses, and the calls that everything else uses.
+
+A registry is a literal: what exists can be read here. An entry is a frozen dataclass, its fields are its options.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.grpo import GRPO
+from mcore_rl.algorithms.interface import (
+    AdvantageInputs,
+    AdvantageResult,
+    Estimator,
+    Needs,
+    PolicyLoss,
+    PolicyLossInputs,
+    PolicyLossResult,
+    check_shapes,
+)
+from mcore_rl.algorithms.losses.ppo_clip import PPOClip
+from mcore_rl.algorithms.losses.sft import SFT
+from mcore_rl.errors import ConfigError
+
+Entry = TypeVar("Entry")
+
+ADVANTAGES: dict[str, type[Estimator]] = {
+    "grpo": GRPO,
+}
+
+POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
+    "ppo_clip": PPOClip,
+    "sft": SFT,
+}
+
+
+def estimator(name: str, **options: Any) -> Estimator:
+    """The advantage estimator `name`; options that are None take its defaults.
+
+    Raises: ConfigError for an unknown name or an option that it does not take.
+    """
+    return _build(ADVANTAGES, "algorithm.advantage", "algorithm", name, options)
+
+
+def policy_loss(name: str, **options: Any) -> PolicyLoss:
+    """The policy loss `name`; options that are None take its defaults.
+
+    Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
+    """
+    return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, options)
+
+
+def advantage_needs(name: str) -> Needs:
+    """Raises: ConfigError for an unknown name."""
+    return _entry(ADVANTAGES, "algorithm.advantage", name).needs
+
+
+def policy_loss_needs(name: str) -> Needs:
+    """Raises: ConfigError for an unknown name."""
+    return _entry(POLICY_LOSSES, "algorithm.policy_loss.name", name).needs
+
+
+def compute_advantages(
+    name: str,
+    *,
+    token_rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor | None = None,
+    values: Tensor | None = None,
+    baseline_rewards: Tensor | None = None,
+    **options: Any,
+) -> AdvantageResult:
+    """Advantages and returns, without gradient.
+
+    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards [B]; results [B, T].
+    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor.
+    """
+    chosen = estimator(name, **options)
+    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards)
+    _check_given(name, chosen.needs, inputs)
+    check_shapes(inputs, "token_rewards", ("mask", "values"))
+    return chosen(inputs)
+
+
+def compute_policy_loss(
+    name: str,
+    *,
+    logp: Tensor,
+    mask: Tensor,
+    old_logp: Tensor | None = None,
+    advantages: Tensor | None = None,
+    rollout_logp: Tensor | None = None,
+    prox_logp: Tensor | None = None,
+    **options: Any,
+) -> PolicyLossResult:
+    """Un-reduced loss per token, with gradient through logp alone, and metrics over the trained tokens.
+
+    Shapes: all tensors and the loss [B, T]. Units: nats.
+    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor.
+    """
+    chosen = policy_loss(name, **options)
+    inputs = PolicyLossInputs(logp, mask, old_logp, advantages, rollout_logp, prox_logp)
+    _check_given(name, chosen.needs, inputs)
+    check_shapes(inputs, "logp", ("mask", "old_logp", "advantages", "rollout_logp", "prox_logp"))
+    return chosen(inputs)
+
+
+def _check_given(name: str, needs: Needs, inputs: object) -> None:
+    missing = needs.missing(inputs)
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(missing)}")
+
+
+def _entry(registry: Mapping[str, type[Entry]], key: str, name: str) -> type[Entry]:
+    if name in registry:
+        return registry[name]
+    close = difflib.get_close_matches(str(name), registry, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{key}={name} is not known{hint} Known: {', '.join(registry)}.")
+
+
+def _build(registry: Mapping[str, type[Entry]], key: str, section: str, name: str, options: dict[str, Any]) -> Entry:
+    entry = _entry(registry, key, name)
+    given = {option: value for option, value in options.items() if value is not None}
+    taken = [field.name for field in fields(entry)]  # type: ignore[arg-type]  # entries are dataclasses
+    refused = [f"{section}.{option}" for option in given if option not in taken]
+    if refused:
+        takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
+        raise ConfigError(f"{', '.join(refused)}: not an option of {key}={name}; {takes}")
+    return entry(**given)

@@ -1,0 +1,1 @@
+"""Graders, and the processes that they run in."""

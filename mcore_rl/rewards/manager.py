@@ -1,0 +1,58 @@
+"""The Rewarder of a rollout process: grades responses beside it, and adds the overlong punishment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import TracebackType
+
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.overlong import SoftOverlong
+from mcore_rl.rewards.pool import GradingPool
+from mcore_rl.types import Prompt, Score
+
+
+class RewardManager:
+    """Implements ports.Rewarder. Grading starts as soon as a response is submitted, in processes that start with
+    this object; generation goes on meanwhile.
+
+    Raises: ConfigError for reward.overlong here, and for reward.function from submit, collect and wait_ready.
+    """
+
+    def __init__(self, config: RewardConfig, *, max_response_tokens: int) -> None:
+        self._overlong = SoftOverlong.of(config.overlong, max_response_tokens)
+        self._response_tokens: dict[int, int] = {}
+        self._pool = GradingPool(config)
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    def wait_ready(self) -> None:
+        """Waits until every grading process has loaded its grader."""
+        self._pool.wait_ready()
+
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+        """Starts grading; returns at once. `key` must be new since the last collect."""
+        if key in self._response_tokens:
+            raise ValueError(f"key {key} was submitted before and has not been collected")
+        self._pool.submit(key, Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info))
+        self._response_tokens[key] = response_tokens
+
+    def collect(self) -> dict[int, Score]:
+        """Waits for everything submitted since the last collect; scores by key. The overlong punishment is in the
+        reward of every response that could be graded, never in its accuracy."""
+        scores = self._pool.collect()
+        tokens, self._response_tokens = self._response_tokens, {}
+        return {key: self._shaped(score, tokens[key]) for key, score in scores.items()}
+
+    def shutdown(self) -> None:
+        """Ends the grading processes; what is pending is lost. May be called again."""
+        self._pool.shutdown()
+
+    def _shaped(self, score: Score, response_tokens: int) -> Score:
+        if self._overlong is None or score.error is not None:
+            return score
+        return replace(score, reward=score.reward + self._overlong.reward(response_tokens))

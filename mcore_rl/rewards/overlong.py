@@ -1,0 +1,45 @@
+"""DAPO's soft punishment of responses that run into their token limit.
+
+    R(n) = 0                                      n <= L - buffer
+         = penalty * ((L - buffer) - n) / buffer  up to L
+         = -penalty                               beyond
+
+It is added to the reward, never to the accuracy. Source: DAPO, arXiv 2503.14476, equation 13 (there penalty is 1).
+Units: tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.schema import OverlongConfig
+from mcore_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    @classmethod
+    def of(cls, config: OverlongConfig, max_response_tokens: int) -> SoftOverlong | None:
+        """None where it is switched off.
+
+        Raises: ConfigError.
+        """
+        if not config.enable:
+            return None
+        if not 0 < config.buffer_tokens <= max_response_tokens:
+            raise ConfigError(
+                f"reward.overlong.buffer_tokens={config.buffer_tokens} must be between 1 and "
+                f"rollout.max_response_tokens={max_response_tokens}"
+            )
+        if not config.penalty >= 0:
+            raise ConfigError(f"reward.overlong.penalty={config.penalty} must not be negative")
+        return cls(max_response_tokens, config.buffer_tokens, config.penalty)
+
+    def reward(self, response_tokens: int) -> float:
+        """Between -penalty and 0."""
+        over = response_tokens - (self.max_response_tokens - self.buffer_tokens)
+        return -self.penalty * min(max(over, 0) / self.buffer_tokens, 1.0) if over > 0 else 0.0

@@ -1,0 +1,100 @@
+"""A grading process: `python -m mcore_rl.rewards.worker FD PARENT_PID`, started and fed by rewards.pool.
+
+Messages, one pickled object each. In: the RewardConfig; then lists of (key, pickled Sample). Out: READY or
+(REFUSED, cause); then lists of (key, Score), in the order of the samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
+from mcore_rl.rewards.functions import BUILTIN, Grader, describe, failed, load_grader
+from mcore_rl.types import Score
+
+READY = "ready"
+REFUSED = "refused"
+FLUSH_SECONDS = 0.1
+"""A finished score waits at most this long (and until the sample that is being graded is done)."""
+MATH_MEMORY_BYTES = 8 * 2**30
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(descriptor, False)
+    parent_gone = contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
+    with Connection(descriptor) as connection, parent_gone:
+        serve(connection)
+
+
+def serve(connection: Connection) -> None:
+    """Grades batches until the other end closes. Raises: EOFError."""
+    config: RewardConfig = connection.recv()
+    try:
+        grader = load_grader(config)
+    except ConfigError as error:
+        connection.send((REFUSED, str(error)))
+        return
+    if config.function == BUILTIN:
+        _prepare_math()
+    deadline = Deadline(config.timeout_seconds)
+    connection.send(READY)
+    while True:
+        _grade_batch(connection, grader, deadline, connection.recv())
+
+
+def _grade_batch(connection: Connection, grader: Grader, deadline: Deadline, batch: list[tuple[int, bytes]]) -> None:
+    finished: list[tuple[int, Score]] = []
+    flushed = time.monotonic()
+    for key, pickled in batch:
+        if finished and time.monotonic() - flushed > FLUSH_SECONDS:
+            connection.send(finished)
+            finished, flushed = [], time.monotonic()
+        finished.append((key, _grade(grader, deadline, pickled)))
+    connection.send(finished)
+
+
+def _grade(grader: Grader, deadline: Deadline, pickled: bytes) -> Score:
+    try:
+        return deadline.call(lambda: grader(pickle.loads(pickled)))
+    except DeadlineExceeded:
+        return failed(f"the grader did not finish within reward.timeout_seconds={deadline.seconds:g}")
+    except BaseException as error:  # a grader's SystemExit too costs its sample only
+        return failed(f"the grader raised {describe(error)}")
+
+
+def _prepare_math() -> None:
+    from mcore_rl.rewards.math_grader import warm_up
+
+    # An expression may write out a number that does not fit anywhere; then MemoryError, not the host's memory.
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MATH_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MATH_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    warm_up()
+
+
+def _die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when the thread that started it ends (Linux); an idle worker elsewhere
+    notices the closed connection."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""`python -m model_converters`: verbs only; each prints its result, or one clear message and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.hf_config import HFConfig, read_hf_config
+from model_converters.layout import TrainLayout
+from model_converters.show import as_json, as_table
+from model_converters.table import bind
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 bad input."""
+    parsed = build_parser().parse_args(arguments)
+    verb: Callable[[argparse.Namespace], int] = parsed.verb
+    try:
+        return verb(parsed)
+    except ConversionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; python would complain once more when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One sub-command per verb; a verb is a function of the parsed arguments that returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m model_converters", description="Converts weights between HF and megatron-core."
+    )
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    show = verbs.add_parser("show", help="print the bound weight table: every row, its ranks and slices")
+    show.add_argument("--config", type=Path, required=True, help="config.json, or the HF directory that holds it")
+    show.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_layout_flags(show)
+    show.set_defaults(verb=show_verb)
+    return parser
+
+
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a Megatron layout; see layout_from."""
+    flags = parser.add_argument_group("layout")
+    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
+    flags.add_argument("--pp", type=int, default=1, help="pipeline stages (default 1)")
+    flags.add_argument("--vpp", type=int, help="virtual chunks per pipeline stage")
+    flags.add_argument("--ep", type=int, default=1, help="expert-parallel size (default 1)")
+    flags.add_argument("--etp", type=int, help="tensor-parallel size of experts (default 1 with --ep > 1, else tp)")
+    flags.add_argument("--first-stage-layers", type=int, metavar="N", help="layers of the first pipeline stage")
+    flags.add_argument("--last-stage-layers", type=int, metavar="N", help="layers of the last pipeline stage")
+    flags.add_argument("--world-size", type=int, metavar="N", help="ranks (default: the fewest the sizes allow)")
+
+
+def layout_from(parsed: argparse.Namespace) -> TrainLayout:
+    """The layout that the flags describe.
+
+    Raises: LayoutError when the sizes do not fit.
+    """
+    etp = parsed.etp or (1 if parsed.ep > 1 else parsed.tp)
+    sizes = [max(size, 1) for size in (parsed.tp, parsed.ep * etp)]
+    return TrainLayout(
+        world_size=parsed.world_size or max(parsed.pp, 1) * math.lcm(*sizes),
+        tp=parsed.tp,
+        pp=parsed.pp,
+        ep=parsed.ep,
+        etp=etp,
+        vpp=parsed.vpp,
+        first_stage_layers=parsed.first_stage_layers,
+        last_stage_layers=parsed.last_stage_layers,
+    )
+
+
+def show_verb(parsed: argparse.Namespace) -> int:
+    config = read_hf_config(parsed.config)
+    bound = bind(family_for(config).rows(config), config, _dtype(config))
+    layout = layout_from(parsed)
+    if parsed.json:
+        print(json.dumps(as_json(config, bound, layout)))
+    else:
+        for line in as_table(config, bound, layout):
+            print(line)
+    return 0
+
+
+def _dtype(config: HFConfig) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"config.json: dtype {name!r} is not a torch dtype")
+    return dtype

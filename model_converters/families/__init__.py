@@ -1,0 +1,24 @@
+"""The registry of model families."""
+
+from __future__ import annotations
+
+from model_converters.errors import ConversionError
+from model_converters.families.qwen3 import QWEN3
+from model_converters.families.qwen3_moe import QWEN3_MOE
+from model_converters.family import Family, ModelArguments
+from model_converters.hf_config import HFConfig
+
+__all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
+
+
+def family_for(hf_config: HFConfig) -> Family:
+    """Raises: ConversionError listing the known families."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConversionError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

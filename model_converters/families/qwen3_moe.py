@@ -1,0 +1,77 @@
+"""Qwen3-MoE: Qwen3's attention, routed experts in the sparse layers. Source: transformers models/qwen3_moe."""
+
+from __future__ import annotations
+
+from model_converters.errors import ConversionError
+from model_converters.families.qwen3 import attention_sizes, qwen3_arguments
+from model_converters.family import (
+    Family,
+    ModelArguments,
+    attention_rows,
+    embedding_rows,
+    expert_rows,
+    mlp_rows,
+    model_arguments,
+    qk_norm_rows,
+)
+from model_converters.hf_config import HFConfig, integer
+from model_converters.table import Row
+
+
+def sparse_layers(config: HFConfig) -> list[int]:
+    """Layers with experts; the others have a dense MLP of intermediate_size."""
+    dense = set(config.get("mlp_only_layers") or ())
+    step = integer(config, "decoder_sparse_step", default=1)
+    layers = range(integer(config, "num_hidden_layers"))
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+
+
+def _num_experts(config: HFConfig) -> int:
+    # transformers 5 writes num_local_experts where the hub's files have num_experts.
+    return integer(config, "num_experts", "num_local_experts")
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    sizes = attention_sizes(config, default_head_dim=None)
+    layers = range(integer(config, "num_hidden_layers"))
+    sparse = sparse_layers(config)
+    dense = [layer for layer in layers if layer not in set(sparse)]
+    rows = [
+        *embedding_rows(config, sizes.hidden),
+        *attention_rows(sizes, layers),
+        *qk_norm_rows(sizes.head_dim, layers),
+    ]
+    if dense:
+        rows += mlp_rows(sizes.hidden, integer(config, "intermediate_size"), dense)
+    if sparse:
+        rows += expert_rows(sizes.hidden, integer(config, "moe_intermediate_size"), _num_experts(config), sparse)
+    return rows
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    transformer = qwen3_arguments(config, attention_sizes(config, default_head_dim=None))
+    sparse = set(sparse_layers(config))
+    if sparse:
+        transformer |= _expert_arguments(config)
+        transformer["moe_layer_freq"] = [int(layer in sparse) for layer in range(transformer["num_layers"])]
+    return model_arguments(config, transformer)
+
+
+def _expert_arguments(config: HFConfig) -> dict[str, object]:
+    topk = integer(config, "num_experts_per_tok")
+    normalised = bool(config.get("norm_topk_prob", False))
+    if normalised and topk == 1:
+        raise ConversionError(
+            "config.json: norm_topk_prob with num_experts_per_tok 1 makes every routing weight 1; megatron refuses it"
+        )
+    return {
+        "num_moe_experts": _num_experts(config),
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": integer(config, "moe_intermediate_size"),
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen logits equals the full softmax renormalised over the chosen experts.
+        "moe_router_pre_softmax": not normalised,
+    }
+
+
+QWEN3_MOE = Family("qwen3_moe", rows=_rows, model_arguments=_model_arguments)

@@ -1,0 +1,198 @@
+"""What a model family must say of itself, and the parts that families with grouped-query attention share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_converters.hf_config import HFConfig, integer, rotary_base
+from model_converters.table import Row
+from model_converters.transforms import GateUp, GroupedQKV, Same
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """What a GPTModel is built from. `transformer` holds keyword arguments of megatron's TransformerConfig as plain
+    values; activation_func is a name ("silu") that the megatron side turns into the function."""
+
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_position_embeddings: int
+    rotary_base: float
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type: its weight table and its model arguments, both functions of config.json.
+
+    Raises (both): ConversionError for a configuration that the family cannot represent.
+    """
+
+    model_type: str
+    rows: Callable[[HFConfig], list[Row]]
+    model_arguments: Callable[[HFConfig], ModelArguments]
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of grouped-query attention. Units: heads, groups, elements."""
+
+    hidden: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+
+
+def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
+    """Embedding, final norm and head; a tied head is the embedding once more."""
+    vocab = integer(config, "vocab_size")
+    tied = bool(config.get("tie_word_embeddings", False))
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    vocabulary: dict[str, Any] = {
+        "shapes": ((vocab, hidden),),
+        "transform": Same(),
+        "axis": "tp",
+        "split_by": "vocab_size",
+    }
+    return [
+        Row(
+            mcore="embedding.word_embeddings.weight",
+            hf=(embedding,),
+            place="embedding",
+            redundant=(head,) if tied else (),
+            **vocabulary,
+        ),
+        norm_row("decoder.final_layernorm.weight", "model.norm.weight", hidden, place="head"),
+        Row(
+            mcore="output_layer.weight",
+            hf=(embedding if tied else head,),
+            place="head",
+            copy_of_embedding=tied,
+            **vocabulary,
+        ),
+    ]
+
+
+def norm_row(mcore: str, hf: str, size: int, **place: Any) -> Row:
+    """A vector that every rank of the stage holds."""
+    return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), **place)
+
+
+def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
+    """The two norms around attention, fused q, k, v, and the output projection."""
+    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
+    return [
+        norm_row(
+            f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, layers=tuple(layers)
+        ),
+        Row(
+            mcore=f"{ours}self_attention.linear_qkv.weight",
+            hf=tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"),
+            shapes=((q_rows, sizes.hidden), (kv_rows, sizes.hidden), (kv_rows, sizes.hidden)),
+            transform=GroupedQKV(sizes.num_groups),
+            axis="tp",
+            split_by="num_key_value_heads",
+            layers=tuple(layers),
+        ),
+        Row(
+            mcore=f"{ours}self_attention.linear_proj.weight",
+            hf=(f"{theirs}self_attn.o_proj.weight",),
+            shapes=((sizes.hidden, q_rows),),
+            transform=Same(),
+            axis="tp",
+            dim=1,
+            split_by="num_attention_heads * head_dim",
+            layers=tuple(layers),
+        ),
+        norm_row(
+            f"{ours}pre_mlp_layernorm.weight",
+            f"{theirs}post_attention_layernorm.weight",
+            sizes.hidden,
+            layers=tuple(layers),
+        ),
+    ]
+
+
+def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
+    """RMS norms of every query and key head."""
+    ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+    return [
+        norm_row(f"{ours}{part}_layernorm.weight", f"{theirs}{part}_norm.weight", head_dim, layers=tuple(layers))
+        for part in "qk"
+    ]
+
+
+def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
+    """A dense gated MLP."""
+    prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
+    return _gated(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
+
+
+def expert_rows(hidden: int, intermediate: int, num_experts: int, layers: Sequence[int]) -> list[Row]:
+    """The router and the routed experts of mixture-of-experts layers."""
+    router = Row(
+        mcore="decoder.layers.{l}.mlp.router.weight",
+        hf=("model.layers.{l}.mlp.gate.weight",),
+        shapes=((num_experts, hidden),),
+        transform=Same(),
+        layers=tuple(layers),
+    )
+    prefixes = ("decoder.layers.{l}.mlp.experts.", "model.layers.{l}.mlp.experts.{e}.")
+    sharing: dict[str, Any] = {"axis": "etp", "split_by": "moe_intermediate_size", "num_experts": num_experts}
+    return [router, *_gated(prefixes, "{e}", hidden, intermediate, layers=tuple(layers), **sharing)]
+
+
+def _gated(prefixes: tuple[str, str], suffix: str, hidden: int, intermediate: int, **sharing: Any) -> list[Row]:
+    ours, theirs = prefixes
+    up, down = (intermediate, hidden), (hidden, intermediate)
+    return [
+        Row(
+            mcore=f"{ours}linear_fc1.weight{suffix}",
+            hf=(f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"),
+            shapes=(up, up),
+            transform=GateUp(),
+            **sharing,
+        ),
+        Row(
+            mcore=f"{ours}linear_fc2.weight{suffix}",
+            hf=(f"{theirs}down_proj.weight",),
+            shapes=(down,),
+            transform=Same(),
+            dim=1,
+            **sharing,
+        ),
+    ]
+
+
+def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
+    """TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
+    return {
+        "num_layers": integer(config, "num_hidden_layers"),
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": integer(config, "intermediate_size"),
+        "num_attention_heads": sizes.num_heads,
+        "num_query_groups": sizes.num_groups,
+        "kv_channels": sizes.head_dim,
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_dropout": float(config.get("attention_dropout", 0.0)),
+        "hidden_dropout": 0.0,
+        "init_method_std": float(config.get("initializer_range", 0.02)),
+    }
+
+
+def model_arguments(config: HFConfig, transformer: dict[str, Any]) -> ModelArguments:
+    """Adds what GPTModel takes beside its TransformerConfig."""
+    return ModelArguments(
+        transformer=transformer,
+        vocab_size=integer(config, "vocab_size"),
+        max_position_embeddings=integer(config, "max_position_embeddings"),
+        rotary_base=rotary_base(config),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )

@@ -1,0 +1,107 @@
+"""The bound table in a layout, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from model_converters.hf_config import HFConfig
+from model_converters.layout import TrainLayout
+from model_converters.placement import Holding, Placement, local_shape, segments_of
+from model_converters.table import BoundRow
+
+_HEADINGS = ("mcore", "HF", "transform", "axis", "ranks", "local shape", "slice of the HF tensors")
+
+
+def as_json(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> dict[str, Any]:
+    """Keys: model_type, layout, rows; a row has mcore, hf, shapes, dtype, group, transform, axis, dim, exported and
+    shards; a shard has ranks, shape (local) and slices (hf, dim, start, length, local_start)."""
+    placement = Placement(bound, layout)
+    return {
+        "model_type": config["model_type"],
+        "layout": asdict(layout) | {"dp": layout.dp, "edp": layout.edp},
+        "rows": [_row_json(row, placement) for row in bound],
+    }
+
+
+def _row_json(bound: BoundRow, placement: Placement) -> dict[str, Any]:
+    row = bound.row
+    return {
+        "mcore": bound.mcore,
+        "hf": list(bound.hf),
+        "shapes": [list(shape) for shape in row.shapes],
+        "dtype": str(bound.dtype).removeprefix("torch."),
+        "group": bound.group,
+        "transform": type(row.transform).__name__,
+        "axis": row.axis,
+        "dim": row.dim,
+        "exported": not row.copy_of_embedding,
+        "shards": [
+            {
+                "ranks": list(holding.ranks),
+                "shape": list(local_shape(row, holding.num_shards)),
+                "slices": [
+                    {
+                        "hf": bound.hf[segment.part],
+                        "dim": row.dim,
+                        "start": segment.start,
+                        "length": segment.length,
+                        "local_start": segment.local_start,
+                    }
+                    for segment in segments_of(row, holding.shard, holding.num_shards)
+                ],
+            }
+            for holding in placement.holdings(bound)
+        ],
+    }
+
+
+def as_table(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> Iterator[str]:
+    """Lines of text: one per shard of every row, columns aligned."""
+    placement = Placement(bound, layout)
+    lines: list[tuple[str, ...]] = [_HEADINGS]
+    for row in bound:
+        holdings = list(placement.holdings(row))
+        lines += [_cells(row, holding) for holding in holdings]
+        if not holdings:
+            lines.append((row.mcore, _joined(row.hf), "tied", "", "none", "", "shares the embedding's tensor"))
+    widths = [max(len(cells[column]) for cells in lines) for column in range(len(_HEADINGS))]
+    yield f"{config['model_type']}: {len(bound)} rows on {layout.world_size} ranks"
+    for cells in lines:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cells(bound: BoundRow, holding: Holding) -> tuple[str, ...]:
+    row = bound.row
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for part, start, _, length in segments_of(row, holding.shard, holding.num_shards):
+        known = runs.setdefault(part, [])
+        if known and known[-1][1] == start:
+            known[-1] = (known[-1][0], start + length)
+        else:
+            known.append((start, start + length))
+    slices = [" ".join(f"{first}:{last}" for first, last in runs[part]) for part in sorted(runs)]
+    prefix = "" if holding.num_shards == 1 else f"dim {row.dim} "
+    return (
+        bound.mcore,
+        _joined(bound.hf),
+        type(row.transform).__name__,
+        row.axis if row.axis != "none" else "",
+        _ranks(holding.ranks),
+        str(list(local_shape(row, holding.num_shards))),
+        prefix + " | ".join(slices),
+    )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """a.{b,c}.d for names that differ in the components between dots."""
+    components = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(same[0] if len(set(same)) == 1 else f"{{{','.join(same)}}}" for same in components)
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) == 1:
+        return str(ranks[0])
+    step = "" if ranks.step == 1 else f" step {ranks.step}"
+    return f"{ranks[0]}-{ranks[-1]}{step}"

@@ -1,0 +1,159 @@
+"""Starts `mcore-rl train` as a user would, on a tiny task, and finds every process that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.tiny_models import write_tiny_model
+
+ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
+RUN_VARIABLE = "MCORE_RL_TEST_RUN"
+
+# Any model earns something: rewards vary within groups, so there are gradients.
+REWARD = """
+def digits(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if not solution_str:
+        return 0.0
+    share = sum(c.isdigit() for c in solution_str) / len(solution_str)
+    return {"score": share, "acc": float(share > 0.4)}
+"""
+
+
+def write_task(directory: Path) -> Path:
+    """Prompts, a character tokenizer, a tiny Qwen3-MoE, a reward file, and the configuration that joins them."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    model = write_tiny_model(directory / "model", "qwen3_moe", std=0.06, vocab_size=len(vocabulary), eos_token_id=1)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(model)
+    rng = random.Random(0)
+    for name, count in (("train", 64), ("val", 16)):
+        rows = [{"prompt": f"{rng.randrange(1000)}+{rng.randrange(1000)}=", "answer": "1"} for _ in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    config = {
+        "run": {"dir": str(directory / "run"), "seed": 3},
+        "model": {"hf_path": str(model)},
+        "data": {"train": str(directory / "train.jsonl"), "val": str(directory / "val.jsonl"), "template": "plain"},
+        "rollout": {"samples_per_prompt": 4, "max_prompt_tokens": 16, "max_response_tokens": 12, "kv_cache_gib": 0.03},
+        "reward": {"function": f"{directory / 'reward.py'}:digits", "overlong": {"enable": True, "buffer_tokens": 4}},
+        "algorithm": {
+            "dynamic_sampling": {"enable": True, "max_batches": 3, "metric": "reward"},
+            "policy_loss": {"clip_high": 0.28},
+        },
+        "actor": {"parallel": {"ep": 2}, "tokens_per_microbatch": 256, "optimizer": {"lr": 1e-3, "warmup_steps": 2}},
+        "trainer": {"steps": 4, "prompts_per_step": 8, "prompts_per_update": 4, "validate_every_steps": 2},
+        "weights": {"verify_every": 2},
+        "checkpoint": {"every_steps": 2},
+        "cluster": {"device": "cpu", "gpus_per_node": 2, "object_store_gib": 0.1},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@dataclass
+class TrainProcess:
+    """One `mcore-rl train`, its output in a file, in a process group of its own."""
+
+    config: Path
+    run_dir: Path
+    overrides: tuple[str, ...] = ()
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __enter__(self) -> TrainProcess:
+        self.output = self.run_dir.parent / f"{self.run_dir.name}.{self.token[:6]}.log"
+        command = [sys.executable, "-m", "mcore_rl.cli", "train", str(self.config), f"run.dir={self.run_dir}"]
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [*command, *self.overrides],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, RUN_VARIABLE: self.token},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [self.process, *self.processes()]:
+            process.kill()
+        self.process.wait()
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def finish(self, seconds: float = 240) -> int:
+        """The exit code; fails with the output when it does not come in time."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.text()[-4000:]}") from None
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
+        """Polls often, so that the caller acts inside the phase it waited for."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert self.process.poll() is None, f"ended before what was waited for:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.text()[-4000:]}"
+            time.sleep(0.005)
+        return found
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Living processes of this run but the driver, whoever their parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get(RUN_VARIABLE) == self.token and process.pid != self.process.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE and title in " ".join(process.cmdline()):
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def kill_one(self, title: str) -> None:
+        """SIGKILL to one process whose title contains `title`."""
+        self.wait_until(lambda: self.processes(title))[0].send_signal(signal.SIGKILL)
+
+    def left_after(self, seconds: float) -> list[str]:
+        """Processes that are still there `seconds` after the driver has gone."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in left]
+
+
+def train(config: Path, run_dir: Path, *overrides: str) -> str:
+    """Runs to the end and returns the output."""
+    with TrainProcess(config, run_dir, overrides) as run:
+        assert run.finish() == 0, run.text()[-6000:]
+        assert not run.left_after(30)
+        return run.text()
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step, without what measures time."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps)), f"steps are recorded twice or out of order: {steps}"
+    timed = ("time/", "throughput/")
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)} for row in rows}

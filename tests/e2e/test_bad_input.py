@@ -1,0 +1,171 @@
+"""What a user gets wrong: one clear message on stderr, exit code 2, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli import main
+from tests.e2e.runs import write_task
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task that is right; every test spoils one thing of it."""
+    return write_task(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `train` with overrides, checks how it ends, and returns the message."""
+
+    def run(*overrides: str, run_dir: str | None = None) -> str:
+        directory = run_dir or str(tmp_path / "run")
+        code = main(["train", str(base), f"run.dir={directory}", *overrides])
+        error = capsys.readouterr().err.strip()
+        assert code == 2, error
+        assert error.startswith("error: ")
+        assert "Traceback" not in error
+        assert len(error.splitlines()) == 1, error
+        if run_dir is None:
+            assert not (tmp_path / "run").exists()
+        return error
+
+    return run
+
+
+def model_with(base: Path, tmp_path: Path, **changes: object) -> str:
+    """A copy of the task's model directory with a changed config.json."""
+    directory = tmp_path / "model"
+    shutil.copytree(base.parent / "model", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return str(directory)
+
+
+def rows(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    return str(path)
+
+
+def test_unknown_key(refused: Callable[..., str]) -> None:
+    assert "did you mean rollout.samples_per_prompt?" in refused("rollout.samples_per_promt=4")
+
+
+def test_missing_data_file(refused: Callable[..., str]) -> None:
+    assert "data.train" in (message := refused("data.train=nowhere.jsonl"))
+    assert "nowhere.jsonl" in message
+
+
+def test_empty_data_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no rows" in refused(f"data.val={rows(tmp_path, '')}")
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "1+1="', '{"prompt": 7, "answer": "1"}', '{"answer": "1"}', "[]"])
+def test_malformed_row_is_named_by_file_and_line(refused: Callable[..., str], tmp_path: Path, line: str) -> None:
+    path = rows(tmp_path, '{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    message = refused(f"data.train={path}")
+    assert path in message
+    assert "line 2" in message or ":2" in message
+
+
+def test_prompts_longer_than_the_limit(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = rows(tmp_path, json.dumps({"prompt": "1+" * 40, "answer": "2"}) + "\n")
+    assert "raise rollout.max_prompt_tokens" in refused(f"data.train={path}")
+
+
+def test_model_directory_without_config(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "config.json" in refused(f"model.hf_path={tmp_path}")
+
+
+def test_unsupported_model_type(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    message = refused(f"model.hf_path={model_with(base, tmp_path, model_type='gpt2')}")
+    assert "gpt2" in message
+    assert "qwen3_moe" in message
+
+
+def test_truncated_shard(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    directory = model_with(base, tmp_path)
+    shard = Path(directory, "model.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "model.safetensors" in (message := refused(f"model.hf_path={directory}"))
+    assert "truncated" in message
+
+
+def test_missing_tensor(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    directory = model_with(base, tmp_path, num_hidden_layers=5)
+    assert "model.layers.4" in refused(f"model.hf_path={directory}")
+
+
+def test_experts_that_ep_does_not_divide(refused: Callable[..., str]) -> None:
+    assert "actor.parallel.ep" in refused("actor.parallel.ep=3", "cluster.gpus_per_node=3")
+
+
+def test_more_ranks_than_the_cluster_offers(refused: Callable[..., str]) -> None:
+    assert "cluster.gpus_per_node offers 2" in refused("actor.parallel.tp=2", "actor.parallel.pp=2")
+
+
+def test_run_dir_that_cannot_be_written(refused: Callable[..., str]) -> None:
+    assert "run.dir" in refused(run_dir="/proc/mcore_rl/run")  # read-only for everybody, root included
+
+
+def test_full_disk(refused: Callable[..., str], small_disk: Path) -> None:
+    message = refused(run_dir=str(small_disk / "run"))
+    assert "run.dir" in message
+    assert not list(small_disk.rglob("*.yaml"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, where this machine lets us mount one."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a file system here")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"), [("import nothing_of_this_name\n", "nothing_of_this_name"), ("def other(): ...\n", "digits")]
+)
+def test_reward_file_that_does_not_import(refused: Callable[..., str], tmp_path: Path, text: str, cause: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    message = refused(f"reward.function={tmp_path}/mine.py:digits")
+    assert "reward.function" in message
+    assert cause in message
+
+
+@pytest.mark.parametrize(
+    ("override", "known"),
+    [
+        ("algorithm.policy_loss.name=ppo", "ppo_clip"),
+        ("algorithm.advantage=grop", "grpo"),
+        ("algorithm.loss_aggregation=mean", "token-mean"),
+    ],
+)
+def test_unknown_names_of_the_algorithm_list_the_known(refused: Callable[..., str], override: str, known: str) -> None:
+    assert known in refused(override)
+
+
+def test_an_export_that_would_overwrite(refused: Callable[..., str], base: Path) -> None:
+    assert "trainer.export_hf" in refused(f"trainer.export_hf={base.parent / 'model'}")
+
+
+def test_a_wrong_command_line_exits_with_2_as_well() -> None:
+    command = [sys.executable, "-m", "mcore_rl.cli"]
+    for arguments in ([], ["trian"], ["train"]):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+    assert subprocess.run([*command, "train", "--help"], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,100 @@
+"""Every kind of death ends the run soon, by name, leaves nothing behind, and costs nothing that was checkpointed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
+
+SECONDS_TO_END = 30
+
+
+def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
+    """Whether `step` is in `phase`, as far as files and process titles tell."""
+    rollouts = run.run_dir / "rollouts"
+    if phase == "generating":
+        return lambda: f"step {step - 1}/4" in run.text() and bool(run.processes("EngineProcess.run"))
+    if phase == "updating":
+        return lambda: (rollouts / f"step_{step}.jsonl").exists() and bool(run.processes("TrainerProcess.update"))
+    if phase == "checkpointing":
+        return lambda: (run.run_dir / "checkpoints" / f".step_{step}.partial").exists()
+    raise ValueError(phase)
+
+
+def no_segment_of(run: TrainProcess) -> bool:
+    return not list(Path("/dev/shm").glob(f"mcore_rl_{run.process.pid}_*"))
+
+
+def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path) -> None:
+    train(task, run_dir)
+    assert metrics(run_dir) == metrics(whole_run)
+    assert not list((run_dir / "rollouts").glob(".*"))
+    json.loads((run_dir / "timeline.json").read_text())
+    steps = sorted(path.name for path in (run_dir / "rollouts").iterdir())
+    assert steps == sorted(path.name for path in (whole_run / "rollouts").iterdir())
+    for name in steps:
+        assert (run_dir / "rollouts" / name).read_text() == (whole_run / "rollouts" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("victim", "named", "step", "phase"),
+    [
+        ("ray::TrainerProcess", "trainer rank", 3, "updating"),
+        ("ray::EngineProcess", "rollout engine 0", 3, "generating"),
+    ],
+)
+def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
+    task: Path, whole_run: Path, tmp_path: Path, victim: str, named: str, step: int, phase: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir) as run:
+        run.wait_until(in_step(run, step, phase))
+        run.kill_one(victim)
+        killed = time.monotonic()
+        assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]
+        error = next(line for line in run.text().splitlines() if line.startswith("error:"))
+        assert named in error, error
+        assert "died" in error, error
+        assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
+        assert no_segment_of(run)
+    assert_resumes_to_the_same(task, run_dir, whole_run)
+
+
+@pytest.mark.parametrize(("step", "phase"), [(2, "checkpointing"), (4, "updating")])
+def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
+    task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir) as run:
+        run.wait_until(in_step(run, step, phase))
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+        assert not run.left_after(SECONDS_TO_END)
+        assert no_segment_of(run)
+    assert_resumes_to_the_same(task, run_dir, whole_run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_takes_everything_down(task: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir) as run:
+        run.wait_until(in_step(run, 2, "generating"))
+        if number == signal.SIGINT:
+            os.killpg(run.process.pid, number)  # as a terminal does: to every process of the group
+        else:
+            run.process.send_signal(number)
+        assert run.finish(SECONDS_TO_END) == 130, run.text()[-4000:]
+        assert "Traceback" not in run.text()
+        assert not run.left_after(10)
+        assert no_segment_of(run)
+    assert 1 in metrics(run_dir)
+    json.loads((run_dir / "timeline.json").read_text())

@@ -1,0 +1,101 @@
+"""A whole run on real parts: what it leaves in its directory, and that its engine held the trainer's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.config import load_config
+from tests.e2e.runs import metrics, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
+
+PROMISED = """step reward/mean response_tokens/mean response_tokens/clipped_fraction groups/dropped actor/loss
+    actor/grad_norm actor/entropy actor/clip_fraction actor/ppo_kl rollout/logp_diff_mean rollout/logp_diff_max
+    rollout/version time/generate time/reward time/logp time/update time/weight_sync time/step
+    throughput/tokens_per_second""".split()
+
+
+def test_every_step_has_the_promised_figures(whole_run: Path) -> None:
+    rows = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "val/accuracy" in row] == [0, 2, 4]
+    for row in rows[1:]:
+        assert not [key for key in PROMISED if not isinstance(row.get(key), int | float)]
+
+
+def test_the_policy_that_generated_is_the_policy_that_is_trained(whole_run: Path) -> None:
+    for step, row in metrics(whole_run).items():
+        if step:
+            assert row["rollout/version"] == step - 1
+            assert row["rollout/logp_diff_max"] < 1e-4  # float32 on both sides; a stale or wrong weight gives 0.01
+
+
+def test_weights_move_and_the_second_update_sees_another_policy(whole_run: Path) -> None:
+    last = metrics(whole_run)[4]
+    assert last["actor/grad_norm"] > 0
+    assert abs(last["actor/ppo_kl"]) > 1e-7  # one update per batch would leave the ratio at 1
+
+
+def test_verification_compared_every_tensor_of_the_checkpoint(whole_run: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(whole_run.parent / "exported" / "model.safetensors", "pt") as exported:
+        assert metrics(whole_run)[4]["weights/tensors_verified"] == len(exported.keys())
+
+
+def test_greedy_responses_after_the_last_sync_are_those_of_transformers_on_the_exported_weights(
+    whole_run: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = whole_run.parent / "exported"
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    records = [json.loads(line) for line in (whole_run / "rollouts" / "val_step_4.jsonl").read_text().splitlines()]
+    assert len(records) == 16
+    for record in records:
+        ids = tokenizer(record["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
+
+
+def test_rollouts_hold_one_object_per_response(whole_run: Path) -> None:
+    row = metrics(whole_run)[3]
+    records = [json.loads(line) for line in (whole_run / "rollouts" / "step_3.jsonl").read_text().splitlines()]
+    assert len(records) == 4 * row["groups/drawn"]
+    assert {record["version"] for record in records} == {2}
+    assert {"prompt", "response", "reward", "tokens", "group", "version"} <= set(records[0])
+    assert sum(r["reward"] for r in records) / len(records) == pytest.approx(row["reward/mean"], rel=1e-5)
+
+
+def test_the_run_directory_is_complete(whole_run: Path) -> None:
+    names = {path.name for path in whole_run.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "rollouts", "timeline.json", "checkpoints", "tensorboard"} <= names
+    assert load_config(str(whole_run / "config.yaml")).run.dir == str(whole_run)
+    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    assert not list(whole_run.rglob("*.partial"))
+    events = json.loads((whole_run / "timeline.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert tracks == {"driver", "trainer rank 0", "trainer rank 1", "rollout engine 0"}
+
+
+def test_the_table_at_the_end_compares_accuracy(whole_run: Path) -> None:
+    output = (whole_run.parent / "whole.log").read_text()
+    assert "validation accuracy" in output
+    assert "Traceback" not in output
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(whole_run: Path, task: Path, tmp_path: Path) -> None:
+    import shutil
+
+    longer = tmp_path / "longer"
+    shutil.copytree(whole_run, longer)
+    train(task, longer, "trainer.steps=5")
+    after, before = metrics(longer), metrics(whole_run)
+    assert {step: after[step] for step in before} == before
+    assert after[5]["rollout/version"] == 4

@@ -1,0 +1,78 @@
+"""Tiny random HF checkpoints, written by transformers: an oracle that we did not write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 96
+
+
+def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """What config.json says of a tiny model, without importing transformers; kind is "qwen3" or "qwen3_moe"."""
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    if kind == "qwen3_moe":
+        fields |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return fields | changes
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """The same as a transformers configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**tiny_fields(kind, **changes))
+
+
+def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Any:
+    """A float32 model with peaky logits and norms away from 1, so that a weight in the wrong place shows."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, std)
+            if "embed_tokens" in name or "lm_head" in name:
+                deviation = 0.4
+            parameter.normal_(mean, deviation, generator=generator)
+    return model
+
+
+def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Path:
+    """Saves tiny_model(...) as an HF directory (config.json, safetensors with one tensor per expert)."""
+    directory = Path(directory)
+    tiny_model(kind, seed=seed, std=std, **changes).save_pretrained(directory)
+    return directory
+
+
+def reference_logits(directory: Path | str, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of transformers' own model, one [S, V] per sequence, float32, unpacked."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    with torch.no_grad():
+        return [model(torch.tensor(sequence)[None]).logits[0] for sequence in sequences]

@@ -1,0 +1,98 @@
+"""Aggregation modes against loops, and the weights of training against aggregation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.algorithms import aggregate_loss, loss_weights
+from mcore_rl.algorithms.aggregation import MODE_OPTIONS
+from mcore_rl.errors import ConfigError
+
+
+def example(seed=0, rows=6, tokens=9):
+    g = torch.Generator().manual_seed(seed)
+    loss = torch.randn(rows, tokens, generator=g, dtype=torch.float64)
+    mask = (torch.rand(rows, tokens, generator=g) < 0.6).double()
+    mask[2] = 0
+    return loss, mask
+
+
+def by_loop(loss, mask, mode):
+    rows = [[x for x, m in zip(r, q, strict=True) if m] for r, q in zip(loss.tolist(), mask.tolist(), strict=True)]
+    rows = [row for row in rows if row]
+    if mode == "token-mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    if mode == "seq-mean-token-sum":
+        return sum(map(sum, rows)) / len(rows)
+    if mode == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(map(sum, rows)) / len(rows) / loss.shape[1]
+
+
+@pytest.mark.parametrize("mode", MODE_OPTIONS)
+def test_modes_match_loops_and_skip_rows_without_trained_tokens(mode):
+    loss, mask = example()
+    assert aggregate_loss(loss, mask, mode).item() == pytest.approx(by_loop(loss, mask, mode), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODE_OPTIONS)
+def test_weights_of_training_sum_to_the_aggregate(mode):
+    loss, mask = example(1)
+    options = {"norm_tokens": 17} if mode == "seq-mean-token-sum-norm" else {}
+    weights = loss_weights(mode, mask.sum(-1).numpy().astype(np.int32), **options)
+    assert weights.dtype == np.float32
+    assert weights.shape == (6,)
+    assert weights[2] == 0
+    plain_sum = (torch.from_numpy(weights).double()[:, None] * loss * mask).sum()
+    torch.testing.assert_close(plain_sum, aggregate_loss(loss, mask, mode, **options), rtol=1e-6, atol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(list(MODE_OPTIONS)), st.integers(1, 5), st.integers(0, 1000))
+def test_blocks_with_global_denominators_add_up(mode, cut, seed):
+    loss, mask = example(seed)
+    norm = {"norm_tokens": 5} if mode == "seq-mean-token-sum-norm" else {}
+    counts = {"num_tokens": mask.sum().item(), "num_sequences": (mask.sum(-1) > 0).sum().item()}
+    counts = {name: count for name, count in counts.items() if name in MODE_OPTIONS[mode]}
+    parts = sum(aggregate_loss(loss[rows], mask[rows], mode, **counts, **norm) for rows in (slice(cut), slice(cut, 6)))
+    torch.testing.assert_close(parts, aggregate_loss(loss, mask, mode, **norm), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", MODE_OPTIONS)
+def test_nothing_trained_is_zero_with_zero_gradient_whatever_the_losses(mode):
+    loss = torch.full((2, 3), torch.nan, requires_grad=True)
+    total = aggregate_loss(loss, torch.zeros(2, 3), mode)
+    total.backward()
+    assert total.item() == 0
+    assert torch.equal(loss.grad, torch.zeros(2, 3))
+
+
+def test_gradient_of_each_token_is_its_response_weight():
+    loss, mask = example(2)
+    loss = loss.requires_grad_()
+    aggregate_loss(loss, mask, "seq-mean-token-mean").backward()
+    weights = torch.from_numpy(loss_weights("seq-mean-token-mean", mask.sum(-1).numpy())).double()
+    torch.testing.assert_close(loss.grad, weights[:, None] * mask, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("mean", {}, r"algorithm\.loss_aggregation=mean is not known. Known: token-mean"),
+        ("token-mean", {"norm_tokens": 5}, r"norm_tokens.*it takes num_tokens"),
+        ("seq-mean-token-sum-norm", {}, r"needs norm_tokens"),
+        ("seq-mean-token-sum", {"num_sequences": 0}, r"num_sequences=0 must be greater than 0"),
+    ],
+)
+def test_bad_modes_and_options_are_refused(mode, options, message):
+    with pytest.raises(ConfigError, match=message):
+        loss_weights(mode, np.array([1, 2]), **options)
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="shape"):
+        aggregate_loss(torch.zeros(2, 3), torch.ones(2, 1), "token-mean")

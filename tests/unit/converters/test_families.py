@@ -1,0 +1,199 @@
+"""The tables against transformers' own models and files, and the refusals."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.io import HFCheckpoint, HFWriter
+from model_converters.layout import TrainLayout
+from model_converters.plan import check_complete, export_pieces, export_plan, load_tensors, local_shapes
+from model_converters.table import bind
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MODELS = {
+    "dense": ("Qwen3", {}),
+    "dense-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "moe": ("Qwen3Moe", EXPERTS),
+    "moe-dense-layers": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+}
+
+
+def saved_by_transformers(name, directory):
+    """A random model written by transformers 5 itself."""
+    kind, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def bound_rows(config):
+    return bind(family_for(config).rows(config), config, torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_names_exactly_what_transformers_writes(name, tmp_path):
+    model = saved_by_transformers(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    bound = bound_rows(config)
+    check_complete(bound, shapes)
+    planned = sum(prod(plan.shape) for plan in export_plan(bound, TrainLayout(1)))
+    assert planned == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same_logits_from_what_we_export(name, tmp_path):
+    model = saved_by_transformers(name, tmp_path / "hf")
+    layout = TrainLayout(4, tp=2, pp=2, ep=2 if "moe" in name else 1)
+    with HFCheckpoint(tmp_path / "hf") as checkpoint:
+        bound = bound_rows(checkpoint.config)
+        plans = export_plan(bound, layout)
+        writer = HFWriter(tmp_path / "out", max_shard_bytes=10_000)
+        writer.begin(plans)
+        for rank in range(layout.world_size):
+            local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, rank).items()}
+            load_tensors(checkpoint, bound, layout, rank, local)
+            for plan, piece, view in export_pieces(plans, local, rank):
+                writer.write(plan, piece, view)
+        writer.finish(tmp_path / "hf")
+    exported = type(model).from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(0, 40, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, model(tokens).logits)
+
+
+def test_arguments_of_a_dense_model(tmp_path):
+    model = saved_by_transformers("dense-tied", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    arguments = family_for(config).model_arguments(config)
+    assert arguments.tied_embeddings
+    assert arguments.vocab_size == 40
+    assert arguments.max_position_embeddings == 64
+    # transformers' rotary module is the oracle for the base.
+    inverse = 1.0 / arguments.rotary_base ** (torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, inverse)
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "layernorm_epsilon": 1e-6,
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.02,
+    }
+    assert arguments.transformer == expected
+
+
+def test_dense_layers_of_a_moe_model_are_those_that_transformers_builds(tmp_path):
+    model = saved_by_transformers("moe-dense-layers", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    transformer = family_for(config).model_arguments(config).transformer
+    sparse = [int(hasattr(layer.mlp, "experts")) for layer in model.model.layers]
+    assert transformer["moe_layer_freq"] == sparse
+    assert 0 < sum(sparse) < 4
+    assert transformer["num_moe_experts"] == 4
+    assert transformer["moe_router_topk"] == 2
+    assert transformer["moe_ffn_hidden_size"] == 12
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised, moe_config):
+    config = moe_config | {"norm_topk_prob": normalised}
+    transformer = family_for(config).model_arguments(config).transformer
+    router_config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=normalised)
+    router = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter(router_config)
+    torch.nn.init.normal_(router.weight)
+    hidden = torch.randn(7, 16)
+    _, wanted, chosen = router(hidden)
+    logits = hidden @ router.weight.T
+    # Megatron's two orders, as topk_routing_with_score_function has them.
+    if transformer["moe_router_pre_softmax"]:
+        weights, experts = torch.topk(torch.softmax(logits, dim=-1), 2)
+    else:
+        top, experts = torch.topk(logits, 2)
+        weights = torch.softmax(top, dim=-1)
+    assert torch.equal(experts, chosen)
+    # Two float32 softmaxes that differ in the order of their additions.
+    torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": None}, "neither rope_theta nor"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config \\(fp8\\)"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        ({"num_attention_heads": 6}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_what_cannot_be_represented_is_refused(change, message, kind, request):
+    config = request.getfixturevalue(f"{kind}_config") | change
+    with pytest.raises(ConversionError, match=message):
+        family_for(config).model_arguments(config)
+
+
+def test_one_normalised_expert_is_refused(moe_config):
+    config = moe_config | {"num_experts_per_tok": 1}
+    with pytest.raises(ConversionError, match="num_experts_per_tok 1"):
+        family_for(config).model_arguments(config)
+
+
+def test_an_unknown_model_type_lists_the_known_ones():
+    with pytest.raises(ConversionError, match=r"'llama' is not supported; known: .*qwen3, qwen3_moe"):
+        family_for({"model_type": "llama"})
+
+
+HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen3-0.6B", 0.596), ("Qwen3-8B", 8.191), ("Qwen3-30B-A3B", 30.532), ("Qwen3-235B-A22B", 235.094)],
+)
+def test_published_sizes_of_real_models(name, billions):
+    config = json.loads((HUB / f"Qwen--{name}_config.json").read_text())
+    plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if "num_experts" in config else 1))
+    assert round(sum(prod(plan.shape) for plan in plans) / 1e9, 3) == billions
+    assert family_for(config).model_arguments(config).rotary_base == 1e6

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_converters.errors import ConversionError
+from model_converters.io import HFCheckpoint, HFWriter
+from model_converters.plan import Piece, TensorPlan
+
+
+def sharded(directory, config, shards):
+    """A checkpoint of several files, written with the safetensors library."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for number, tensors in enumerate(shards):
+        save_file(tensors, directory / f"part{number}.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"part{number}.safetensors")
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.fixture
+def checkpoint_dir(tmp_path, dense_config):
+    shards = [{"a": torch.arange(24.0).view(4, 6), "b": torch.arange(5)}, {"c": torch.randn(3, 4, 5).bfloat16()}]
+    return sharded(tmp_path / "hf", dense_config, shards)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dim", "start", "length"), [("a", 0, 1, 2), ("a", 1, 2, 3), ("c", 2, 1, 4)])
+def test_slices_are_those_of_the_safetensors_library(name, dim, start, length, dtype, checkpoint_dir):
+    whole = {}
+    for file in checkpoint_dir.glob("*.safetensors"):
+        whole |= load_file(file)
+    wanted = whole[name].narrow(dim, start, length)
+    with HFCheckpoint(checkpoint_dir) as checkpoint:
+        out = torch.zeros(wanted.shape, dtype=dtype)
+        checkpoint.read_into(name, out, dim=dim, start=start)
+        assert torch.equal(out, wanted.to(dtype))
+        assert torch.equal(checkpoint.view(name, dim, start, length), wanted)
+        assert torch.equal(checkpoint.read(name), whole[name])
+        assert checkpoint.shapes[name] == tuple(whole[name].shape)
+
+
+def test_a_slice_goes_into_part_of_a_larger_tensor_and_touches_nothing_else(checkpoint_dir):
+    out = torch.full((5, 6), -1.0)
+    with HFCheckpoint(checkpoint_dir) as checkpoint:
+        checkpoint.read_into("a", out[1:3], start=2)
+    assert torch.equal(out[1:3], torch.arange(12.0, 24.0).view(2, 6))
+    assert (out[[0, 3, 4]] == -1).all()
+
+
+def test_slices_outside_the_tensor_are_refused(checkpoint_dir):
+    with HFCheckpoint(checkpoint_dir) as checkpoint:
+        for out, start in ((torch.zeros(2, 6), 3), (torch.zeros(2, 5), 0), (torch.zeros(24), 0)):
+            with pytest.raises(ConversionError, match=r"a .* has no slice of shape"):
+                checkpoint.read_into("a", out, start=start)
+        with pytest.raises(ConversionError, match="has no tensor z"):
+            checkpoint.read("z")
+
+
+def truncate(file, num_bytes):
+    os.truncate(file, file.stat().st_size - num_bytes)
+
+
+def rewrite_header(file, change):
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    new = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
+
+
+BREAKAGES = {
+    "no config": (lambda d: (d / "config.json").unlink(), r"hf/config\.json does not exist"),
+    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), r"hf/config\.json cannot be read as JSON"),
+    "unknown model_type": (
+        lambda d: (d / "config.json").write_text('{"model_type": "bert"}'),
+        r"hf/config\.json: model_type 'bert' is not supported; known: .*qwen3_moe",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors.index.json").unlink(),
+        r"neither model\.safetensors\.index\.json nor model\.safetensors",
+    ),
+    "missing shard": (lambda d: (d / "part1.safetensors").unlink(), r"part1\.safetensors cannot be read: No such file"),
+    "truncated data": (lambda d: truncate(d / "part1.safetensors", 1), r"part1\.safetensors is truncated: c ends at"),
+    "truncated header": (lambda d: os.truncate(d / "part0.safetensors", 20), r"part0\.safetensors is truncated: its"),
+    "empty shard": (lambda d: os.truncate(d / "part0.safetensors", 0), r"part0\.safetensors is not a safetensors file"),
+    "a pointer instead of the file": (
+        lambda d: (d / "part0.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        r"part0\.safetensors is not a safetensors file",
+    ),
+    "trailing bytes": (
+        lambda d: (d / "part0.safetensors").open("ab").write(b"x"),
+        r"part0\.safetensors is corrupt: 1 bytes follow",
+    ),
+    "tensor not in its shard": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(z=header.pop("b"))),
+        r"index\.json does not fit its shards: part0\.safetensors lacks b; part0\.safetensors holds z",
+    ),
+    "shape and extent disagree": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(shape=[4, 7])),
+        r"part0\.safetensors: a F32 \(4, 7\) does not have 96 bytes",
+    ),
+    "unknown dtype": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype="F4")),
+        r"part0\.safetensors: a has dtype F4",
+    ),
+    "index without map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        r"index\.json cannot be read as a safetensors index",
+    ),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_broken_checkpoints_give_one_message_that_names_the_file(breakage, checkpoint_dir):
+    damage, message = BREAKAGES[breakage]
+    damage(checkpoint_dir)
+    with pytest.raises(ConversionError, match=message):
+        HFCheckpoint(checkpoint_dir)
+
+
+def two_tensors():
+    """a [4, 6] in two pieces along dim 1 (ranks 0 and 1); b [3] whole."""
+    a = tuple(Piece(rank, "a", 0, 1, 3 * rank, 3, 0) for rank in range(2))
+    return [
+        TensorPlan("a", (4, 6), torch.float32, "embedding", a),
+        TensorPlan("b", (3,), torch.bfloat16, "head", (Piece(0, "b", 0, 0, 0, 3, 0),)),
+    ]
+
+
+def test_incomplete_tensors_are_named_and_nothing_appears(tmp_path):
+    plans = two_tensors()
+    writer = HFWriter(tmp_path / "out")
+    writer.begin(plans)
+    writer.write(plans[0], plans[0].pieces[1], torch.zeros(4, 3))
+    writer.write(plans[1], plans[1].pieces[0], torch.zeros(3))
+    with pytest.raises(ConversionError, match="1 tensors are incomplete: a"):
+        writer.finish()
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_that_raises_leaves_nothing_behind(tmp_path):
+    with pytest.raises(KeyboardInterrupt), HFWriter(tmp_path / "out") as writer:
+        interrupted(writer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(writer):
+    writer.begin(two_tensors())
+    raise KeyboardInterrupt
+
+
+def test_a_piece_is_written_once_and_in_its_shape(tmp_path):
+    plans = two_tensors()
+    piece = plans[0].pieces[0]
+    with HFWriter(tmp_path / "out") as writer:
+        writer.begin(plans)
+        writer.write(plans[0], piece, torch.zeros(4, 3))
+        with pytest.raises(ConversionError, match="written twice"):
+            writer.write(plans[0], piece, torch.zeros(4, 3))
+        with pytest.raises(ConversionError, match="needs shape"):
+            writer.write(plans[0], plans[0].pieces[1], torch.zeros(3, 4))
+        with pytest.raises(ConversionError, match="not planned"):
+            writer.write(plans[0], piece._replace(start=1), torch.zeros(4, 3))
+        writer.abort()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_target_is_left_alone(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "keep").write_text("mine")
+    with pytest.raises(ConversionError, match="out exists already"):
+        HFWriter(target).begin(two_tensors())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (target / "keep").read_text() == "mine"
+
+
+def test_leftovers_of_a_killed_writer_are_replaced(tmp_path):
+    plans = two_tensors()
+    HFWriter(tmp_path / "out").begin(plans)
+    assert not (tmp_path / "out").exists()
+    with HFWriter(tmp_path / "out") as writer:
+        writer.begin(plans)
+        values = {"a": torch.arange(24.0).view(4, 6), "b": torch.tensor([0.5, 2.0, -1.0])}
+        for plan in plans:
+            for piece in plan.pieces:
+                writer.write(plan, piece, values[plan.hf_name].narrow(piece.dim, piece.start, piece.length))
+        writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["a"], values["a"])
+    assert found["b"].dtype == torch.bfloat16
+    assert torch.equal(found["b"].float(), values["b"])
+
+
+def test_a_place_that_cannot_be_written_gives_a_clear_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"file/out cannot be written"):
+        HFWriter(tmp_path / "file" / "out").begin(two_tensors())
+
+
+def test_a_checkpoint_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path):
+    huge = TensorPlan("a", (2**50,), torch.float32, "head", (Piece(0, "a", 0, 0, 0, 2**50, 0),))
+    with pytest.raises(ConversionError, match="GiB are needed, the disk has"):
+        HFWriter(tmp_path / "out").begin([huge])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_configuration_and_tokenizer_files_come_along(tmp_path, dense_config):
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt")
+    for name in names:
+        (source / name).write_text(name)
+    (source / "notes.md").write_text("not part of a model")
+    (source / "config.json").write_text(json.dumps(dense_config | {"torch_dtype": "bfloat16"}))
+    plans = two_tensors()
+    with HFWriter(tmp_path / "out", max_shard_bytes=1) as writer:
+        writer.begin(plans)
+        for plan in plans:
+            for piece in plan.pieces:
+                writer.write(plan, piece, torch.ones(plan.piece_shape(piece)))
+        writer.finish(source)
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {*names, *shards, "config.json", "model.safetensors.index.json"}
+    # What readers take for the dtype of the weights must be that of the weights.
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == dense_config | {"torch_dtype": "float32"}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 6 * 4 + 3 * 2
+    assert set(index["weight_map"].values()) == shards

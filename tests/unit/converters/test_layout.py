@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from model_converters.errors import LayoutError
+from model_converters.layout import TrainLayout
+
+
+def test_chunks_are_dealt_to_stages_in_turn():
+    """The example in Megatron's own source: 8 layers, 2 stages, 2 virtual chunks."""
+    assert TrainLayout(2, pp=2, vpp=2).stage_layers(8) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+
+
+def test_uneven_stages():
+    assert TrainLayout(4, pp=4, first_stage_layers=3, last_stage_layers=2).stage_layers(61 - 40) == [
+        [range(3)],
+        [range(3, 11)],
+        [range(11, 19)],
+        [range(19, 21)],
+    ]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 8, "pp": 2}])
+def test_holders_are_the_ranks_with_those_coordinates(sizes):
+    layout = TrainLayout(32, **sizes)
+    where = [layout.coordinates(rank) for rank in range(32)]
+    assert len(set(where)) == 32
+    for stage in range(layout.pp):
+        for shard in range(layout.tp):
+            wanted = [rank for rank, at in enumerate(where) if (at.pp, at.tp) == (stage, shard)]
+            assert list(layout.dense_holders(stage, shard)) == wanted
+        assert list(layout.dense_holders(stage, None)) == [r for r, at in enumerate(where) if at.pp == stage]
+        for ep in range(layout.ep):
+            for shard in range(layout.etp):
+                wanted = [rank for rank, at in enumerate(where) if (at.pp, at.ep, at.etp) == (stage, ep, shard)]
+                assert list(layout.expert_holders(stage, ep, shard)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world_size": 6, "tp": 4}, "world size 6 is not a multiple of tp 4"),
+        ({"world_size": 8, "tp": 2, "pp": 2, "cp": 4}, "world size 8 is not a multiple of tp 2 x pp 2 x cp 4 = 16"),
+        ({"world_size": 8, "ep": 8, "etp": 2}, "world size 8 is not a multiple of etp 2 x ep 8"),
+        ({"world_size": 4, "ep": 0}, "ep is 0"),
+        ({"world_size": 4, "vpp": 2}, "set pp > 1"),
+        ({"world_size": 4, "first_stage_layers": 2}, "set pp > 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(LayoutError, match=message) as caught:
+        TrainLayout(**sizes)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "message"),
+    [
+        ({"pp": 4}, 6, "set first_stage_layers or last_stage_layers"),
+        ({"pp": 2, "vpp": 2}, 6, "3 layers of pipeline stage 0 are not a multiple of vpp 2"),
+        ({"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, 6, "do not fit the 6 layers"),
+        ({"pp": 4, "first_stage_layers": 7}, 6, "do not fit the 6 layers"),
+    ],
+)
+def test_layers_that_do_not_divide_are_refused(sizes, layers, message):
+    with pytest.raises(LayoutError, match=message):
+        TrainLayout(4, **sizes).stage_layers(layers)
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(LayoutError, match="rank 4 is not in a world of 4"):
+        TrainLayout(4).coordinates(4)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from model_converters.errors import ConversionError, LayoutError
+from model_converters.families import family_for
+from model_converters.layout import TrainLayout
+from model_converters.plan import check_complete, export_pieces, export_plan, load_plan, local_shapes
+from model_converters.table import bind
+
+
+def bound_rows(config):
+    return bind(family_for(config).rows(config), config, torch.bfloat16)
+
+
+def test_tensors_of_a_layer_are_consecutive_and_in_order(moe_config):
+    groups = [plan.group for plan in export_plan(bound_rows(moe_config), TrainLayout(4, pp=2, ep=2))]
+    distinct = [group for index, group in enumerate(groups) if index == 0 or groups[index - 1] != group]
+    assert distinct == ["embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"]
+
+
+def test_replicas_share_the_writing(dense_config):
+    layout = TrainLayout(16, tp=2, pp=2)
+    written = Counter()
+    for plan in export_plan(bound_rows(dense_config), layout):
+        for piece in plan.pieces:
+            written[piece.rank] += prod(plan.piece_shape(piece))
+    assert set(written) == set(range(16))
+    for stage in range(2):
+        shares = [written[rank] for rank in range(8 * stage, 8 * stage + 8)]
+        assert max(shares) < 2 * sum(shares) / len(shares)
+
+
+def test_only_a_holder_writes_and_reads_are_what_it_holds(moe_config):
+    layout = TrainLayout(16, tp=2, pp=2, ep=4, etp=2)
+    bound = bound_rows(moe_config)
+    sources = {
+        (name, piece.start, piece.length, piece.rank)
+        for rank in range(16)
+        for load in load_plan(bound, layout, rank)
+        for name, piece in load.sources
+    }
+    for plan in export_plan(bound, layout):
+        for piece in plan.pieces:
+            assert (plan.hf_name, piece.start, piece.length, piece.rank) in sources
+
+
+def test_plan_for_512_ranks_is_complete(moe_config):
+    """Sizes of a large model: 94 layers of 128 experts on 512 ranks, every element on exactly one writer."""
+    config = moe_config | {"num_hidden_layers": 94, "num_experts": 128, "mlp_only_layers": []}
+    bound = bound_rows(config)
+    plans = export_plan(bound, TrainLayout(512, pp=2, ep=32))
+    assert len(plans) == 94 * (128 * 3 + 9) + 3
+    check_complete(bound, plans=plans)
+    assert len({piece.rank for plan in plans for piece in plan.pieces}) == 512
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world_size": 3, "ep": 3}, "8 experts are not a multiple of ep 3"),
+        ({"world_size": 8, "tp": 8}, "num_key_value_heads 4 is not a multiple of tp 8"),
+        ({"world_size": 5, "tp": 5}, "vocab_size 24 is not a multiple of tp 5"),
+        ({"world_size": 3, "tp": 3}, "intermediate_size 20 is not a multiple of tp 3"),
+        ({"world_size": 8, "etp": 8}, "moe_intermediate_size 4 is not a multiple of etp 8"),
+        ({"world_size": 3, "pp": 3}, "4 layers cannot be divided evenly over 3 pipeline stages"),
+    ],
+)
+def test_what_does_not_divide_is_named(sizes, message, moe_config):
+    with pytest.raises(LayoutError, match=message):
+        export_plan(bound_rows(moe_config), TrainLayout(**sizes))
+
+
+def test_expert_parallelism_needs_experts(dense_config):
+    with pytest.raises(LayoutError, match="ep 2 needs a model with experts"):
+        export_plan(bound_rows(dense_config), TrainLayout(2, ep=2))
+
+
+def test_all_that_does_not_divide_is_named_at_once(moe_config):
+    with pytest.raises(LayoutError) as caught:
+        export_plan(bound_rows(moe_config), TrainLayout(15, tp=5, ep=3))
+    for part in ("experts", "vocab_size", "num_key_value_heads"):
+        assert part in str(caught.value)
+
+
+def test_completeness_lists_everything_at_once(moe_config):
+    bound = bound_rows(moe_config)
+    layout = TrainLayout(2, ep=2)
+    plans = export_plan(bound, layout)
+    hole, double, twice = plans[0], plans[1], plans[2]
+    first, other = hole.pieces[0], double.pieces[0]
+    plans[0] = replace(hole, pieces=(first._replace(start=2, length=first.length - 2),))
+    plans[1] = replace(double, pieces=(other, other._replace(start=3, length=2)))
+    plans.append(twice)
+    del plans[5]
+    hf_names = [name for b in bound for name in b.hf if name != "lm_head.weight"] + ["model.extra.weight"]
+    shapes = local_shapes(bound, layout, 0) | {"decoder.final_layernorm.weight": (13,), "decoder.spurious": (1,)}
+    del shapes["decoder.layers.2.mlp.router.weight"]
+    with pytest.raises(ConversionError) as caught:
+        check_complete(bound, hf_names, shapes, layout=layout, rank=0, plans=plans)
+    message = str(caught.value)
+    for part in (
+        "1 HF tensors missing: lm_head.weight",
+        "1 HF tensors unknown: model.extra.weight",
+        "1 model tensors missing: decoder.layers.2.mlp.router.weight",
+        "1 model tensors unknown: decoder.spurious",
+        "1 model tensors of another shape: decoder.final_layernorm.weight (13,) instead of (12,)",
+        f"1 planned HF tensors claimed twice: {twice.hf_name}",
+        "1 planned HF tensors missing",
+        f"{hole.hf_name}: [0, 2) of dim 0 is untiled",
+        f"{double.hf_name}: [3, 5) of dim 0 is claimed twice",
+    ):
+        assert part in message
+
+
+def test_completeness_accepts_what_is_complete(moe_config):
+    bound = bound_rows(moe_config)
+    layout = TrainLayout(4, pp=2, ep=2)
+    for rank in range(4):
+        check_complete(bound, model_names=local_shapes(bound, layout, rank), layout=layout, rank=rank)
+    check_complete(bound, [name for b in bound for name in b.hf], {b.mcore for b in bound}, layout=layout)
+
+
+def test_export_refuses_missing_and_misshapen_tensors(dense_config):
+    bound, layout = bound_rows(dense_config), TrainLayout(2, tp=2)
+    plans = export_plan(bound, layout)
+    local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, 1).items()}
+    fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
+    whole = local[fc1]
+    for broken in (whole[:-1], whole[:, :-1], whole[0]):
+        local[fc1] = broken
+        with pytest.raises(ConversionError, match=r"linear_fc1\.weight .* has no slice"):
+            list(export_pieces(plans, local, 1))
+    del local[fc1]
+    with pytest.raises(ConversionError, match=r"rank 1 has no decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
+        list(export_pieces(plans, local, 1))

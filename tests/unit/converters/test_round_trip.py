@@ -1,0 +1,152 @@
+"""HF tensors -> every rank's Megatron tensors -> HF tensors, over a grid of layouts, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.io import HFCheckpoint, HFWriter
+from model_converters.layout import TrainLayout
+from model_converters.plan import check_complete, export_pieces, export_plan, load_tensors, local_shapes
+from model_converters.table import bind
+
+
+def grid():
+    """tp, pp, ep, etp in all combinations, with one, two or three times the fewest ranks they need; then odd ones."""
+    for number, (tp, pp, ep, etp) in enumerate(itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 8), (1, 2))):
+        yield {"world_size": pp * math.lcm(tp, ep * etp) * (1 + number % 3), "tp": tp, "pp": pp, "ep": ep, "etp": etp}
+    yield {"world_size": 4, "pp": 2, "vpp": 2, "ep": 2}
+    yield {"world_size": 4, "tp": 2, "pp": 2, "vpp": 2}
+    yield {"world_size": 4, "pp": 2, "first_stage_layers": 1, "ep": 2}
+    yield {"world_size": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 1}
+    yield {"world_size": 6, "tp": 2, "pp": 3, "last_stage_layers": 2}
+    yield {"world_size": 8, "tp": 2, "pp": 2, "cp": 2, "ep": 4}
+
+
+def bound_rows(config, dtype=torch.float32):
+    return bind(family_for(config).rows(config), config, dtype)
+
+
+def write_hf(directory, config, tensors):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def assert_same(found, wanted):
+    assert set(found) == set(wanted)
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("sizes", grid(), ids=lambda sizes: "-".join(f"{key}{value}" for key, value in sizes.items()))
+def test_every_rank_holds_what_megatron_slices_and_exports_it_back(sizes, moe_config, random_hf, local_mcore, tmp_path):
+    layout = TrainLayout(**sizes)
+    hf = random_hf(moe_config)
+    bound = bound_rows(moe_config)
+    plans = export_plan(bound, layout)
+    check_complete(bound, hf.keys(), plans=plans)
+    rebuilt = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()}
+    with HFCheckpoint(write_hf(tmp_path / "hf", moe_config, hf)) as checkpoint:
+        for rank in range(layout.world_size):
+            shapes = local_shapes(bound, layout, rank)
+            local = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+            load_tensors(checkpoint, bound, layout, rank, local)
+            assert_same(local, local_mcore(hf, moe_config, layout, rank))
+            for plan, piece, view in export_pieces(plans, local, rank):
+                target = rebuilt[plan.hf_name].narrow(piece.dim, piece.start, piece.length)
+                assert torch.isnan(target).all(), f"{plan.hf_name} is written twice"
+                target.copy_(view)
+    assert_same(rebuilt, hf)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tied_embeddings_reach_both_ends_of_the_pipeline_and_leave_once(
+    pp, dense_config, random_hf, local_mcore, tmp_path
+):
+    config = dense_config | {"tie_word_embeddings": True}
+    layout = TrainLayout(2 * pp, tp=2, pp=pp)
+    hf = random_hf(config)
+    bound = bound_rows(config)
+    plans = export_plan(bound, layout)
+    assert sorted(plan.hf_name for plan in plans) == sorted(hf)
+    with HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint:
+        for rank in range(layout.world_size):
+            wanted = local_mcore(hf, config, layout, rank)
+            local = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+            load_tensors(checkpoint, bound, layout, rank, local)
+            assert_same(local, wanted)
+
+
+def test_a_second_copy_of_tied_embeddings_must_be_equal(dense_config, random_hf, tmp_path):
+    config = dense_config | {"tie_word_embeddings": True}
+    bound, layout = bound_rows(config), TrainLayout(1)
+    local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, 0).items()}
+    hf = random_hf(config)
+    hf["lm_head.weight"] = hf["model.embed_tokens.weight"].clone()
+    with HFCheckpoint(write_hf(tmp_path / "equal", config, hf)) as checkpoint:
+        load_tensors(checkpoint, bound, layout, 0, local)
+    hf["lm_head.weight"][3, 5] += 1
+    with (
+        HFCheckpoint(write_hf(tmp_path / "other", config, hf)) as checkpoint,
+        pytest.raises(ConversionError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"),
+    ):
+        load_tensors(checkpoint, bound, layout, 0, local)
+
+
+def test_loading_converts_the_dtype_and_strides_of_the_target(moe_config, random_hf, local_mcore, tmp_path):
+    hf = {name: tensor.bfloat16() for name, tensor in random_hf(moe_config).items()}
+    layout = TrainLayout(4, tp=2, ep=2)
+    bound = bound_rows(moe_config, torch.bfloat16)
+    with HFCheckpoint(write_hf(tmp_path / "hf", moe_config, hf)) as checkpoint:
+        for dtype in (torch.bfloat16, torch.float32):
+            wanted = {name: t.to(dtype) for name, t in local_mcore(hf, moe_config, layout, 3).items()}
+            # Twice as wide and then cut, so that no target is contiguous.
+            local = {name: torch.zeros(*t.shape, 2, dtype=dtype)[..., 0] for name, t in wanted.items()}
+            load_tensors(checkpoint, bound, layout, 3, local)
+            assert_same(local, wanted)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 3000, 10**9])
+def test_ranks_write_one_directory_that_safetensors_reads_back(
+    max_shard_bytes, moe_config, random_hf, local_mcore, tmp_path
+):
+    hf = random_hf(moe_config)
+    layout = TrainLayout(8, tp=2, pp=2, ep=2, etp=2)
+    plans = export_plan(bound_rows(moe_config), layout)
+    source = write_hf(tmp_path / "hf", moe_config, hf)
+    owner = HFWriter(tmp_path / "out", max_shard_bytes)
+    owner.begin(plans)
+    for rank in range(layout.world_size):
+        writer = owner if rank == 0 else HFWriter(tmp_path / "out", max_shard_bytes)
+        if rank:
+            writer.attach(plans)
+        for plan, piece, view in export_pieces(plans, local_mcore(hf, moe_config, layout, rank), rank):
+            writer.write(plan, piece, view)
+        if rank:
+            writer.close()
+    owner.finish(source)
+    found = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(file)
+    assert_same(found, hf)
+    with HFCheckpoint(tmp_path / "out") as checkpoint:
+        assert_same({name: checkpoint.read(name) for name in checkpoint.shapes}, hf)
+
+
+def test_exported_slices_are_views(moe_config, random_hf, local_mcore):
+    layout = TrainLayout(2, tp=2, etp=2)
+    plans = export_plan(bound_rows(moe_config), layout)
+    local = local_mcore(random_hf(moe_config), moe_config, layout, 1)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in local.values()}
+    pieces = list(export_pieces(plans, local, 1))
+    assert pieces
+    assert all(view.untyped_storage().data_ptr() in storages for _, _, view in pieces)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from model_converters.cli import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config_file(tmp_path, moe_config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(moe_config))
+    return path
+
+
+def test_json_tiles_every_hf_tensor_on_every_replica(config_file, capsys, moe_config):
+    flags = ["--tp", "2", "--pp", "2", "--ep", "2", "--etp", "2", "--world-size", "16", "--json"]
+    assert main(["show", "--config", str(config_file), *flags]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["layout"]["dp"] == 4
+    for row in shown["rows"]:
+        sizes = dict(zip(row["hf"], (shape[row["dim"]] for shape in row["shapes"]), strict=True))
+        covered = {name: set() for name in sizes}
+        for shard in row["shards"]:
+            assert shard["ranks"]
+            assert sum(piece["length"] for piece in shard["slices"]) == shard["shape"][row["dim"]]
+            for piece in shard["slices"]:
+                covered[piece["hf"]] |= set(range(piece["start"], piece["start"] + piece["length"]))
+        assert covered == {name: set(range(size)) for name, size in sizes.items()}
+    held = sum(len(shard["ranks"]) * prod(shard["shape"]) for row in shown["rows"] for shard in row["shards"])
+    # Norms, router: every rank of one stage (8); dense matrices: 4 replicas; experts: 2.
+    hidden, heads, vocab = 12, 48, 24
+    per_layer = 2 * hidden * heads + 2 * hidden * 24
+    norms = 8 * (4 * (2 * hidden + 2 * 6) + hidden) + 8 * 3 * 8 * hidden
+    dense = 4 * (2 * vocab * hidden + 4 * per_layer + 3 * hidden * 20)
+    assert held == norms + dense + 2 * 3 * 8 * 3 * hidden * 4
+
+
+def test_table_names_ranks_and_slices(config_file, capsys):
+    assert main(["show", "--config", str(config_file.parent), "--tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    qkv = [line.split() for line in lines if line.startswith("decoder.layers.0.self_attention.linear_qkv")]
+    assert [line[4] for line in qkv] == ["0", "1"]
+    assert "".join(qkv[1][7:]) == "dim024:48|12:24|12:24"
+    assert any("self_attn.{q_proj,k_proj,v_proj}.weight" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ep", "3"], "8 experts are not a multiple of ep 3"),
+        (["--tp", "2", "--world-size", "3"], "world size 3 is not a multiple of tp 2"),
+        (["--vpp", "2"], "set pp > 1"),
+    ],
+)
+def test_bad_layouts_exit_with_2_and_one_line(flags, message, config_file, capsys):
+    assert main(["show", "--config", str(config_file), *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_module_runs_and_bears_a_reader_that_leaves(tmp_path, moe_config):
+    # Enough experts that the table is larger than a pipe's buffer.
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(moe_config | {"num_experts": 512}))
+    command = [sys.executable, "-m", "model_converters", "show", "--config", str(config_file), "--pp", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "qwen3_moe: 3104 rows on 4 ranks\n"
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert errors == ""
+
+
+def test_a_missing_file_exits_with_2(tmp_path, capsys):
+    assert main(["show", "--config", str(tmp_path / "nothing.json")]) == 2
+    assert "nothing.json does not exist" in capsys.readouterr().err

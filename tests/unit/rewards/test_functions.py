@@ -1,0 +1,143 @@
+"""Reward functions that users bring: what loads, what is refused, what their results mean."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import OverlongConfig, RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.functions import Sample, check_reward_function, load_grader, score_of
+from mcore_rl.rewards.overlong import SoftOverlong
+
+SAMPLE = Sample("gsm8k", "the answer is 72", "72", {"index": 3})
+
+
+def written(tmp_path, body, name="mine.py"):
+    path = tmp_path / name
+    path.write_text(body)
+    return path
+
+
+def test_a_function_gets_what_verl_would_give_it(tmp_path):
+    path = written(
+        tmp_path,
+        "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    assert (data_source, ground_truth, extra_info) == ('gsm8k', '72', {'index': 3})\n"
+        "    assert kwargs == {'bonus': '0.5'}\n"
+        "    return {'score': float(kwargs['bonus']), 'acc': ground_truth in solution_str}\n",
+    )
+    score = load_grader(RewardConfig(function=f"{path}:f", kwargs={"bonus": "0.5"}))(SAMPLE)
+    assert (score.reward, score.accuracy, score.error) == (0.5, 1.0, None)
+
+
+def test_a_module_on_the_path_is_found_by_name(tmp_path, monkeypatch):
+    written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return len(solution_str)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_grader(RewardConfig(function="mine:f"))(SAMPLE).reward == 16.0
+
+
+def test_dataclasses_in_a_reward_file_work(tmp_path):
+    path = written(
+        tmp_path,
+        "from __future__ import annotations\nimport dataclasses\n"
+        "@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None): return A().x\n",
+    )
+    assert load_grader(RewardConfig(function=f"{path}:f"))(SAMPLE).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "function", "message"),
+    [
+        (None, "mine.py:f", "there is no file"),
+        ("", "mine.py:f", "has no function f"),
+        ("f = 3", "mine.py:f", "must be a plain function, not int"),
+        ("async def f(**kwargs): return 1", "mine.py:f", "must be a plain function"),
+        ("import does_not_exist_at_all", "mine.py:f", "does not import: ModuleNotFoundError: No module named"),
+        ("def f(:", "mine.py:f", "does not import: SyntaxError"),
+        ("raise SystemExit(3)", "mine.py:f", "does not import: SystemExit: 3"),
+        ("def f(a, b): return 1", "mine.py:f", "cannot be called as f"),
+        ("def f(data_source, solution_str, ground_truth, extra_info): return 1", "mine.py:f", None),
+        ("", "mine.py", "must be math or module_or_file.py:function"),
+        ("", ":f", "must be math or"),
+        ("", "mine.py:", "must be math or"),
+        ("", "maths", "must be math or"),
+        ("", "no_such_module_here:f", "does not import: ModuleNotFoundError"),
+        ("", "../relative/mine:f", "must end in .py"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_config_error_on_one_line(tmp_path, monkeypatch, body, function, message):
+    monkeypatch.chdir(tmp_path)
+    if body is not None:
+        written(tmp_path, body)
+    if message is None:
+        check_reward_function(RewardConfig(function=function))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_reward_function(RewardConfig(function=function))
+    assert f"reward.function={function}" in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_keywords_that_a_function_does_not_take_are_refused(tmp_path):
+    path = written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return 1\n")
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\): got an unexpected keyword argument 'bonus'"):
+        check_reward_function(RewardConfig(function=f"{path}:f", kwargs={"bonus": "1"}))
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "accuracy"),
+    [
+        (1, 1.0, 1.0),
+        (True, 1.0, 1.0),
+        (-0.25, -0.25, -0.25),
+        (np.float32(0.5), 0.5, 0.5),
+        (np.array(2), 2.0, 2.0),
+        (np.bool_(True), 1.0, 1.0),
+        ({"score": -1.0, "acc": False}, -1.0, 0.0),
+        ({"score": 0.3}, 0.3, 0.3),
+        ({"score": 0.3, "acc": None, "pred": "x"}, 0.3, 0.3),
+    ],
+)
+def test_numbers_and_dicts_become_scores(result, reward, accuracy):
+    score = score_of(result)
+    assert (score.reward, score.accuracy, score.error) == (pytest.approx(reward), pytest.approx(accuracy), None)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, math.nan, math.inf, "1", [1.0], np.zeros(2), {}, {"acc": 1}, {"score": None}, {"score": 1, "acc": "yes"}],
+)
+def test_nonsense_is_an_error_of_that_sample(result):
+    score = score_of(result)
+    assert score.error
+    assert (score.reward, score.accuracy) == (0.0, 0.0)
+
+
+def test_the_builtin_gives_the_configured_rewards_and_plain_accuracy():
+    grade = load_grader(RewardConfig(correct=1.0, incorrect=-1.0))
+    assert (grade(SAMPLE).reward, grade(SAMPLE).accuracy) == (1.0, 1.0)
+    wrong = grade(Sample("gsm8k", "it is 71", "72", {}))
+    assert (wrong.reward, wrong.accuracy) == (-1.0, 0.0)
+
+
+def test_overlong_punishment_has_dapos_three_pieces():
+    # the paper's own sizes: L_max 20,480, L_cache 4,096
+    shape = SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=4096, penalty=1.0), 20480)
+    assert [shape.reward(n) for n in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert shape.reward(16385) == pytest.approx(-1 / 4096)
+    half = SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=10, penalty=0.5), 10)
+    assert [half.reward(n) for n in (0, 5, 10)] == [0.0, -0.25, -0.5]
+
+
+def test_overlong_settings_that_mean_nothing_are_refused():
+    assert SoftOverlong.of(OverlongConfig(enable=False, buffer_tokens=0), 10) is None
+    with pytest.raises(ConfigError, match=r"reward\.overlong\.buffer_tokens=11"):
+        SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=11), 10)
+    with pytest.raises(ConfigError, match=r"reward\.overlong\.penalty"):
+        SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=5, penalty=-1.0), 10)

@@ -1,0 +1,283 @@
+"""Grading processes: order, isolation of graders that raise, hang or die, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import OverlongConfig, RewardConfig
+from mcore_rl.errors import ConfigError, WorkerDiedError
+from mcore_rl.ports import Rewarder
+from mcore_rl.rewards import dispatcher
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.types import Prompt
+
+ROOT = Path(__file__).parents[3]
+GRADERS = """
+import collections, ctypes, itertools, os, subprocess, sys, time
+
+def hang_in_c():
+    collections.deque(itertools.repeat(0), maxlen=0)  # never looks at signals
+
+def swallow():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+
+def note(pid):
+    path = os.environ.get("CHILD_PID_FILE")
+    if path:
+        open(path, "w").write(str(pid))
+
+def fork_and_die():
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    note(child)
+    os._exit(5)
+
+def spawn_and_hang():
+    note(subprocess.Popen(["sleep", "1000"]).pid)
+    hang_in_c()
+
+ACTIONS = {
+    "raise": lambda: 1 / 0,
+    "exit": lambda: sys.exit(0),
+    "loop": lambda: exec("while True: pass"),
+    "sleep": lambda: time.sleep(1000),
+    "swallow": swallow,
+    "hang": hang_in_c,
+    "die0": lambda: os._exit(0),
+    "die3": lambda: os._exit(3),
+    "segfault": lambda: ctypes.string_at(0),
+    "fork": fork_and_die,
+    "spawn": spawn_and_hang,
+    "none": lambda: None,
+    "pid": lambda: os.getpid(),
+}
+
+def grade(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str in ACTIONS:
+        return ACTIONS[solution_str]()
+    return float(solution_str)
+"""
+EXPECTED = {
+    "raise": "ZeroDivisionError: division by zero",
+    "exit": "SystemExit",
+    "loop": "did not finish within reward.timeout_seconds=0.4",
+    "sleep": "did not finish within reward.timeout_seconds=0.4",
+    "swallow": "could not be interrupted",
+    "hang": "could not be interrupted",
+    "die0": "exit code 0",
+    "die3": "exit code 3",
+    "segfault": "SIGSEGV",
+    "fork": "exit code 5",
+    "none": "None instead of a finite number",
+}
+
+
+def prompt(truth="0", **extra):
+    return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, extra)
+
+
+@pytest.fixture(scope="module")
+def graders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("graders") / "graders.py"
+    path.write_text(GRADERS)
+    return f"{path}:grade"
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_give_up(monkeypatch):
+    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+
+
+def workers_of(parent):
+    """Pids of living grading processes that `parent` started, from the kernel's own tables."""
+    return [pid for pid, ppid, command in processes() if ppid == parent and "mcore_rl.rewards.worker" in command]
+
+
+def processes():
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "ZX":
+            yield int(entry.name), int(ppid), command
+
+
+def alive(pid):
+    return any(pid == other for other, _, _ in processes())
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_collect_returns_exactly_what_was_submitted_since_the_last_one(graders):
+    with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
+        rewarder: Rewarder = manager
+        assert rewarder.collect() == {}
+        for call in range(2):
+            keys = range(call * 1000, call * 1000 + 500)
+            for key in keys:
+                manager.submit(key, prompt(), str(key), 1)
+            scores = manager.collect()
+            assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
+
+
+def test_graders_that_misbehave_cost_their_own_sample_only(graders):
+    config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
+    with RewardManager(config, max_response_tokens=10) as manager:
+        manager.wait_ready()
+        texts = {}
+        for name in EXPECTED:
+            for text in (name, *map(str, range(8))):
+                texts[len(texts)] = text
+                manager.submit(len(texts) - 1, prompt(), text, 1)
+        scores = manager.collect()
+        assert scores.keys() == texts.keys()
+        for key, text in texts.items():
+            if text in EXPECTED:
+                assert EXPECTED[text] in scores[key].error
+                assert (scores[key].reward, scores[key].accuracy) == (0.0, 0.0)
+            else:
+                assert (scores[key].reward, scores[key].error) == (float(text), None)
+
+
+def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):
+    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+        manager.submit(1, prompt(), "die3", 1)
+        assert "exit code 3" in manager.collect()[1].error
+        manager.submit(1, prompt(), "4", 1)
+        assert manager.collect()[1].reward == 4.0
+
+
+def test_what_a_dead_grader_forked_dies_with_it(graders, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
+    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+        manager.submit(1, prompt(), "fork", 1)
+        assert "exit code 5" in manager.collect()[1].error
+        child = int((tmp_path / "pid").read_text())
+        assert wait_until(lambda: not alive(child), 5)
+
+
+def test_a_sample_that_cannot_be_pickled_costs_itself_only(graders):
+    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+        manager.submit(0, prompt(handle=lambda: None), "1", 1)
+        manager.submit(1, prompt(), "1", 1)
+        scores = manager.collect()
+        assert "cannot be sent" in scores[0].error
+        assert scores[1].error is None
+
+
+def test_submitting_a_key_twice_is_refused(graders):
+    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+        manager.submit(0, prompt(), "1", 1)
+        with pytest.raises(ValueError, match="key 0"):
+            manager.submit(0, prompt(), "1", 1)
+
+
+def test_overlong_punishment_is_in_the_reward_and_not_in_the_accuracy():
+    config = RewardConfig(overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
+    with RewardManager(config, max_response_tokens=10) as manager:
+        for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
+            manager.submit(key, prompt("5"), text, tokens)
+        scores = manager.collect()
+    assert [scores[key].reward for key in range(4)] == [1.0, 0.75, 0.5, -0.5]
+    assert [scores[key].accuracy for key in range(4)] == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_function_that_does_not_load_is_reported_to_the_caller(tmp_path):
+    with RewardManager(RewardConfig(function=f"{tmp_path}/none.py:f"), max_response_tokens=10) as manager:
+        with pytest.raises(ConfigError, match="there is no file"):
+            manager.wait_ready()
+        with pytest.raises(ConfigError, match="there is no file"):
+            manager.collect()
+
+
+def test_processes_that_cannot_start_are_given_up_on(tmp_path):
+    path = tmp_path / "fatal.py"
+    path.write_text("import os\nos._exit(7)\n")
+    manager = RewardManager(RewardConfig(function=f"{path}:f"), max_response_tokens=10)
+    with manager, pytest.raises(WorkerDiedError, match="exit code 7"):
+        manager.wait_ready()
+    assert workers_of(os.getpid()) == []
+
+
+def test_shutdown_leaves_no_process_even_while_one_hangs(graders, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
+    manager = RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10)
+    manager.submit(0, prompt(), "spawn", 1)
+    assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    child = int((tmp_path / "pid").read_text())
+    assert len(workers_of(os.getpid())) == 2
+    assert alive(child)
+    manager.shutdown()
+    manager.shutdown()
+    assert workers_of(os.getpid()) == []
+    assert wait_until(lambda: not alive(child), 5)
+    with pytest.raises(RuntimeError, match="shut down"):
+        manager.submit(1, prompt(), "1", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a busy worker learns of its parent's death from Linux only")
+def test_no_worker_outlives_a_killed_host(graders):
+    script = textwrap.dedent(
+        f"""
+        import numpy as np, sys, time
+        from mcore_rl.config.schema import RewardConfig
+        from mcore_rl.rewards.manager import RewardManager
+        from mcore_rl.types import Prompt
+        config = RewardConfig(function={graders!r}, workers=3, timeout_seconds=600)
+        manager = RewardManager(config, max_response_tokens=1)
+        manager.wait_ready()
+        for key, text in enumerate(["hang", "loop"]):
+            manager.submit(key, Prompt(0, np.zeros(1), "q", "test", "0"), text, 1)
+        print("grading", flush=True)
+        time.sleep(600)
+        """
+    )
+    host = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout.readline() == "grading\n"
+        workers = workers_of(host.pid)
+        assert len(workers) == 3
+        host.send_signal(signal.SIGKILL)
+        host.wait()
+        assert wait_until(lambda: not any(map(alive, workers)))
+    finally:
+        host.kill()
+        host.stdout.close()
+        host.wait()
+
+
+def test_a_host_that_just_ends_leaves_no_worker(graders):
+    script = (
+        "from mcore_rl.config.schema import RewardConfig\n"
+        "from mcore_rl.rewards.manager import RewardManager\n"
+        "from mcore_rl.types import Prompt\n"
+        f"m = RewardManager(RewardConfig(function={graders!r}), max_response_tokens=1)\n"
+        "m.submit(0, Prompt(0, None, 'q', 'test', '0'), 'pid', 1)\n"
+        "print(int(m.collect()[0].reward))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert wait_until(lambda: not alive(int(ended.stdout)))
