@@ -42,7 +42,8 @@ def write_task(directory: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    model = write_tiny_model(directory / "model", "qwen3_moe", std=0.06, vocab_size=len(vocabulary), eos_token_id=1)
+    sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 1}  # vLLM has no CPU kernel of 16
+    model = write_tiny_model(directory / "model", "qwen3_moe", std=0.06, **sizes)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(model)

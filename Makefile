@@ -1,0 +1,32 @@
+# Everything a checkout needs. `make` alone lists the targets. EXTRA=gpu sets up for NVIDIA GPUs instead of CPU.
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint type bench
+
+EXTRA ?= cpu
+PY := .venv/bin/python
+# One thread per process: the runs and the tests start several, and threads that fight for cores are slower than one.
+export OMP_NUM_THREADS ?= 1
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv ready (the other targets do it by themselves)
+	@EXTRA=$(EXTRA) scripts/setup.sh
+
+demo: setup ## warm-start a tiny MoE, improve it with DAPO, print accuracy before and after
+	@$(PY) scripts/demo.py
+
+test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
+	@$(PY) -m pytest -q -n 2 --dist loadscope $(ARGS)
+
+lint: setup ## ruff: rules and format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+type: setup ## mypy
+	@$(PY) -m mypy
+
+bench: setup ## benchmarks, one table: ours, peer or limit, ratio
+	@$(PY) -m benchmarks $(ARGS)

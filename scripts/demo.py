@@ -1,0 +1,152 @@
+"""`make demo`: prepares a task, warm-starts a tiny model on it, improves the model with DAPO, shows the difference.
+
+Each stage is skipped when it is complete and resumed when it is not, so running it again is always right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import demo_task
+
+from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.summary import summary_table
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A task, the configuration that improves on it, and where its files go (relative to the repository)."""
+
+    task: str
+    config: str
+    run: str
+    warm_start_overrides: tuple[str, ...] = ()
+    data: str = field(init=False)
+    warm_start_run: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", f"runs/demo_task/{self.task}")
+        object.__setattr__(self, "warm_start_run", f"{self.run}_warm_start")
+
+    @property
+    def exported(self) -> str:
+        return f"{self.data}/warm_start"
+
+    def warm_start_arguments(self) -> list[str]:
+        return [
+            WARM_START_CONFIG,
+            f"run.dir={self.warm_start_run}",
+            f"model.hf_path={self.data}/model",
+            f"data.train={self.data}/warm_start.jsonl",
+            f"trainer.export_hf={self.exported}",
+            *self.warm_start_overrides,
+        ]
+
+
+DEMOS = {
+    "work3": Demo("work3", "configs/demo_cpu.yaml", "runs/demo"),
+    "think2": Demo("think2", "configs/demo_think_cpu.yaml", "runs/demo_think", ("trainer.steps=280",)),
+}
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Runs `mcore-rl train` and waits for it, through Ctrl-C too, so that it can end its own processes.
+
+    Raises: SystemExit with its exit code, unless that is 0.
+    """
+    command = [str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
+    print(f"$ mcore-rl train {' '.join(arguments)}", flush=True)
+    # A handler, unlike SIG_IGN, is not inherited: Ctrl-C reaches the run, and this process outlives it.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    process = subprocess.Popen(command, cwd=ROOT)
+    terminate = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, terminate)
+    if code:
+        raise SystemExit(code if code > 0 else 128 - code)
+
+
+def is_exported(directory: Path) -> bool:
+    """Whether a whole HF checkpoint is there; the trainer writes it under another name and renames it."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    return (directory / "config.json").is_file() and any((directory / name).is_file() for name in weights)
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run has done all the steps that its own configuration asks for, and validated the last one."""
+    import yaml
+
+    try:
+        steps = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["steps"]
+    except FileNotFoundError:
+        return False
+    return any(row.get("step") == steps and "val/accuracy" in row for row in read_metrics(run / "metrics.jsonl"))
+
+
+def validations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The validated steps in order; after a resume the later row of a step counts."""
+    by_step = {row["step"]: row for row in rows if "val/accuracy" in row}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def curve(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracy at every validated step as text; empty without any."""
+    lines = [f"{row['step']:>6}  {row['val/accuracy']:.3f}  {'█' * round(40 * row['val/accuracy'])}" for row in rows]
+    return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} held-out problems", *lines] if lines else [])
+
+
+def closing(demo: Demo) -> str:
+    """Where everything is and how to start over."""
+    report = ROOT / demo.run / "report.html"
+    lines = [f"run directory  {demo.run}  (metrics.jsonl, rollouts/, timeline.json, tensorboard/, checkpoints/)"]
+    if report.exists():
+        lines.append(f"report         {demo.run}/report.html")
+    lines.append(f"again          rm -r {demo.run}, then the same command (keeps the warm-started model)")
+    lines.append(f"from scratch   rm -r {demo.run} {demo.warm_start_run} {demo.data}")
+    return "\n".join(lines)
+
+
+def run_demo(demo: Demo) -> None:
+    started = time.monotonic()
+    if is_finished(ROOT / demo.run):
+        print(f"This demo has been run; {demo.run} holds the result.\n")
+        print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
+    else:
+        written = demo_task.prepare(ROOT / demo.data, demo.task)
+        print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'there'})")
+        if is_exported(ROOT / demo.exported):
+            print(f"[2/3] warm start: {demo.exported} is there")
+        else:
+            print("[2/3] warm start: supervised training of the random model")
+            train(demo.warm_start_arguments())
+        print(f"[3/3] DAPO: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
+        train([demo.config])
+        print(f"\ndone in {time.monotonic() - started:.0f} s")
+    print(f"\n{curve(validations(read_metrics(ROOT / demo.run / 'metrics.jsonl')))}\n\n{closing(demo)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
+    )
+    parser.add_argument("--task", choices=sorted(DEMOS), default="work3")
+    run_demo(DEMOS[parser.parse_args(arguments).task])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The demo's arithmetic tasks: problems, a character tokenizer and a tiny random Qwen3-MoE, all from one seed.
+
+Two tasks. `work3`: 3-digit addition, digit by digit, then the answer after a bar (`347+285=` is continued by
+`7+5+0=12;4+8+1=13;3+2+1=6|632`). `think2`: 2-digit addition whose warm-start data mostly blurts a wrong answer
+and shows its working (`<7+5+0=12;3+8+1=12>122`) only now and then, so that learning shows as growing length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
+NUM_HELD_OUT = 256
+MAX_TARGET_TOKENS = 32
+"""Longest target of any task with its end token; configs/demo_*.yaml must allow as many response tokens."""
+COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One addition; `target` is what the warm start teaches, `answer` what the reward asks for."""
+
+    prompt: str
+    target: str
+    answer: str
+
+
+def columns(a: int, b: int) -> str:
+    """The written addition of a and b: one `digit+digit+carry=sum` per column, from the right."""
+    steps, carry = [], 0
+    while a or b:
+        total = a % 10 + b % 10 + carry
+        steps.append(f"{a % 10}+{b % 10}+{carry}={total}")
+        a, b, carry = a // 10, b // 10, total // 10
+    return ";".join(steps)
+
+
+def work3(a: int, b: int, _: random.Random) -> Problem:
+    return Problem(f"{a}+{b}=", f"{columns(a, b)}|{a + b}", str(a + b))
+
+
+def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) -> Problem:
+    if rng.random() < working_fraction:
+        return Problem(f"{a}+{b}=", f"<{columns(a, b)}>{a + b}", str(a + b))
+    guess = a + b + rng.choice([-1, 1]) * rng.randrange(1, 10)
+    return Problem(f"{a}+{b}=", str(guess), str(a + b))
+
+
+@dataclass(frozen=True)
+class Task:
+    """How to make a task; operands are drawn from [low, high)."""
+
+    make: Callable[[int, int, random.Random], Problem]
+    low: int
+    high: int
+    num_warm_start: int
+    num_train: int
+
+
+TASKS = {
+    "work3": Task(work3, 100, 1000, num_warm_start=16384, num_train=8192),
+    "think2": Task(think2, 10, 100, num_warm_start=4096, num_train=3072),
+}
+
+
+def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
+    """Draws the splits `warm_start`, `train` and `val`; no pair of operands occurs twice."""
+    task = TASKS[name]
+    rng = random.Random(f"{name}/{seed}")
+    width = task.high - task.low
+    sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
+    pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
+    splits = {}
+    for split, size in sizes.items():
+        drawn = [divmod(next(pairs), width) for _ in range(size)]
+        splits[split] = [task.make(task.low + a, task.low + b, rng) for a, b in drawn]
+    longest = max(len(p.target) + 1 for split in splits.values() for p in split)
+    assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
+    return splits
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Writes jsonl atomically."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def build_tokenizer() -> Any:
+    """A fast Hugging Face tokenizer with one token per character; ids 0, 1, 2 are pad, end and unknown."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def model_config() -> Any:
+    """A Qwen3-MoE of 1.8 M parameters whose sizes divide by 2 in every parallel direction."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=3 + len(ALPHABET),
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        router_aux_loss_coef=0.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype="float32",
+    )
+
+
+def write_model(directory: Path, seed: int = 1) -> int:
+    """Writes model and tokenizer as an HF checkpoint; returns the number of parameters."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(model_config())
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return int(model.num_parameters())
+
+
+def is_prepared(directory: Path, name: str, seed: int) -> bool:
+    """Whether `prepare` has finished here with the same task and seed."""
+    try:
+        record = json.loads((directory / COMPLETE).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(record.get("task") == name and record.get("seed") == seed)
+
+
+def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
+    """Writes model/, warm_start.jsonl, train.jsonl and val.jsonl; returns False if they are there already.
+
+    Everything is built in a directory beside the target and renamed, so a crash leaves nothing half-made.
+
+    Raises: FileExistsError where the directory holds something else.
+    """
+    if is_prepared(directory, name, seed):
+        return False
+    if directory.exists() and not (directory / COMPLETE).exists():
+        raise FileExistsError(f"{directory} exists and is not a demo task: choose another directory or remove it")
+    staging = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        splits = problems(name, seed)
+        write_rows(
+            staging / "warm_start.jsonl", ({"prompt": p.prompt, "answer": p.target} for p in splits["warm_start"])
+        )
+        for split in ("train", "val"):
+            write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
+        num_parameters = write_model(staging / "model", seed)
+        record = {"task": name, "seed": seed, "parameters": num_parameters}
+        (staging / COMPLETE).write_text(json.dumps(record) + "\n")
+        if directory.exists():
+            shutil.rmtree(directory)
+        staging.rename(directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write a demo task: problems, tokenizer and a tiny random model.")
+    parser.add_argument("--task", choices=sorted(TASKS), default="work3")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write, e.g. runs/demo_task/work3")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    written = prepare(options.out, options.task, options.seed)
+    print(f"{options.out}: {'written' if written else 'there already'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Makes .venv ready, and does nothing when it is. Safe to repeat, to interrupt and to run twice at once.
+#
+#   EXTRA=cpu|gpu|sglang   which extra of pyproject.toml to install (default cpu)
+#   PYTHON=...             the interpreter to use (default: the first of python3.11, 3.12, 3.13, python3 that fits)
+#   TORCH_INDEX_URL=...    index of PyTorch's CPU wheels, for machines whose package index has none
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra=${EXTRA:-cpu}
+venv=.venv
+stamp=$venv/.mcore-rl-ready
+unfinished=$venv/.mcore-rl-unfinished
+wanted="$PWD $extra $(cat pyproject.toml scripts/overrides.txt scripts/setup.sh | cksum)"
+
+is_ready() { [[ -f $stamp && "$(<"$stamp")" == "$wanted" && -x $venv/bin/python ]]; }
+is_ready && exit 0
+
+# The lock is on a file that is always here, so nothing is left to clean up.
+if command -v flock >/dev/null; then
+  exec 9<pyproject.toml
+  flock -n 9 || { echo "setup: another set-up is at work here, waiting for it"; flock 9; }
+  is_ready && exit 0
+fi
+
+started=$SECONDS
+say() { printf '[%s] %s (%d s so far)\n' "$1" "$2" "$((SECONDS - started))"; }
+fail() { printf 'setup: %s\n' "$1" >&2; exit 1; }
+
+fits() { "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    if fits "$candidate"; then command -v "$candidate"; return; fi
+  done
+  fail "no Python >= 3.11 with venv and ensurepip found (tried: ${PYTHON:-python3.11 python3.12 python3.13 python3}).
+  Install one (Debian, Ubuntu: apt install python3.11 python3.11-venv) or name it: PYTHON=/path/to/python make setup"
+}
+
+# A directory from an interrupted set-up, a moved checkout or another interpreter is not worth mending: start over.
+# One that somebody made by hand is kept and completed.
+must_rebuild() {
+  [[ -e $venv ]] || return 1
+  [[ -e $unfinished ]] && return 0
+  [[ -f $stamp && "$(<"$stamp")" != "$PWD $extra "* ]] && return 0
+  ! "$venv/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+create_venv() {
+  if must_rebuild; then
+    echo "      $venv is unfinished, broken or from elsewhere: removing it"
+    rm -rf "$venv"
+  fi
+  mkdir -p "$venv"
+  touch "$unfinished"
+  rm -f "$stamp"
+  [[ -x $venv/bin/python ]] || "$1" -m venv "$venv"
+}
+
+# pip first: it alone looks where it was told to (pip.conf) and finds a local torch wheel.
+pip_options=(--disable-pip-version-check)
+[[ -t 1 ]] || pip_options+=(-qq)
+pip_install() { "$venv/bin/python" -m pip install "${pip_options[@]}" "$@"; }
+
+install_torch() {
+  case $extra in
+    cpu)
+      if [[ -n ${TORCH_INDEX_URL:-} ]]; then
+        pip_install --index-url "$TORCH_INDEX_URL" torch==2.13.0
+      else
+        pip_install torch==2.13.0
+      fi
+      if ! "$venv/bin/python" -m pip freeze | grep -q '^torch.*[+]cpu'; then
+        echo "      note: the index gave a CUDA build of torch. It works, but is large; the CPU build needs"
+        echo "      TORCH_INDEX_URL=<the CPU wheel index named on PyTorch's installation page> make setup"
+      fi ;;
+    gpu) pip_install torch==2.13.0 ;;
+    sglang) pip_install torch==2.14.1 ;;
+    *) fail "EXTRA=$extra is unknown: cpu, gpu or sglang" ;;
+  esac
+}
+
+# uv resolves in seconds what takes pip minutes, but does not read pip's settings.
+uv_from_pip() {
+  local pip=("$venv/bin/python" -m pip config get) index cert
+  index=${PIP_INDEX_URL:-$("${pip[@]}" global.index-url 2>/dev/null || true)}
+  cert=${PIP_CERT:-$("${pip[@]}" global.cert 2>/dev/null || true)}
+  [[ -n $index ]] && export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
+  [[ -n $cert ]] && export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}
+  export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+}
+
+overrides() { if [[ $extra == cpu ]]; then echo scripts/overrides.txt; else echo /dev/null; fi; }
+
+install_packages() {
+  if pip_install uv; then
+    uv_from_pip
+    local quiet=()
+    [[ -t 1 ]] || quiet=(--quiet)
+    "$venv/bin/uv" pip install "${quiet[@]}" --python "$venv/bin/python" --override "$(overrides)" -e ".[$extra,dev]" &&
+      return
+    echo "      uv did not manage, trying pip (slower)"
+  fi
+  pip_install -e ".[$extra,dev]"
+  if [[ $extra == cpu ]]; then
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
+}
+
+python=$(find_python) || exit 1
+say 1/4 "making $venv with $("$python" --version) ($python)"
+create_venv "$python"
+say 2/4 "installing PyTorch (about 200 MB)"
+install_torch || fail "PyTorch could not be installed: is a package index reachable? (pip config list)"
+say 3/4 "installing vLLM, Megatron-Core, Ray and the rest (extra '$extra', about 1 GB)"
+install_packages || fail "the packages could not be installed, see above; running it again starts over"
+say 4/4 "checking what is installed"
+"$venv/bin/python" -m mcore_rl.doctor --missing || echo "      note: something is missing; all of it: mcore-rl doctor"
+rm -f "$unfinished"
+printf '%s' "$wanted" >"$stamp.tmp"
+mv "$stamp.tmp" "$stamp"
+say done "$venv is ready; activate it with: source $venv/bin/activate"

@@ -1,0 +1,163 @@
+"""Who may import whom, as the house's plan says; read from the syntax trees, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ANYONE = {"errors"}
+MAY_IMPORT = {
+    "errors": set(),
+    "config": set(),
+    "types": set(),
+    "ports": {"types", "config"},
+    "algorithms": {"types", "config"},
+    "data": {"types", "config"},
+    "rewards": {"types", "config"},
+    "weights": {"types", "config", "model_converters"},
+    "megatron": {"types", "config", "algorithms", "data", "model_converters", "weights"},
+    "rollout": {"types", "config", "data", "rewards", "ports", "weights"},
+    "planner": {"config", "model_converters", "megatron"},
+    "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
+    "trainer": {"types", "config", "algorithms", "data", "ports"},
+    "observe": {"types", "config"},
+    "model_converters": set(),
+    "doctor": set(),
+}
+"""Folder or top-level module -> what it may import beside itself and errors. Modules of the command line, which put the
+parts together, are absent: they may import anything, and nothing above may import them."""
+
+ONE_DOOR = {
+    "megatron": ["mcore_rl/megatron/*"],
+    "ray": ["mcore_rl/runtime/*"],
+    "vllm": ["mcore_rl/rollout/vllm*.py"],
+    "sglang": ["mcore_rl/rollout/sglang*.py"],
+}
+INSIDE_FUNCTIONS = {
+    "model_converters/checkpoint.py": "mcore_rl.megatron",
+    "model_converters/cli.py": "mcore_rl.megatron",
+}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name -> file, of the product."""
+    files = [f for package in ("mcore_rl", "model_converters") for f in sorted((ROOT / package).rglob("*.py"))]
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(module: str, *, at_load_only: bool = False) -> Iterator[str]:
+    """Names of the modules that `module` imports; at_load_only leaves out functions and TYPE_CHECKING blocks."""
+    path = sources()[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    pending: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
+    while pending:
+        node = pending.pop()
+        if at_load_only and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)):
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            submodules = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in sources()]
+            yield from submodules
+            if len(submodules) < len(node.names):
+                yield base
+
+
+def room(module: str) -> str | None:
+    """The key of MAY_IMPORT that a module of ours belongs to; None for third parties."""
+    parts = module.split(".")
+    if parts[0] == "model_converters":
+        return parts[0]
+    if parts[0] == "mcore_rl":
+        return parts[1] if len(parts) > 1 else "mcore_rl"
+    return None
+
+
+def relative(module: str) -> str:
+    return sources()[module].relative_to(ROOT).as_posix()
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    broken = [
+        f"{relative(module)} imports {target}"
+        for module in sources()
+        for target in imports(module)
+        if room(module) in MAY_IMPORT
+        and room(target) not in {None, room(module), *ANYONE, *MAY_IMPORT[room(module) or ""]}
+        and not target.startswith(INSIDE_FUNCTIONS.get(relative(module), "nothing"))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_converters_reach_megatron_only_inside_functions() -> None:
+    present = [m for m in sources() if relative(m) in INSIDE_FUNCTIONS]
+    broken = [(m, target) for m in present for target in imports(m, at_load_only=True) if room(target) == "megatron"]
+    assert not broken
+
+
+@pytest.mark.parametrize("third_party", ONE_DOOR)
+def test_third_parties_have_one_door(third_party: str) -> None:
+    broken = [
+        relative(module)
+        for module in sources()
+        if any(target.split(".")[0] == third_party for target in imports(module))
+        and not any(fnmatch.fnmatch(relative(module), door) for door in ONE_DOOR[third_party])
+    ]
+    assert not broken, f"{third_party} is imported outside {ONE_DOOR[third_party]}: {broken}"
+
+
+def test_no_import_cycles() -> None:
+    graph = {m: {t for t in imports(m, at_load_only=True) if t in sources() and t != m} for m in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+def test_every_folder_is_in_the_table() -> None:
+    folders = {p.name for p in (ROOT / "mcore_rl").iterdir() if p.is_dir() and any(p.rglob("*.py"))}
+    assert folders <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("mcore_rl.config", ["torch", "transformers", "ray", "vllm", "megatron", "numpy"]),
+        ("mcore_rl.cli", ["torch", "transformers", "ray", "vllm", "megatron"]),
+        ("mcore_rl.doctor", ["torch", "transformers", "ray", "vllm", "megatron"]),
+        ("mcore_rl.types", ["torch", "transformers", "ray"]),
+        ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
+    ],
+)
+def test_importing_is_light(module: str, heavy: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "import a.b\nfrom c import d\ndef f():\n    from . import x\n    import late\nclass K:\n    import inside\n"
+    )
+    (tmp_path / "m.py").write_text(source)
+    found = {"mcore_rl.r.m": tmp_path / "m.py", "mcore_rl.r.x": tmp_path / "x.py"}
+    monkeypatch.setattr(sys.modules[__name__], "sources", lambda: found)
+    assert sorted(imports("mcore_rl.r.m")) == ["a.b", "c", "inside", "late", "mcore_rl.r.x"]
+    assert sorted(imports("mcore_rl.r.m", at_load_only=True)) == ["a.b", "c", "inside"]

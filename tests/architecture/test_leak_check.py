@@ -1,0 +1,66 @@
+"""The check that every module is subject to (tests/conftest.py) sees what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+
+SLEEP = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+LEAKS = {
+    "child": f"subprocess.Popen({SLEEP})",
+    # The parent is gone and the session another: only the inherited variable tells whose it is.
+    "orphan": f'subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen({SLEEP}, '
+    'start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"])',
+    "forked": "os.fork() or (time.sleep(60), os._exit(0))",
+    "segment": "open(f'/dev/shm/mcore_rl_{os.getpid()}_test', 'w').close()",
+}
+CLEAN = f"subprocess.Popen({SLEEP}).kill()"
+
+
+def run_module(directory: Path, statement: str) -> str:
+    shutil.copy(CONFTEST, directory)
+    (directory / "test_it.py").write_text(
+        f"import os, subprocess, sys, time\ndef test_it():\n    print('pid', os.getpid())\n    {statement}\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", ".", "test_it.py"]
+    # Seconds for what the module started to go; long enough for a killed process to be reaped on a busy machine.
+    environment = {**os.environ, "MCORE_RL_TEST_GRACE_SECONDS": "1"}
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    return result.stdout + result.stderr
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or a zombie that its new parent (in a container perhaps nobody) has yet to reap."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_a_module_that_leaves_something_behind_fails(kind: str, tmp_path: Path) -> None:
+    text = run_module(tmp_path, LEAKS[kind])
+    try:
+        assert "left behind" in text
+        assert "1 passed, 1 error" in text
+        named = re.search(r"left behind: \['process (\d+)", text)
+        assert named is None or has_ended(int(named[1]))
+        assert (named is None) == (kind == "segment")
+    finally:
+        pid = text.split("pid ")[1].split()[0]
+        Path(f"/dev/shm/mcore_rl_{pid}_test").unlink(missing_ok=True)
+
+
+def test_a_module_that_cleans_up_passes(tmp_path: Path) -> None:
+    text = run_module(tmp_path, CLEAN)
+    assert "1 passed" in text
+    assert "error" not in text

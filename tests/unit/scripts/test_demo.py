@@ -1,0 +1,98 @@
+"""`make demo` skips what is done, resumes what is not, and reports what the metrics say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import demo
+import demo_task
+import pytest
+import yaml
+
+WORK3 = demo.DEMOS["work3"]
+
+
+def write_run(root: Path, steps: int, accuracies: dict[int, float]) -> None:
+    run = root / WORK3.run
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(yaml.safe_dump({"trainer": {"steps": steps}}))
+    rows = [{"step": step, "reward/mean": 0.5} for step in range(steps)]
+    rows += [{"step": step, "val/accuracy": accuracy} for step, accuracy in accuracies.items()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Points the demo at an empty directory and records what it would train; a training run leaves its results."""
+    made: list[list[str]] = []
+
+    def train(arguments: list[str]) -> None:
+        made.append(arguments)
+        if arguments[0] == demo.WARM_START_CONFIG:
+            exported = tmp_path / WORK3.exported
+            exported.mkdir()
+            (exported / "config.json").write_text("{}")
+            (exported / "model.safetensors").write_text("")
+        else:
+            write_run(tmp_path, 30, {0: 0.25, 30: 0.75})
+
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "train", train)
+    return made
+
+
+def test_first_run_warm_starts_then_trains_and_the_second_does_neither(
+    calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.main([])
+    assert [arguments[0] for arguments in calls] == [demo.WARM_START_CONFIG, WORK3.config]
+    assert "0.750" in capsys.readouterr().out
+    demo.main([])
+    assert len(calls) == 2
+    text = capsys.readouterr().out
+    assert "+0.500" in text
+    assert f"rm -r {WORK3.run}" in text
+
+
+def test_an_interrupted_run_is_resumed_without_a_new_warm_start(calls: list[list[str]], tmp_path: Path) -> None:
+    demo.main([])
+    write_run(tmp_path, 30, {0: 0.25, 10: 0.5})
+    demo.main([])
+    assert [arguments[0] for arguments in calls[2:]] == [WORK3.config]
+
+
+def test_an_export_without_weights_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert not demo.is_exported(tmp_path)
+
+
+def test_a_step_validated_again_after_a_resume_counts_once() -> None:
+    rows = [{"step": 10, "val/accuracy": 0.3}, {"step": 0, "val/accuracy": 0.1}, {"step": 10, "val/accuracy": 0.4}]
+    assert [(row["step"], row["val/accuracy"]) for row in demo.validations(rows)] == [(0, 0.1), (10, 0.4)]
+
+
+@pytest.mark.parametrize("name", sorted(demo.DEMOS))
+def test_configurations_read_what_the_demo_writes(name: str) -> None:
+    it = demo.DEMOS[name]
+    config = yaml.safe_load((Path(demo.__file__).parents[1] / it.config).read_text())
+    assert config["run"]["dir"] == it.run
+    assert config["model"]["hf_path"] == it.exported
+    for value in (config["data"]["train"], config["data"]["val"]):
+        assert Path(value).parent == Path(it.data)
+
+
+def test_a_failed_training_run_ends_the_demo_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "mcore-rl"
+    command.write_text("#!/bin/sh\nexit 2\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(demo.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SystemExit) as stopped:
+        demo.train(["x.yaml"])
+    assert stopped.value.code == 2
+
+
+def test_names_of_tasks_agree() -> None:
+    assert set(demo.DEMOS) == set(demo_task.TASKS)

