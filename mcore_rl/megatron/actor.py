@@ -1,0 +1,263 @@
+"""One rank of the policy under training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu, parallel
+from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
+from mcore_rl.megatron.layout import train_layout
+from mcore_rl.megatron.loading import load_hf
+from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
+from mcore_rl.megatron.model import build_model
+from mcore_rl.megatron.names import canonical_tensors
+from mcore_rl.megatron.objective import MicroBatchReport, Objective, non_finite_samples
+from mcore_rl.megatron.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    learning_rate,
+    materialize_state,
+    wrap_chunks,
+)
+from mcore_rl.types import Max, Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.hf_config import read_hf_config
+from model_converters.placement import TensorPlan
+from model_converters.plan import export_plan
+from model_converters.table import bind
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+class MegatronActor:
+    """Builds the model in its layout and trains it. Every method is collective over all ranks.
+
+    `chunks` are the bare model chunks, `ddp` the same in DistributedDataParallel; with `optimizer` and `scheduler`
+    they are all that a checkpoint holds. `old_logp` maps a sample to the annotated log-probabilities of its trained
+    tokens, on the ranks of the last stage.
+
+    `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
+
+    Every token is counted in the metrics of exactly one rank, so merging those of all ranks is exact.
+
+    Raises: ConfigError for a model or layout that cannot be built.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.hf_config = _hf_config(config.model.hf_path)
+        self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
+        if self.layout.cp > 1:
+            raise ConfigError("actor.parallel.cp: micro-batches are not split over context ranks; set it to 1")
+        timeout_seconds, seed = config.cluster.collective_timeout_seconds, config.run.seed
+        if init_method is None:
+            parallel.initialize_groups(self.layout, timeout_seconds=timeout_seconds, seed=seed)
+        else:
+            parallel.initialize(
+                self.layout,
+                rank=rank,
+                init_method=init_method,
+                device="cuda" if torch.cuda.is_available() else "cpu",
+                timeout_seconds=timeout_seconds,
+                seed=seed,
+            )
+        self._build()
+
+    def _build(self) -> None:
+        config = self.config
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self.chunks = build_model(self.hf_config, config.actor, config.model, self.layout)
+        if not config.model.random_init:
+            load_hf(self.chunks, config.model.hf_path, self.layout)
+        self.ddp = wrap_chunks(self.chunks)
+        if config.model.random_init:
+            for chunk in self.ddp:
+                chunk.broadcast_params()
+        self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, config)
+        group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
+        self.objective = Objective.from_config(config, group)
+        self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
+        self._packing = Packing(
+            tokens=config.actor.tokens_per_microbatch,
+            row_multiple=self.layout.tp,
+            count_multiple=self.layout.pp if self.layout.vpp else 1,
+            group=parallel_state.get_data_parallel_group() if self.layout.dp > 1 else None,
+            device=self.device,
+        )
+        place = self.layout.coordinates(self.rank)
+        self._counts_tokens = place.tp == 0 and place.pp == self.layout.pp - 1
+        self._speaks_for_all = self._counts_tokens and place.dp == 0
+        self.old_logp: dict[int, torch.Tensor] = {}
+
+    def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+        """Recomputes the log-probabilities of the current policy for every sample of the shares, once each. They stay
+        on the ranks of the last stage until the next call.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        share = _join_shares(shares)
+        batches, tokens = build_microbatches(share, chunks, self._packing)
+        with torch.no_grad():
+            found = self._run(batches, self._annotation_closure, tokens, forward_only=True)
+        self.old_logp = {
+            sample: part
+            for batch, logp in found
+            for sample, part in zip(batch.samples, logp.split(list(batch.trained_counts)), strict=True)
+        }
+        bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+        require_finite(describe_samples("log-probability", bad, share), self.device)
+        return merge_metrics([_difference(batch, logp) for batch, logp in found]) if self._counts_tokens else {}
+
+    def update(self, share: RankShare, chunks: Sequence[TrajectoryBuffers], update_index: int) -> dict[str, Metric]:
+        """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
+
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        """
+        batches, reports = self.accumulate_gradients(share, chunks)
+        rate = learning_rate(self.optimizer)
+        successful, grad_norm, _ = self.optimizer.step()
+        # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
+        assert successful, f"update {update_index}: the optimizer skipped its step"
+        self.scheduler.step(1)
+        metrics = merge_metrics([report.metrics for report in reports]) if self._counts_tokens else {}
+        if self._counts_tokens:
+            loss = sum(report.loss for report in reports)
+            metrics["actor/loss"] = Mean(loss, 1 if self._speaks_for_all else 0)
+            metrics["actor/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
+            metrics["actor/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+        if self._speaks_for_all:
+            metrics["actor/grad_norm"] = Mean(float(grad_norm), 1)
+            metrics["actor/lr"] = Mean(rate, 1)
+            metrics["actor/microbatches"] = Mean(len(batches), 1)
+        return metrics
+
+    def accumulate_gradients(
+        self, share: RankShare, chunks: Sequence[TrajectoryBuffers], *, on_every_replica: bool = False
+    ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
+        """Leaves the gradient of the update's loss in the parameters' `main_grad`: the sum over all tokens of all
+        ranks, whatever the layout and the cut into micro-batches.
+
+        It is whole only on the data-parallel rank that owns the slice, unless on_every_replica.
+
+        Raises: NonFiniteError on every rank.
+        """
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches, tokens = build_microbatches(share, chunks, self._packing)
+        reports = self._run(batches, self._loss_closure, tokens, forward_only=False, force_all_reduce=on_every_replica)
+        bad = [sample for report in reports for sample in report.non_finite]
+        problem = describe_samples("loss or log-probability", bad, share)
+        require_finite(problem or describe_gradients(self.ddp, share), self.device)
+        return batches, reports
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank holds, live, by canonical name."""
+        return canonical_tensors(self.chunks)
+
+    def export_plan(self) -> list[TensorPlan]:
+        """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
+        dtype = next(iter(self.tensors().values())).dtype
+        return export_plan(bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, dtype), self.layout)
+
+    def materialize_optimizer_state(self) -> None:
+        """Gives the optimizer its (zero) moments before the first update, for a checkpoint to load into."""
+        materialize_state(self.optimizer)
+
+    def shutdown(self) -> None:
+        """Leaves the process groups."""
+        parallel.destroy()
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        closure: Callable[[Any, MicroBatch], LossClosure],
+        tokens: int,
+        *,
+        forward_only: bool,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Megatron's schedule over the micro-batches; what the closures returned, on the last stage."""
+
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossClosure]:
+            batch = next(iterator)
+            output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
+            return output, closure(model, batch)
+
+        self.chunks[0].config.grad_scale_func = partial(_scale, tokens)
+        iterators = [iter(batches) for _ in self.ddp]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
+            num_microbatches=len(batches),
+            # Only first guesses: with variable_seq_lengths the stages tell each other the real shapes.
+            seq_length=self.config.actor.tokens_per_microbatch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+
+    def _annotation_closure(self, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+        def closure(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            logp, _ = self.objective.logp(model, hidden, batch, compute_entropy=False)
+            return logp.sum(), torch.tensor(0, dtype=torch.int), (batch, logp)
+
+        return closure
+
+    def _loss_closure(self, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+        def closure(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            loss, report = self.objective.evaluate(model, hidden, batch, self.old_logp)
+            return loss, torch.tensor(0, dtype=torch.int), report
+
+        return closure
+
+
+_CPU = torch.device("cpu")
+
+
+def _hf_config(directory: str) -> dict[str, Any]:
+    try:
+        hf_config = read_hf_config(directory)
+        family_for(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path={directory}: {error}") from error
+    return hf_config
+
+
+def _scale(tokens: int, value: torch.Tensor) -> torch.Tensor:
+    """megatron's grad_scale_func. It scales the loss, a scalar: by 1, its weights are exact. It also scales the
+    routers' auxiliary loss (0.16.1 asks with a tensor of shape [1]), which megatron multiplies by each micro-batch's
+    tokens and expects to be divided by all of them."""
+    return value / tokens if value.dim() else value
+
+
+def _join_shares(shares: Sequence[RankShare]) -> RankShare:
+    """All samples of the shares, each once: further epochs repeat the samples of the first."""
+    joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in vars(shares[0])}
+    _, first = np.unique(joined["samples"], return_index=True)
+    return replace(shares[0], **{name: values[first] for name, values in joined.items()})
+
+
+def _difference(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
+    """How far the policy's log-probabilities are from those that the engine sampled with."""
+    difference = (logp - batch.logp_rollout).abs()
+    return {
+        "rollout/logp_diff_mean": Mean(float(difference.sum(dtype=torch.float64)), len(difference)),
+        "rollout/logp_diff_max": Max(float(difference.max()) if len(difference) else 0.0),
+    }

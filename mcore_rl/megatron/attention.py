@@ -1,0 +1,152 @@
+"""Core attention by torch's SDPA: what megatron.core's local layer spec lacks (packed sequences), on any device.
+
+Used where TransformerEngine is absent. Packed sequences (THD) are never mixed: short ones of similar length share a
+padded batch, which under a causal mask is exact, because a query never reaches the padding behind its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+
+cpu.install()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+
+BATCHED_TOKENS = 128
+"""Sequences up to this length are batched; longer ones keep a core busy on their own and pay only for padding."""
+SIMILAR = 0.8
+"""The shortest sequence of a batch is at least this fraction of the longest."""
+
+
+def pack_sequences(lengths: list[int], device: torch.device | str = "cpu") -> PackedSeqParams:
+    """What GPTModel.forward takes as packed_seq_params for sequences laid end to end, positions from 0 in each.
+
+    Units: lengths in tokens, each at least 1; their sum is the length of the packed row.
+    """
+    assert min(lengths) > 0, "a packed row has no empty sequence"
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    offsets[1:] = torch.tensor(lengths).cumsum(0)
+    offsets = offsets.to(device)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Sequences that share one SDPA call.
+
+    Shapes: source int64 [rows * width], the packed position each padded cell reads (padding repeats a token of the
+    same sequence); real int64 [n], the cells that are no padding, row by row.
+    """
+
+    rows: int
+    width: int
+    source: torch.Tensor
+    real: torch.Tensor
+
+
+def _group(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Sequence indices by descending length, cut where a sequence is too long or too unlike its group's first."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest <= BATCHED_TOKENS and lengths[i] >= SIMILAR * longest:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBatch], torch.Tensor]:
+    """Batches, and for each packed position its place among the batches' real cells. Cached: every layer, forward
+    and backward, asks for the same one."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    batches, order = [], []
+    for group in _group(lengths):
+        width = lengths[group[0]]
+        first = torch.tensor([starts[i] for i in group])[:, None]
+        column = torch.arange(width)[None]
+        inside = column < torch.tensor([lengths[i] for i in group])[:, None]
+        source = first + column * inside
+        order.append(source[inside])
+        real = inside.flatten().nonzero().flatten()
+        batches.append(PaddedBatch(len(group), width, source.flatten().to(device), real.to(device)))
+    return batches, torch.cat(order).argsort().to(device)
+
+
+class SDPACoreAttention(MegatronModule):
+    """core_attention of a local layer spec: causal self-attention, grouped queries, THD and BSHD.
+
+    Raises: ConfigError for context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"actor.parallel.cp is {config.context_parallel_size}: context parallelism needs CUDA and "
+                "TransformerEngine; set actor.parallel.cp=1"
+            )
+        assert not config.attention_dropout, "the model builder turns dropout off"
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise NotImplementedError(f"layer {layer_number}: {attention_type} attention with mask {attn_mask_type}")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Shapes: query [T, heads, d], key and value [T, groups, d] when packed, giving [T, heads * d];
+        [S, B, heads, d] and [S, B, groups, d] otherwise, giving [S, B, heads * d]. The mask is always causal."""
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        lengths = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        batches, place = _plan(lengths, query.device)
+        outputs = []
+        for batch in batches:
+            q, k, v = (
+                x.index_select(0, batch.source).unflatten(0, (batch.rows, batch.width)).transpose(1, 2)
+                for x in (query, key, value)
+            )
+            cells = self._attend(q, k, v).transpose(1, 2).flatten(0, 1)
+            outputs.append(cells.index_select(0, batch.real))
+        return torch.cat(outputs).index_select(0, place).flatten(1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)

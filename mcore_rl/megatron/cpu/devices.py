@@ -1,0 +1,141 @@
+"""Fixes for code that assumes a CUDA device. Upstream: megatron-core 0.16.1."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from mcore_rl.megatron.cpu.proxy import CUDA, TORCH
+from mcore_rl.megatron.cpu.registry import Fix, fix
+
+_FACTORIES = (
+    "arange as_tensor empty empty_strided eye full linspace ones rand randint randn scalar_tensor tensor zeros"
+).split()
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: all work on a CPU is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def _itself(self, *_: Any, **__: Any) -> _Stream:
+        return self
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = _itself
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _null_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@fix("cuda_calls")
+def _cuda_calls(this: Fix, _: None) -> None:
+    """Calls of torch.cuda that raise on a CPU build: schedules synchronise, MoE creates streams, parameters are
+    allocated on current_device()."""
+    stream = _Stream()
+    answers = {
+        "current_device": lambda: "cpu",
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "set_device": _nothing,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "stream": _null_context,
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "memory_reserved": _zero,
+        "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_null_context),
+        # The CPU generator plays the part of the device's. Not manual_seed_all: torch.manual_seed calls that.
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed) and None,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    }
+    for name, answer in answers.items():
+        this.patch(CUDA, name, answer)
+
+
+def _is_cuda(device: Any) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+@fix("device_literals")
+def _device_literals(this: Fix, _: None) -> None:
+    """`device="cuda"` is written out in schedules, optimizers, clip_grads and moe_utils; pinned memory asks for a
+    CUDA context."""
+    for name in _FACTORIES:
+        this.patch(TORCH, name, _on_cpu(getattr(torch, name)))
+
+
+@fix("tensor_cuda")
+def _tensor_cuda(this: Fix, _: None) -> None:
+    """Tied embeddings, rope and the distributed optimizer's state call Tensor.cuda(). On a CPU build the method
+    can only raise, so no other code can depend on it."""
+    this.patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+
+
+def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        c.replace("torch.cuda.", "torch.", 1) if isinstance(c, str) and c.startswith("torch.cuda.")
+        # `x in ['a', 'b']` is compiled to a constant tuple
+        else _renamed(c) if isinstance(c, tuple)
+        else c
+        for c in constants
+    )  # fmt: skip
+
+
+def _functions(namespace: dict[str, Any], module: ModuleType) -> list[FunctionType]:
+    """All functions defined in `module`, methods included."""
+    found: list[FunctionType] = []
+    for value in namespace.values():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            found += _functions(dict(vars(value)), module)
+        value = getattr(value, "__func__", value)
+        value = getattr(value, "__wrapped__", value)
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            found.append(value)
+    return found
+
+
+def _rename_tensor_types(this: Fix, module: ModuleType) -> None:
+    """The optimizers sort parameters by Tensor.type() == 'torch.cuda.FloatTensor' and raise TypeError for a CPU
+    parameter. The names are constants of their code objects; Tensor.type itself stays as it is for everyone."""
+    for function in _functions(vars(module), module):
+        code = function.__code__
+        renamed = _renamed(code.co_consts)
+        if renamed != code.co_consts:
+            this.patch(function, "__code__", code.replace(co_consts=renamed))
+
+
+for _module in ("optimizer.optimizer", "optimizer.distrib_optimizer", "optimizer.clip_grads"):
+    fix(f"tensor_type_names:{_module}", _module)(_rename_tensor_types)

@@ -1,0 +1,72 @@
+"""Fixes of single megatron.core modules. Upstream: megatron-core 0.16.1."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mcore_rl.megatron.cpu.registry import Fix, fix
+
+
+@fix("jit_fuser", "jit")
+def _jit_fuser(this: Fix, module: ModuleType) -> None:
+    """jit_fuser is torch.compile, which starts a C++ compiler at the first call of each fused function. The
+    module's own switch turns it off; it must be thrown before other modules import the name."""
+    fuser = module.jit_fuser
+    module.disable_jit_fuser()
+    this.replaced.append((module, "jit_fuser", fuser, module.jit_fuser))
+
+
+@fix("generator_state", "tensor_parallel.random")
+def _generator_state(this: Fix, module: ModuleType) -> None:
+    """The RNG tracker reaches for torch.cuda.default_generators, which is empty. With the CPU generator in the
+    device's place, its warning that the CPU state changed within a fork is always true and means nothing."""
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    this.patch(module, "_get_cuda_rng_state", get_state)
+    this.patch(module, "_set_cuda_rng_state", set_state)
+    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+@fix("router_gemm", "transformer.moe.moe_utils")
+def _router_gemm(this: Fix, module: ModuleType) -> None:
+    """moe_router_dtype=fp32 tests `te_general_gemm is not None`, a name that is only bound when TransformerEngine
+    can be imported: NameError without it."""
+    if "te_general_gemm" not in vars(module):
+        this.patch(module, "te_general_gemm", None)
+
+
+@fix("split_sizes", "transformer.moe.token_dispatcher")
+def _split_sizes(this: Fix, module: ModuleType) -> None:
+    """The dispatcher turns split sizes into numpy arrays on their way from the device; those that are on the CPU
+    already stay tensors, which all_to_all_single refuses."""
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    this.patch(module, "maybe_move_tensor_to_cpu", to_cpu)
+
+
+@fix("optimizer_step_state", "optimizer.distrib_optimizer")
+def _optimizer_step_state(this: Fix, module: ModuleType) -> None:
+    """torch.optim.AdamW keeps `step` beside its moments for every parameter; loading a fully_reshardable state
+    skips `step` and then raises KeyError for it. (Apex and TransformerEngine keep it per group.)"""
+    optimizer_class = module.DistributedOptimizer
+    original = optimizer_class._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    this.patch(optimizer_class, "_set_main_param_and_optimizer_states", set_states)

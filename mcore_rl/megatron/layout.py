@@ -1,0 +1,127 @@
+"""The layout of the trainer ranks, checked against the model. Imports no megatron.core, so the driver can ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.config.schema import ParallelConfig
+from mcore_rl.errors import ConfigError
+from model_converters.errors import ConversionError
+from model_converters.families import ModelArguments, family_for
+from model_converters.layout import TrainLayout
+
+
+def model_arguments(hf_config: dict[str, Any]) -> ModelArguments:
+    """What the model's family says of it.
+
+    Raises: ConfigError for a model_type or a setting in config.json that no family supports.
+    """
+    try:
+        return family_for(hf_config).model_arguments(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path: {error}") from error
+
+
+def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any]) -> TrainLayout:
+    """The layout of `world_size` trainer ranks, checked against the model.
+
+    Raises: ConfigError naming the `actor.parallel` key that does not fit.
+    """
+    arguments = model_arguments(hf_config)
+    sizes = arguments.transformer
+    etp = parallel.etp
+    if etp is None:
+        etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
+    for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"actor.parallel.{key} is {value}; it must be at least 1")
+    _check_ranks(parallel, world_size, etp)
+    _check_tensor_axis(parallel, arguments)
+    _check_expert_axes(parallel, sizes, etp)
+    _check_stages(parallel, sizes["num_layers"])
+    return TrainLayout(
+        world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=etp,
+        cp=parallel.cp,
+        # One chunk per stage is no interleaving, and megatron's interleaved schedule refuses it.
+        vpp=parallel.vpp if (parallel.vpp or 1) > 1 else None,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+    )
+
+
+def _check_ranks(parallel: ParallelConfig, world_size: int, etp: int) -> None:
+    dense = parallel.tp * parallel.pp * parallel.cp
+    if world_size % dense:
+        raise ConfigError(
+            f"actor.parallel.tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {dense} does not divide "
+            f"the {world_size} trainer ranks"
+        )
+    expert = parallel.ep * etp * parallel.pp
+    if world_size % expert:
+        raise ConfigError(
+            f"actor.parallel.ep * etp * pp = {parallel.ep} * {etp} * {parallel.pp} = {expert} does not divide "
+            f"the {world_size} trainer ranks; change actor.parallel.ep or actor.parallel.etp"
+        )
+
+
+def _check_tensor_axis(parallel: ParallelConfig, arguments: ModelArguments) -> None:
+    sizes = arguments.transformer
+    divided = {
+        "attention heads": sizes["num_attention_heads"],
+        "key/value heads": sizes["num_query_groups"],
+        "vocabulary entries": arguments.vocab_size,
+        "units of the feed-forward layer": sizes["ffn_hidden_size"],
+    }
+    if _all_layers_sparse(sizes):
+        del divided["units of the feed-forward layer"]
+    for what, count in divided.items():
+        if count % parallel.tp:
+            raise ConfigError(f"actor.parallel.tp={parallel.tp} does not divide the model's {count} {what}")
+
+
+def _all_layers_sparse(sizes: dict[str, Any]) -> bool:
+    return bool(sizes.get("num_moe_experts")) and all(sizes.get("moe_layer_freq", [1]))
+
+
+def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int) -> None:
+    experts = sizes.get("num_moe_experts")
+    if not experts:
+        if parallel.ep != 1:
+            raise ConfigError(f"actor.parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
+        if etp != parallel.tp:
+            raise ConfigError(f"actor.parallel.etp={etp}, but the model has no experts; leave it unset")
+        return
+    if experts % parallel.ep:
+        raise ConfigError(f"actor.parallel.ep={parallel.ep} does not divide the model's {experts} experts")
+    if sizes["moe_ffn_hidden_size"] % etp:
+        raise ConfigError(
+            f"actor.parallel.etp={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an expert"
+        )
+
+
+def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
+    chunks = parallel.vpp or 1
+    ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
+    fixed = {key: layers for key, layers in ends.items() if layers is not None}
+    if parallel.pp == 1:
+        if fixed or chunks > 1:
+            key = next(iter(fixed), "vpp")
+            raise ConfigError(f"actor.parallel.{key} is set, but actor.parallel.pp is 1")
+        return
+    for key, layers in fixed.items():
+        if layers % chunks:
+            raise ConfigError(f"actor.parallel.vpp={chunks} does not divide actor.parallel.{key}={layers}")
+    stages = parallel.pp - len(fixed)
+    rest = num_layers - sum(fixed.values())
+    fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
+    if not fits:
+        raise ConfigError(
+            f"actor.parallel.pp={parallel.pp} with vpp={parallel.vpp} and stages fixed by {fixed or 'nothing'} does "
+            f"not divide the model's {num_layers} layers; change actor.parallel.pp, vpp, first_stage_layers or "
+            "last_stage_layers"
+        )

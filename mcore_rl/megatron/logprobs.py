@@ -1,0 +1,234 @@
+"""Log-probability and entropy of given tokens from hidden states, without ever holding their logits.
+
+The output projection is fused with the softmax: logits exist for one tile (some tokens x some of the vocabulary) at
+a time and are recomputed in the backward pass. Tensor-parallel ranks each reduce their own vocabulary shard and then
+exchange per-token statistics only: one MAX and one SUM per call, whatever the number of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""Logits of one tile. On a CPU a tile and its exponentials stay in the shared cache, so the elementwise passes cost
+little beside the matrix product; on a GPU two tiles of float32 take 256 MiB."""
+
+
+def linear_logp_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    group: dist.ProcessGroup | None = None,
+    compute_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns log softmax(hidden weight^T / temperature) at the targets, and the entropy of that distribution.
+
+    Differentiable in hidden and weight through both results. The gradient of hidden is this rank's share: the sum
+    over the group is the whole one, and the caller reduces it. Without compute_entropy the entropy is zeros.
+
+    Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
+    results float32 [T] (float64 for float64 inputs). At most chunk_tokens rows of logits exist at one time.
+    Units: nats.
+    Collective: all ranks of `group` (None: weight is the whole vocabulary), with equal hidden and targets.
+    """
+    return _LinearLogpEntropy.apply(
+        hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy)
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    compute_entropy: bool
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A rectangle of the logits: tokens `rows` x local vocabulary entries `columns`."""
+
+    rows: slice
+    columns: slice
+    first_column: bool
+
+
+class _LinearLogpEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: _Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        local_targets = targets - _first_vocabulary_entry(weight, options.group)
+        statistics = _local_statistics(hidden, weight, local_targets, options)
+        log_sum, target_logit, entropy = _reduce_statistics(statistics, options)
+        ctx.save_for_backward(hidden, weight, local_targets, log_sum, entropy)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        if not options.compute_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return target_logit - log_sum, entropy
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weight, local_targets, log_sum, entropy = ctx.saved_tensors
+        if not ctx.options.compute_entropy:
+            grad_entropy = None
+        if grad_logp is None and grad_entropy is None:
+            return None, None, None, None
+        slope, offset = _softmax_coefficients(grad_logp, grad_entropy, entropy, ctx.options.temperature)
+        at_target = None if grad_logp is None else grad_logp / ctx.options.temperature
+        dtype = log_sum.dtype
+        grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        for tile, logits in _tiles(hidden, weight, ctx.options):
+            rows = tile.rows
+            grad_logits = _softmax_gradient(
+                logits.sub_(log_sum[rows, None]), None if slope is None else slope[rows], offset[rows]
+            )
+            if at_target is not None:
+                index, inside = _targets_in_tile(local_targets, tile)
+                grad_logits.scatter_add_(1, index, (at_target[rows] * inside)[:, None])
+            if grad_hidden is not None:
+                _accumulate_product(grad_hidden[rows], grad_logits, weight[tile.columns])
+            if grad_weight is not None:
+                _accumulate_product(grad_weight[tile.columns], grad_logits.t(), hidden[rows])
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def _first_vocabulary_entry(weight: torch.Tensor, group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group) * weight.shape[0]
+
+
+def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Iterator[tuple[_Tile, torch.Tensor]]:
+    """Yields every tile with its scaled logits; the consumer may overwrite them, the next tile reuses the memory."""
+    num_tokens, num_entries = hidden.shape[0], weight.shape[0]
+    chunk = min(options.chunk_tokens, num_tokens)
+    if chunk == 0:
+        return
+    elements = TILE_ELEMENTS.get(hidden.device.type, TILE_ELEMENTS["cuda"])
+    width = min(num_entries, max(elements // chunk, 1))
+    buffer = torch.empty(chunk * width, dtype=_compute_dtype(hidden), device=hidden.device)
+    for first in range(0, num_tokens, chunk):
+        rows = slice(first, min(first + chunk, num_tokens))
+        for entry in range(0, num_entries, width):
+            columns = slice(entry, min(entry + width, num_entries))
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            logits = buffer[: shape[0] * shape[1]].view(shape)
+            _product(logits, hidden[rows], weight[columns].t(), 1.0 / options.temperature)
+            yield _Tile(rows, columns, entry == 0), logits
+
+
+def _local_statistics(
+    hidden: torch.Tensor, weight: torch.Tensor, local_targets: torch.Tensor, options: _Options
+) -> torch.Tensor:
+    """Online softmax over this rank's vocabulary: [4, T] with the rows maximum m, sum exp(z - m),
+    sum exp(z - m) (z - m), and the target's logit (0 where another rank holds it)."""
+    statistics = torch.zeros((4, hidden.shape[0]), dtype=_compute_dtype(hidden), device=hidden.device)
+    scratch: torch.Tensor | None = None
+    for tile, logits in _tiles(hidden, weight, options):
+        maximum, total, weighted, target_logit = (row[tile.rows] for row in statistics)
+        index, inside = _targets_in_tile(local_targets, tile)
+        target_logit += logits.gather(1, index).squeeze(1) * inside
+        new_maximum = logits.amax(1)
+        if not tile.first_column:
+            new_maximum = torch.maximum(new_maximum, maximum)
+            _shift(maximum, total, weighted, new_maximum)
+        maximum.copy_(new_maximum)
+        logits.sub_(new_maximum[:, None])
+        if options.compute_entropy:
+            if scratch is None:
+                scratch = torch.empty(logits.numel(), dtype=logits.dtype, device=logits.device)
+            exponentials = torch.exp(logits, out=scratch[: logits.numel()].view(logits.shape))
+            weighted += logits.mul_(exponentials).sum(1)
+        else:
+            exponentials = logits.exp_()
+        total += exponentials.sum(1)
+    return statistics
+
+
+def _shift(old: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor, new: torch.Tensor) -> None:
+    """Rebases the two sums in place from maximum `old` to `new`."""
+    factor = torch.exp(old - new)
+    weighted.add_(total * (old - new)).mul_(factor)
+    total.mul_(factor)
+
+
+def _reduce_statistics(statistics: torch.Tensor, options: _Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Joins the ranks' shards. Returns log-sum-exp, target logit and entropy, each [T]."""
+    maximum, total, weighted, target_logit = statistics
+    if options.group is not None and dist.get_world_size(options.group) > 1:
+        local_maximum = maximum.clone()
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
+        _shift(local_maximum, total, weighted, maximum)
+        dist.all_reduce(statistics[1:], group=options.group)
+    log_total = torch.log(total)
+    entropy = log_total - weighted / total if options.compute_entropy else torch.zeros_like(total)
+    return maximum + log_total, target_logit, entropy
+
+
+def _targets_in_tile(local_targets: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each row's target, clamped into the tile [n, 1], and whether it lies inside [n]."""
+    column = local_targets[tile.rows] - tile.columns.start
+    width = tile.columns.stop - tile.columns.start
+    return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
+
+
+def _softmax_coefficients(
+    grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None, entropy: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The gradient of a logit is p (slope log p + offset), plus grad_logp at the target.
+
+    d logp / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H).
+    """
+    offset = torch.zeros_like(entropy) if grad_logp is None else -grad_logp
+    if grad_entropy is None:
+        return None, offset / temperature
+    return -grad_entropy / temperature, (offset - grad_entropy * entropy) / temperature
+
+
+def _softmax_gradient(log_p: torch.Tensor, slope: torch.Tensor | None, offset: torch.Tensor) -> torch.Tensor:
+    """exp(log_p) (slope log_p + offset), in the memory of log_p."""
+    if slope is None:
+        return log_p.exp_().mul_(offset[:, None])
+    probabilities = log_p.exp()
+    return log_p.mul_(slope[:, None]).add_(offset[:, None]).mul_(probabilities)
+
+
+def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """out = scale * left right with at least float32 accumulation, also for bfloat16 operands."""
+    if left.dtype == out.dtype == right.dtype:
+        torch.addmm(out, left, right, beta=0.0, alpha=scale, out=out)
+    elif left.is_cuda and left.dtype == right.dtype:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
+    else:
+        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=0.0, alpha=scale, out=out)
+
+
+def _accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left right in place; `left` has the dtype of `total`, `right` that of the model."""
+    if total.is_cuda and right.dtype != total.dtype:
+        # Tensor cores: rounding the logits' gradient to the model's dtype is what an unfused projection does too.
+        total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
+    else:
+        total.addmm_(left, right.to(total.dtype))

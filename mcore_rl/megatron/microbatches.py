@@ -1,0 +1,141 @@
+"""A data-parallel rank's share of an update as packed micro-batches: sequences end to end, no padding to a maximum.
+
+The token at position t is predicted by the hidden state at t - 1. Only those positions are listed, so prompts never
+meet the output projection. Worked example, two sequences (p prompt, r response, all r trained):
+
+    position       0 1 2 3 4   5 6 7
+    tokens         p p p r s   p r s        lengths 5, 3
+    predictors         2 3     5 6          hidden states that predict
+    targets            r s     r s          trained_counts 2, 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.data.packing import pack
+from mcore_rl.errors import DataError
+from mcore_rl.megatron.attention import pack_sequences
+from mcore_rl.types import RankShare, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass (see the module's example).
+
+    Shapes: tokens int64 [T]; samples and trained_counts: one entry per sequence; every other tensor [N], N trained
+    tokens: predictors, targets int64; advantages, loss_weights, logp_rollout float32.
+    `sequences` are megatron's PackedSeqParams. A micro-batch without samples is a dummy: it keeps a rank in step with
+    its peers and contributes exactly nothing.
+    """
+
+    samples: tuple[int, ...]
+    trained_counts: tuple[int, ...]
+    tokens: torch.Tensor
+    sequences: Any
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    advantages: torch.Tensor
+    loss_weights: torch.Tensor
+    logp_rollout: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How micro-batches are cut.
+
+    `tokens` is the budget; a longer sequence gets a micro-batch of its own. Rows are padded to a multiple of
+    `row_multiple` (sequence parallelism), the number of micro-batches to one of `count_multiple` (an interleaved
+    pipeline). Ranks of `group` must run equally many.
+    """
+
+    tokens: int
+    row_multiple: int = 1
+    count_multiple: int = 1
+    group: dist.ProcessGroup | None = None
+    device: torch.device | str = "cpu"
+
+
+def build_microbatches(
+    share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing
+) -> tuple[list[MicroBatch], int]:
+    """The micro-batches of a share, and the tokens of all ranks together, padding included.
+
+    Raises: DataError for a trajectory without a prompt.
+    Collective: all ranks of packing.group.
+    """
+    lengths = share.total_tokens
+    bins = pack(lengths, packing.tokens)
+    most = _agree(len(bins), dist.ReduceOp.MAX, packing)
+    count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
+    if len(bins) < count:
+        bins = pack(lengths, packing.tokens, min_bins=count)
+    bins += [np.empty(0, np.int64)] * (count - len(bins))
+    batches = [_microbatch(share, members, chunks, packing) for members in bins]
+    return batches, _agree(sum(len(batch.tokens) for batch in batches), dist.ReduceOp.SUM, packing)
+
+
+def _agree(value: int, operation: Any, packing: Packing) -> int:
+    if packing.group is None:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=packing.device)
+    dist.all_reduce(tensor, op=operation, group=packing.group)
+    return int(tensor.item())
+
+
+def _microbatch(
+    share: RankShare, members: np.ndarray, chunks: Sequence[TrajectoryBuffers], packing: Packing
+) -> MicroBatch:
+    sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    counts = np.array([len(sequence.trained_positions) for sequence in sequences], np.int64)
+    padding = -int(starts[-1]) % packing.row_multiple or (0 if lengths else packing.row_multiple)
+    if padding:
+        lengths.append(padding)
+    tokens = _join([sequence.tokens for sequence in sequences] + [np.zeros(padding, np.int64)], np.int64)
+    positions = _join([s.trained_positions + first for s, first in zip(sequences, starts, strict=False)], np.int64)
+
+    def to_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(packing.device)
+
+    return MicroBatch(
+        samples=tuple(int(sample) for sample in share.samples[members]),
+        trained_counts=tuple(counts.tolist()),
+        tokens=to_device(tokens),
+        sequences=pack_sequences(lengths, packing.device),
+        predictors=to_device(positions - 1),
+        targets=to_device(tokens[positions]),
+        advantages=to_device(np.repeat(share.advantages[members], counts).astype(np.float32)),
+        loss_weights=to_device(np.repeat(share.loss_weights[members], counts).astype(np.float32)),
+        logp_rollout=to_device(_join([sequence.logp_rollout for sequence in sequences], np.float32)),
+    )
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Shapes: tokens [S]; trained_positions int64 [n], ascending; logp_rollout [n]."""
+
+    tokens: np.ndarray
+    trained_positions: np.ndarray
+    logp_rollout: np.ndarray
+
+
+def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
+    prompt = int(buffers.prompt_tokens[row])
+    if prompt < 1:
+        raise DataError(f"sample {sample} has an empty prompt: nothing predicts its first token")
+    tokens = buffers.tokens[buffers.token_offsets[row] : buffers.token_offsets[row + 1]]
+    response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
+    trained = np.flatnonzero(buffers.trained[response])
+    return _Sequence(tokens, prompt + trained, buffers.logp_rollout[response][trained])
+
+
+def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype, copy=False)

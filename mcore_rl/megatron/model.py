@@ -1,0 +1,192 @@
+"""From an HF configuration to this rank's model chunks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.config.schema import ActorConfig, ModelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.attention import SDPACoreAttention
+from mcore_rl.megatron.layout import model_arguments
+from mcore_rl.megatron.norm import LocalRMSNorm
+from mcore_rl.megatron.output import PolicyModel
+from model_converters.families import ModelArguments
+from model_converters.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+def has_transformer_engine() -> bool:
+    """TransformerEngine's layers need CUDA."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_model(
+    hf_config: dict[str, Any], actor_config: ActorConfig, model_config: ModelConfig, layout: TrainLayout
+) -> list[PolicyModel]:
+    """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
+
+    Weights are initialised only with model_config.random_init (megatron's streams make it repeatable for one layout);
+    otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
+
+    Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
+    Collective: all ranks, after parallel.initialize.
+    """
+    arguments = model_arguments(hf_config)
+    config = transformer_config(arguments, actor_config, model_config, layout)
+    if layout.vpp is None:
+        return [_build_chunk(config, arguments, None)]
+    return [_build_chunk(config, arguments, stage) for stage in range(layout.vpp)]
+
+
+def transformer_config(
+    arguments: ModelArguments, actor_config: ActorConfig, model_config: ModelConfig, layout: TrainLayout
+) -> TransformerConfig:
+    """Megatron's configuration of the model, its parallelism, and what the actor relies on.
+
+    Raises: ConfigError.
+    """
+    given = dict(arguments.transformer)
+    if isinstance(given.get("activation_func"), str):
+        given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    unknown = set(given) - {f.name for f in fields(TransformerConfig)}
+    assert not unknown, f"TransformerConfig has no {sorted(unknown)}"
+    groups = (
+        _parallel_arguments(layout),
+        _numeric_arguments(model_config),
+        _recompute_arguments(actor_config.recompute),
+        _expert_arguments(actor_config) if given.get("num_moe_experts") else {},
+        {} if model_config.random_init else _no_initialisation(),
+    )
+    for group in groups:
+        given.update(group)
+    return TransformerConfig(**given)
+
+
+def _parallel_arguments(layout: TrainLayout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        # Mixture-of-experts layers require it with tp > 1; dense ones save activations with it.
+        "sequence_parallel": layout.tp > 1,
+        # Packed micro-batches differ in length: stages tell each other the shape before they send.
+        "variable_seq_lengths": layout.pp > 1,
+        # The default dispatcher refuses variable lengths, even in a dense model.
+        "moe_token_dispatcher_type": "alltoall",
+        # 0.16.1 on gloo: an interleaved schedule without overlap is silently wrong at pp=2, and with outputs
+        # deallocated it races.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
+    dtype = DTYPES.get(model_config.dtype)
+    if dtype is None:
+        raise ConfigError(f"model.dtype is {model_config.dtype!r}; known: {', '.join(DTYPES)}")
+    engine = has_transformer_engine()
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss is a sum over tokens; DDP must know before it is built, or gradients are off by the DP size.
+        "calculate_per_token_loss": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_dropout_fusion": engine,
+        "bias_activation_fusion": engine,
+        "apply_rope_fusion": engine,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _expert_arguments(actor_config: ActorConfig) -> dict[str, Any]:
+    coefficient = actor_config.moe_aux_loss_coefficient
+    return {
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_aux_loss_coeff": coefficient,
+        # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": has_transformer_engine(),
+    }
+
+
+def _recompute_arguments(mode: str) -> dict[str, Any]:
+    known: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    if mode not in known:
+        raise ConfigError(f"actor.recompute is {mode!r}; known: {', '.join(known)}")
+    return known[mode]
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _no_initialisation() -> dict[str, Any]:
+    """Initialisers that do nothing. perform_initialization=False would skip more than the values: the marks on
+    tensor-parallel weights too, without which gradient norms count only rank 0's shards (0.16.1)."""
+    return {"init_method": _leave, "output_layer_init_method": _leave, "embedding_init_method": _leave}
+
+
+def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage: int | None) -> PolicyModel:
+    engine = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not engine:
+        _use_local_modules(spec, config)
+    model = PolicyModel(
+        config,
+        spec,
+        vocab_size=arguments.vocab_size,
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=arguments.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=arguments.rotary_base,
+        vp_stage=vp_stage,
+    )
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Puts our attention and norm where megatron's local ones refuse packed sequences and sequence parallelism."""
+    if config.normalization != "RMSNorm":
+        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine (model.hf_path)")
+    spec.layer_norm = LocalRMSNorm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm

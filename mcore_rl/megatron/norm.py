@@ -1,0 +1,20 @@
+"""The local layer spec's RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm built the way a layer spec builds it.
+
+    megatron-core 0.16.1's WrappedTorchNorm refuses sequence parallelism, though all it takes is the mark that makes
+    finalize_model_grads sum the weight's gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel

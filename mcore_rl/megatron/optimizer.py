@@ -1,0 +1,159 @@
+"""Megatron's data parallelism and optimizer, set so that gradients are plain sums over tokens and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mcore_rl.config.schema import Config, OptimizerSettings
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+
+cpu.install()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def wrap_chunks(chunks: list[Any]) -> list[DistributedDataParallel]:
+    """Puts every chunk into Float16Module (bfloat16) and DistributedDataParallel: gradients of the parameters add up
+    in `main_grad`, float32, over micro-batches, and are summed, never averaged, over data-parallel ranks.
+
+    Collective: all ranks.
+    """
+    config = chunks[0].config
+    # DDP reads it when it is built: without it gradients would be divided by the data-parallel size.
+    assert config.calculate_per_token_loss
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = sum_gradients
+    return wrapped
+
+
+def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients over data-, tensor- and pipeline-parallel ranks without its division by the
+    number of tokens: the loss is weighted already."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+    """AdamW, sharded over data-parallel ranks; float32 main parameters for bfloat16 models.
+
+    Collective: all ranks, after the weights are loaded (it copies them).
+    """
+    config = chunks[0].config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        chunks,
+    )
+    for inner in _torch_optimizers(optimizer):
+        inner.register_load_state_dict_post_hook(_own_steps)
+    return optimizer
+
+
+def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """One for dense and one for expert parameters, where this rank has any."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            yield part.optimizer
+
+
+def _own_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Gives every parameter a step count of its own again. The distributed optimizer (0.16.1, torch's AdamW) loads
+    one tensor into all of them, which each parameter of the next update would then increment."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Learning rate of update k = 1, 2, ...: lr k / (warmup + 1) up to lr at update warmup + 1, then constant or
+    falling towards min_lr, which update decay_steps + 1 would reach. No update has a rate of 0.
+
+    Raises: ConfigError naming the key.
+    """
+    settings = config.actor.optimizer
+    key = "actor.optimizer"
+    if settings.schedule not in SCHEDULES:
+        raise ConfigError(f"{key}.schedule={settings.schedule} is not known. Known: {', '.join(SCHEDULES)}")
+    if not 0 <= settings.min_lr <= settings.lr:
+        raise ConfigError(f"{key}.min_lr={settings.min_lr} must be between 0 and {key}.lr={settings.lr}")
+    warmup = settings.warmup_steps
+    decay = settings.decay_steps if settings.decay_steps is not None else updates_of_run(config)
+    if settings.schedule == "constant":
+        decay = max(decay, warmup + 1)
+    elif warmup >= decay:
+        raise ConfigError(f"{key}.warmup_steps={warmup} leaves nothing of the {decay} updates ({key}.decay_steps)")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr / (warmup + 1) if warmup else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        # A resumed run obeys its configuration; only the number of updates done comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def updates_of_run(config: Config) -> int:
+    """Optimizer updates from the first to the last step of the run."""
+    trainer = config.trainer
+    return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """Of the next update."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def materialize_state(optimizer: MegatronOptimizer) -> None:
+    """Makes Adam's moments exist (zero) before the first update, so that a checkpoint has tensors to load into.
+
+    Main parameters keep their values: the step that creates the moments runs with learning rate and decay 0.
+    """
+    for inner in _torch_optimizers(optimizer):
+        if inner.state:
+            continue
+        kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        inner.zero_grad()
+        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay

@@ -1,0 +1,89 @@
+"""The deferred output projection: the last stage returns hidden states, and the loss projects them in chunks.
+
+GPTModel would build logits of every token, [T, V], which for a long row and a large vocabulary is by far the largest
+activation. PolicyModel stops before output_layer; `logprobs.linear_logp_entropy` takes hidden states and weight.
+
+What the caller does, on the last stage:
+
+    hidden = chunk(tokens, None, None, packed_seq_params=sequences)      # [T, h], whole sequence on every TP rank
+    logp, entropy = linear_logp_entropy(hidden, output_weight(chunk), targets, group=tp_group)
+
+- `fp32_output=False` in the call when the chunk is wrapped in Float16Module; otherwise it copies hidden to float32.
+- Each TP rank differentiates its own vocabulary shard, so its gradient of `hidden` is a partial sum. The op that
+  returned `hidden` sums them on the way back: reduce-scatter with sequence parallelism, else all-reduce. The loss must
+  not reduce it again.
+- The gradient of the weight is whole on its rank: it reaches .grad through autograd like any other, and DDP's hook
+  takes it from there. With tied embeddings on one stage it adds to the embedding's gradient; on several stages
+  finalize_model_grads adds the first and the last stage's.
+- With tp > 1 and sequence parallelism T must be a multiple of tp: pad the row with tokens that form one more sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mcore_rl.megatron import cpu
+
+cpu.install()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose last stage returns hidden states. Parameters, their names and the sharded state dict are
+    GPTModel's own.
+
+    With `emit_logits` it behaves as GPTModel does: logits [B, S, V / tp].
+    """
+
+    emit_logits = False
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage."""
+        if self.emit_logits or not self.post_process:
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        if self.config.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
+            )
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
+        return whole.transpose(0, 1).flatten(0, 1)
+
+
+def unwrap(module: torch.nn.Module) -> PolicyModel:
+    """The model inside DistributedDataParallel and Float16Module."""
+    while not isinstance(module, PolicyModel):
+        module = module.module  # type: ignore[assignment]
+    return module
+
+
+def output_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
+    """This rank's rows of the output projection, [V / tp, h]: the embedding where the two are tied.
+
+    Raises: ValueError when the chunk is not on the last stage.
+    """
+    model = unwrap(chunk)
+    if not model.post_process:
+        raise ValueError("only the last pipeline stage's last chunk has an output projection")
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+@contextmanager
+def logits_emitted(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block the last stage returns vocabulary-parallel logits [B, S, V / tp], as GPTModel does."""
+    models = [unwrap(chunk) for chunk in chunks]
+    for model in models:
+        model.emit_logits = True
+    try:
+        yield
+    finally:
+        for model in models:
+            model.emit_logits = False

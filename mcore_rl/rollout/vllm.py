@@ -1,0 +1,252 @@
+"""vLLM behind the RolloutEngine protocol, in this process.
+
+The engine core is stepped from here: completions are handed over as they finish, and since all requests are added
+before the first step, what is generated depends on nothing but weights, requests and their order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import ConfigError, DataError, WeightSyncError
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from mcore_rl.weights.buckets import BucketSpec
+from mcore_rl.weights.verify import digest
+
+
+@dataclass
+class _Running:
+    """Tokens of one unfinished request."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+
+class VllmEngine:
+    """One vLLM engine of rollout.tp ranks.
+
+    load_weights False: the weights are random until the first update.
+    Raises: ConfigError for settings that vLLM cannot run.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        rollout_config: RolloutConfig,
+        *,
+        dtype: str,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        load_weights: bool = True,
+    ) -> None:
+        set_environment()
+        self._config = rollout_config
+        self._eos_token_ids = list(eos_token_ids)
+        self._version = 0
+        arguments = {"model": str(model_dir), "dtype": dtype, "seed": seed}
+        arguments["load_format"] = "auto" if load_weights else "dummy"
+        self._engine = _start(arguments, rollout_config)
+        self._core = self._engine.engine_core
+        if not torch.cuda.is_available():
+            self._call("prepare_cpu_worker")
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        running = {request.request_id: _Running(request) for request in requests}
+        if len(running) != len(requests):
+            raise ValueError("request ids of one call must differ")
+        for request in requests:
+            self._check(request)
+        try:
+            self._add(requests)
+            while running:
+                self._step(running, on_finish)
+        finally:
+            if running:
+                self._core.abort_requests(list(running))
+
+    def attach_buckets(self, spec: BucketSpec) -> None:
+        """Maps the shared weight buckets in every engine rank."""
+        self._call("attach_weight_buckets", spec)
+
+    def begin_weight_update(self) -> None:
+        self._call("begin_bucket_update")
+
+    def receive_bucket(self, index: int) -> int:
+        """Loads bucket `index`; returns its bytes once every engine rank has loaded it.
+
+        Raises: WeightSyncError when a rank took another number of bytes, or the bucket came out of turn.
+        """
+        loaded = self._call("receive_weight_bucket", index)
+        if len(set(loaded)) != 1:
+            raise WeightSyncError(f"engine ranks acknowledged different bytes of bucket {index}: {loaded}")
+        return loaded[0]
+
+    def finish_weight_update(self, version: int) -> None:
+        """Makes the update visible.
+
+        Raises: WeightSyncError when a bucket or a parameter is missing.
+        """
+        self._call("finish_bucket_update")
+        if not self._core.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
+        self._version = version
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Digests of what the kernels compute with, read back one module at a time."""
+        digests: dict[str, str] = {}
+        for module in self._call("held_weight_modules")[0]:
+            for shards in zip(*self._call("held_weights", module), strict=True):
+                found = digest(_join(shards))
+                # A tied tensor is held twice; a copy that differs must not hide behind the other.
+                name = shards[0].name
+                digests[name] = found if digests.get(name, found) == found else "copies differ"
+        return digests
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes and frees its memory; call it once."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._core.shutdown()
+        cleanup_dist_env_and_memory()
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Result of a worker method on every engine rank."""
+        return self._engine.collective_rpc(method, args=args)
+
+    def _check(self, request: GenerationRequest) -> None:
+        length, limit = len(request.token_ids), self._config.max_prompt_tokens
+        if not 0 < length <= limit:
+            raise DataError(f"prompt {request.request_id}: {length} tokens, rollout.max_prompt_tokens is {limit}")
+        if not 0 <= request.token_ids.min() <= request.token_ids.max() < self._vocab_size:
+            raise DataError(f"prompt {request.request_id}: a token id is not below the model's {self._vocab_size}")
+        wanted, limit = request.sampling.max_response_tokens, self._config.max_response_tokens
+        if not 0 < wanted <= limit:
+            raise ConfigError(f"{wanted} response tokens asked for, rollout.max_response_tokens is {limit}")
+
+    def _add(self, requests: Sequence[GenerationRequest]) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        parameters: dict[SamplingOptions, Any] = {}
+        for request in requests:
+            if request.sampling not in parameters:
+                parameters[request.sampling] = _sampling_params(request.sampling, self._eos_token_ids)
+            own = copy(parameters[request.sampling])
+            if request.sampling.temperature > 0:
+                own.seed = request.seed
+            self._core.add_request(
+                EngineCoreRequest(
+                    request_id=request.request_id,
+                    prompt_token_ids=request.token_ids.tolist(),
+                    mm_features=None,
+                    sampling_params=own,
+                    pooling_params=None,
+                    # Equal times: the scheduler keeps the order of adding.
+                    arrival_time=0.0,
+                    lora_request=None,
+                    cache_salt=None,
+                    data_parallel_rank=None,
+                )
+            )
+
+    def _step(self, running: dict[str, _Running], on_finish: Callable[[Completion], None]) -> None:
+        for output in self._core.get_output().outputs:
+            entry = running[output.request_id]
+            entry.token_ids.extend(output.new_token_ids)
+            if output.new_logprobs is not None:
+                entry.logp.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if output.finish_reason is not None:
+                del running[output.request_id]
+                on_finish(self._completion(entry, str(output.finish_reason)))
+
+    def _completion(self, entry: _Running, reason: str) -> Completion:
+        if reason not in ("stop", "length", "abort") or len(entry.logp) != len(entry.token_ids):
+            raise RuntimeError(
+                f"vLLM ended {entry.request.request_id} with {reason!r}, {len(entry.token_ids)} tokens and "
+                f"{len(entry.logp)} log-probabilities"
+            )
+        token_ids, logp = np.array(entry.token_ids, np.int32), np.array(entry.logp, np.float32)
+        return Completion(entry.request.request_id, token_ids, logp, reason, self._version)
+
+
+def set_environment() -> None:
+    """Settings that vLLM reads when it is imported; a value that the user has set stays.
+
+    The engine core runs in this process (no queue between it and us); OpenMP threads are not bound to cores, since
+    engine and trainer ranks share them.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments |= {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # nothing of the model directory's own sampling defaults
+        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+        "max_num_seqs": config.max_concurrent_requests,
+        "tensor_parallel_size": config.tp,
+        "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
+        # The default, raw_logprobs, ignores the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "mcore_rl.rollout.vllm_receiver.BucketReceiverExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "async_scheduling": False,
+    }
+    if torch.cuda.is_available():
+        arguments |= {"gpu_memory_utilization": config.gpu_memory_fraction, "enforce_eager": config.enforce_eager}
+    else:
+        arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "enforce_eager": True}
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except ValueError as error:
+        # Only its message tells a cache that is too small from other mistakes.
+        if "cache" in str(error):
+            raise ConfigError(f"rollout.kv_cache_gib ({config.kv_cache_gib:g}) is too small: {error}") from error
+        raise ConfigError(f"vLLM cannot run this model with this rollout section: {error}") from error
+
+
+def _sampling_params(options: SamplingOptions, eos_token_ids: list[int]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_response_tokens,
+        stop_token_ids=eos_token_ids,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+    )
+
+
+def _join(shards: Sequence[Any]) -> torch.Tensor:
+    """One HF tensor from the shards of all engine ranks (vllm_weights.HeldTensor)."""
+    first = shards[0]
+    if first.dim is None or len(shards) == 1:
+        return first.tensor
+    return torch.cat([shard.tensor for shard in shards[:: first.replicas]], dim=first.dim)

@@ -1,0 +1,207 @@
+"""Reads back what vLLM computes with, as shards of HF tensors, module by module.
+
+On CPU vLLM keeps linear weights only inside oneDNN, packed, and expert weights permuted. A product with the identity
+gives a packed weight back bit by bit (every sum has one term that is not zero); the permutation of the experts is
+found by packing element numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from mcore_rl.errors import WeightSyncError
+
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""HF modules inside vLLM's fused ones, in the order of their rows."""
+
+_PROBE_ROWS = 1024
+"""Columns of a weight read by one product: bounds the extra memory."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """One rank's shard of the HF tensor `name`: shards concatenate along `dim`, `replicas` neighbouring ranks hold
+    the same one; dim None: every rank holds it all."""
+
+    name: str
+    tensor: torch.Tensor
+    dim: int | None = None
+    replicas: int = 1
+
+
+def held_modules(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that own parameters."""
+    return [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
+
+
+@torch.no_grad()
+def held_tensors(model: torch.nn.Module, name: str) -> list[HeldTensor]:
+    """Raises: WeightSyncError for a module whose memory layout is not known here."""
+    module = model.get_submodule(name)
+    if module is tied_head(model):
+        # Reported under the embedding's name, so that a stale head is found as a difference there.
+        name = next(n for n, m in model.named_modules() if isinstance(m, VocabParallelEmbedding) and m is not module)
+    return list(_read(module, name))
+
+
+def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
+    """The output layer, if its weight is the embedding's."""
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, ParallelLMHead):
+        return None
+    tables = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and m is not head]
+    return head if any(m.weight is head.weight for m in tables) else None
+
+
+def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
+    method = getattr(module, "quant_method", None)
+    if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
+        yield _vocabulary(module, name)
+    elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
+        yield from _linear(module, name)
+    elif isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
+        yield from _experts(module, name.removesuffix(".routed_experts"))
+    elif method is None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield HeldTensor(f"{name}.{key}", parameter.detach())
+    else:
+        raise WeightSyncError(
+            f"{name}: how {type(method).__name__} keeps weights is not known; set weights.verify_every to 0"
+        )
+
+
+def _vocabulary(module: VocabParallelEmbedding, name: str) -> HeldTensor:
+    shard = module.shard_indices
+    rows = shard.org_vocab_end_index - shard.org_vocab_start_index
+    # Look-ups read the table itself; logits come from its packed copy.
+    weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
+    return HeldTensor(f"{name}.weight", weight[:rows], dim=0)
+
+
+def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
+    prefix, _, last = name.rpartition(".")
+    dim, replicas, sizes = _sharding(module)
+    parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
+    if len(parts) != len(sizes):
+        raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
+    bias = getattr(module, "bias", None)
+    weights = _weight(module).split(sizes, dim=0)
+    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        yield HeldTensor(f"{prefix}.{part}.weight", weight, dim, replicas[index])
+        if bias is not None:
+            shard = bias.detach().to(weight.dtype).split(sizes, dim=0)[index]
+            yield HeldTensor(f"{prefix}.{part}.bias", shard, None if dim == 1 else dim, replicas[index])
+
+
+def _sharding(module: LinearBase) -> tuple[int | None, tuple[int, ...], list[int]]:
+    """(dim that tensor parallelism divides, replicas of each part, rows of each part on this rank)."""
+    if isinstance(module, QKVParallelLinear):
+        heads = module.num_heads * module.head_size
+        kv = module.num_kv_heads
+        sizes = [heads, kv * module.head_size, kv * module.v_head_size]
+        return 0, (1, module.num_kv_head_replicas, module.num_kv_head_replicas), sizes
+    if isinstance(module, MergedColumnParallelLinear):
+        sizes = [size // module.tp_size for size in module.output_sizes]
+        return 0, (1,) * len(sizes), sizes
+    if isinstance(module, ColumnParallelLinear):
+        return 0, (1,), [module.output_size_per_partition]
+    if isinstance(module, RowParallelLinear):
+        return 1, (1,), [module.output_size]
+    return None, (1,), [module.output_size]
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """Shapes: [rows on this rank, columns on this rank]."""
+    if not hasattr(module, "cpu_linear"):
+        return module.weight.detach()
+    if isinstance(module, VocabParallelEmbedding):
+        columns = module.embedding_dim
+    else:
+        columns = module.input_size_per_partition if isinstance(module, RowParallelLinear) else module.input_size
+    dtype = module.weight.dtype
+    products = []
+    for start in range(0, columns, _PROBE_ROWS):
+        count = min(_PROBE_ROWS, columns - start)
+        unit = torch.zeros(count, columns, dtype=dtype)
+        unit[torch.arange(count), start + torch.arange(count)] = 1
+        products.append(module.quant_method.apply(module, unit))
+    return torch.cat(products).t()
+
+
+def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
+    if module.moe_config.moe_parallel_config.ep_size > 1:
+        raise WeightSyncError(f"{prefix}: whole experts spread over engine ranks cannot be read back yet")
+    method = module.quant_method
+    isa = None
+    if method.unquantized_backend is UnquantizedMoeBackend.CPU:
+        experts = method.moe_kernel.fused_experts
+        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+            raise WeightSyncError(f"{prefix}: the layout of {type(experts).__name__} is not known")
+        isa = experts.isa
+    elif method.unquantized_backend not in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
+        raise WeightSyncError(
+            f"{prefix}: the expert layout of vLLM's {method.unquantized_backend.value} is not known; "
+            "set weights.verify_every to 0"
+        )
+    inner = module.moe_config.intermediate_size_per_partition_unpadded
+    for expert in range(module.w13_weight.shape[0]):
+        gate_up = _unpacked(module.w13_weight[expert], isa)
+        padded = gate_up.shape[0] // 2
+        yield HeldTensor(f"{prefix}.{expert}.gate_proj.weight", gate_up[:inner], dim=0)
+        yield HeldTensor(f"{prefix}.{expert}.up_proj.weight", gate_up[padded : padded + inner], dim=0)
+        down = _unpacked(module.w2_weight[expert], isa)[:, :inner]
+        yield HeldTensor(f"{prefix}.{expert}.down_proj.weight", down, dim=1)
+
+
+def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:
+    """One expert's matrix in its own order.
+
+    Shapes: packed [rows, columns] with elements permuted by the kernel's layout.
+    """
+    if isa is None:
+        return packed.detach()
+    order = _packing_order(tuple(packed.shape), packed.dtype, isa)
+    return torch.empty_like(packed).view(-1).index_copy_(0, order, packed.detach().reshape(-1)).view(packed.shape)
+
+
+@lru_cache(maxsize=8)
+def _packing_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Element number that each position of a packed matrix holds; found by packing the numbers' bit patterns.
+
+    Shapes: int64 [rows * columns].
+    """
+    words = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    numbers = torch.arange(shape[0] * shape[1])
+    shift = 8 * dtype.itemsize - 2  # the two highest bits stay 0, so that no pattern is a NaN
+    order = torch.zeros_like(numbers)
+    for digit in range(-(-int(numbers[-1]).bit_length() // shift)):
+        pattern = ((numbers >> (digit * shift)) & ((1 << shift) - 1)).to(words)
+        packed = cpu_prepack_moe_weight(pattern.view(dtype).view(1, *shape), isa)
+        order += packed.view(words).reshape(-1).long() << (digit * shift)
+    if not torch.equal(order.sort().values, numbers):
+        raise WeightSyncError(f"vLLM's {isa} packing of {shape} {dtype} is not a permutation")
+    return order

@@ -1,0 +1,99 @@
+"""Real engines in processes of their own, so that a test process never imports one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.types import Completion, GenerationRequest
+
+KINDS = ["vllm"]
+"""Engines of the contract suite."""
+
+
+def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
+    assert kind == "vllm"
+    from mcore_rl.rollout.vllm import VllmEngine
+
+    return VllmEngine(directory, settings.pop("rollout"), **settings)
+
+
+def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    engine = _build(kind, directory, settings)
+    connection.send(("ok", None))
+    while True:
+        method, args = connection.recv()
+        try:
+            if method == "generate":
+                result: Any = []
+                engine.generate(*args, result.append)
+            elif callable(method):
+                result = method(engine, *args)
+            else:
+                result = getattr(engine, method)
+                result = result(*args) if callable(result) else result
+            connection.send(("ok", result))
+        except Exception as error:
+            connection.send(("error", (type(error), str(error), traceback.format_exc())))
+        if method == "shutdown":
+            return
+
+
+class RemoteEngine:
+    """RolloutEngine by messages; an error raised over there is raised here with its type."""
+
+    def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, kind, str(directory), settings))
+        self.process.start()
+        theirs.close()
+        self._answer()
+
+    def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
+        """A method's name, or a function that is given the engine first."""
+        self._connection.send((method, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        state, result = self._connection.recv()
+        if state == "ok":
+            return result
+        kind, message, trace = result
+        raise kind(message) from RuntimeError(trace)
+
+    @property
+    def weight_version(self) -> int:
+        return self.call("weight_version")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+        return {completion.request_id: completion for completion in self.call("generate", requests)}
+
+    def shutdown(self) -> None:
+        self.call("shutdown")
+        self.process.join(30)
+        if self.process.exitcode is None:
+            self.process.kill()
+
+
+def start_engine(
+    kind: str, directory: Path, dtype: str = "float32", load_weights: bool = True, **rollout: Any
+) -> RemoteEngine:
+    """End of sequence is token 1."""
+    config = RolloutConfig(
+        engine=kind,
+        max_prompt_tokens=32,
+        max_response_tokens=32,
+        max_concurrent_requests=32,
+        kv_cache_gib=0.03,
+        **rollout,
+    )
+    return RemoteEngine(
+        kind, directory, rollout=config, dtype=dtype, eos_token_ids=[1], seed=1, load_weights=load_weights
+    )

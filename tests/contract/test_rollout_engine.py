@@ -1,0 +1,176 @@
+"""What every RolloutEngine must do, against transformers on the same weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.tiny_models import VOCABULARY, tiny_model
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("qwen3_moe", head_dim=32, seed=3)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory: Path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    engine = start_engine(request.param, directory)
+    yield engine
+    engine.shutdown()
+
+
+def make_requests(
+    sampling: SamplingOptions, num_prompts: int = 6, samples: int = 2, seed: int = 0
+) -> list[GenerationRequest]:
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(2, VOCABULARY, size=3 + 2 * p).astype(np.int32) for p in range(num_prompts)]
+    return [
+        GenerationRequest(f"{p}.{s}", prompt, 1000 * seed + 10 * p + s, sampling)
+        for p, prompt in enumerate(prompts)
+        for s in range(samples)
+    ]
+
+
+def reference_logp(model: Any, request: GenerationRequest, done: Completion, temperature: float) -> torch.Tensor:
+    """Log-probabilities [T, V] of transformers at each response token."""
+    ids = np.concatenate([request.token_ids, done.token_ids]).astype(np.int64)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids)[None]).logits[0, len(request.token_ids) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def test_greedy_tokens_are_the_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
+    requests = make_requests(SamplingOptions(12, temperature=0.0), samples=1)
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        logp = reference_logp(model, request, completion, 1.0)
+        assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
+        # float32 on both sides, other order of sums
+        np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: Any, temperature: float) -> None:
+    requests = make_requests(SamplingOptions(16, temperature=temperature))
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        logp = reference_logp(model, request, completion, temperature)
+        chosen = logp.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
+def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
+    engine: RemoteEngine, model: Any, truncation: dict[str, Any]
+) -> None:
+    requests = make_requests(SamplingOptions(8, **truncation))
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        logp = reference_logp(model, request, completion, 1.0)
+        ordered, order = logp.exp().sort(descending=True)
+        keep = ordered.cumsum(-1) - ordered < truncation.get("top_p", 1.0)
+        keep[:, truncation.get("top_k", VOCABULARY) :] = False
+        kept = torch.zeros_like(logp, dtype=torch.bool).scatter(1, order, keep)
+        expected = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        chosen = expected.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
+
+
+def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: RemoteEngine) -> None:
+    sampling = SamplingOptions(16)
+    first, again = (engine.generate(make_requests(sampling)) for _ in range(2))
+    other = engine.generate(make_requests(sampling, seed=7))
+    for request_id, completion in first.items():
+        assert completion.token_ids.tolist() == again[request_id].token_ids.tolist()
+        assert completion.logp.tolist() == again[request_id].logp.tolist()
+    assert any(first[i].token_ids.tolist() != other[i].token_ids.tolist() for i in first)
+    assert first["0.0"].token_ids.tolist() != first["0.1"].token_ids.tolist()
+
+
+def test_more_requests_than_run_at_once_all_finish(engine: RemoteEngine) -> None:
+    requests = make_requests(SamplingOptions(6), num_prompts=10, samples=9)
+    done = engine.generate(requests)
+    assert sorted(done) == sorted(r.request_id for r in requests)
+
+
+def test_finish_reasons(engine: RemoteEngine) -> None:
+    done = engine.generate(make_requests(SamplingOptions(32), num_prompts=8, samples=4))
+    reasons = {completion.finish_reason for completion in done.values()}
+    assert reasons == {"stop", "length"}
+    for completion in done.values():
+        ids = completion.token_ids.tolist()
+        stopped = completion.finish_reason == "stop"
+        assert (ids[-1] == EOS) == stopped
+        assert EOS not in ids[:-1]
+        assert len(completion.logp) == len(ids)
+        assert stopped or len(ids) == 32
+
+
+def test_input_that_cannot_be_generated_is_refused_and_leaves_nothing_behind(engine: RemoteEngine) -> None:
+    ids = np.array([5, 6], np.int32)
+    bad = [
+        (DataError, "max_prompt_tokens", np.full(33, 5, np.int32), 8),
+        (DataError, "max_prompt_tokens", ids[:0], 8),
+        (DataError, "token id", np.array([VOCABULARY], np.int32), 8),
+        (ConfigError, "max_response_tokens", ids, 33),
+    ]
+    for error, message, tokens, length in bad:
+        with pytest.raises(error, match=message):
+            engine.generate([GenerationRequest("bad", tokens, 0, SamplingOptions(length))])
+    twice = GenerationRequest("same", ids, 0, SamplingOptions(4))
+    with pytest.raises(ValueError, match="differ"):
+        engine.generate([twice, twice])
+    assert list(engine.generate([twice])) == ["same"]
+
+
+def _generate_with_a_failing_callback(engine: Any, requests: list[GenerationRequest]) -> str:
+    def fail(completion: Completion) -> None:
+        raise LookupError(completion.request_id)
+
+    try:
+        engine.generate(requests, fail)
+    except LookupError:
+        return "raised"
+    return "swallowed"
+
+
+def test_an_error_of_the_caller_ends_the_call_and_the_engine_still_works(engine: RemoteEngine) -> None:
+    requests = make_requests(SamplingOptions(4))
+    before = engine.generate(requests)
+    assert engine.call(_generate_with_a_failing_callback, requests) == "raised"
+    after = engine.generate(requests)
+    assert {i: c.token_ids.tolist() for i, c in before.items()} == {i: c.token_ids.tolist() for i, c in after.items()}
+
+
+def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    code = (
+        "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"
+        "from mcore_rl.rollout.vllm import VllmEngine\n"
+        "try: VllmEngine(sys.argv[1], RolloutConfig(max_prompt_tokens=32, max_response_tokens=200, "
+        "kv_cache_gib=1e-5), dtype='float32', eos_token_ids=[1], seed=1)\n"
+        "except ConfigError as error: print(error); sys.exit(2)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 2, result.stderr[-2000:]
+    assert "rollout.kv_cache_gib" in result.stdout

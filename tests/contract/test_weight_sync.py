@@ -1,0 +1,194 @@
+"""Live weight sync into real engines: after each update an engine computes with exactly the trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.weights.verify import compare
+from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.tiny_models import VOCABULARY, tiny_model
+
+MODELS = {
+    # A tied head is packed apart from the embedding it shares; biases and grouped heads come with qwen3.
+    "dense_tied": ("qwen3", "float32", {"tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", "float32", {}),
+    "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
+    "moe_bf16": ("qwen3_moe", "bfloat16", {"num_hidden_layers": 2}),
+}
+TINY_BUCKET = 5 << 10
+"""Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
+
+
+class Session:
+    """An engine and the model it started from; every test publishes a model of its own."""
+
+    def __init__(self, kind: str, name: str, directory: Path) -> None:
+        family, self.dtype, self.changes = MODELS[name]
+        self.family = family
+        model = self.model(seed=99)
+        model.save_pretrained(directory)
+        # Random weights, as in a run: the first ones come by sync.
+        self.engine = start_engine(kind, directory, self.dtype, load_weights=False)
+
+    def model(self, seed: int) -> Any:
+        return tiny_model(self.family, head_dim=32, seed=seed, **self.changes).to(getattr(torch, self.dtype))
+
+    def trainer(self, seed: int, bucket_bytes: int, num_slots: int) -> HFTrainer:
+        trainer = HFTrainer(self.model(seed), bucket_bytes, num_slots)
+        self.engine.call("attach_buckets", trainer.spec)
+        trainer.buckets.unlink()
+        return trainer
+
+
+@pytest.fixture(scope="module", params=[(kind, name) for kind in KINDS for name in MODELS], ids="-".join)
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    session = Session(*request.param, tmp_path_factory.mktemp("model"))
+    yield session
+    session.engine.shutdown()
+
+
+def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
+    rng = np.random.default_rng(version)
+    prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(4)]
+    sampling = SamplingOptions(10, temperature=0.0)
+    requests = [GenerationRequest(str(i), prompt, 0, sampling) for i, prompt in enumerate(prompts)]
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        assert completion.weight_version == version
+        ids = np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logp = model(torch.from_numpy(ids)[None]).logits[0, 11:-1].double().log_softmax(-1)
+        assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
+        np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "num_slots", "mapped"),
+    [(1 << 20, 2, True), (100 << 10, 16, True), (TINY_BUCKET, 2, False), (40 << 10, 1, False)],
+)
+def test_three_updates_in_a_row(session: Session, bucket_bytes: int, num_slots: int, mapped: bool) -> None:
+    trainer = session.trainer(bucket_bytes, bucket_bytes, num_slots)
+    assert trainer.spec.mapped == mapped
+    for version in (1, 2, 3):
+        trainer.publish(session.engine, version)
+        # What was written after the update must not reach the engine.
+        trainer.buckets._memory.fill_(63)  # type: ignore[union-attr]
+        assert session.engine.weight_version == version
+        if session.dtype == "float32":
+            check_greedy(session.engine, trainer.model, version)
+        held = session.engine.call("weight_checksums")
+        assert compare(trainer.digests(), held) == len(held)
+        trainer.perturb(version)
+        with pytest.raises(WeightSyncError, match="differ"):
+            compare(trainer.digests(), held)
+
+
+def _corrupt_linear(engine: Any) -> None:
+    """Packs one layer's projection anew with one element changed, as a wrong conversion would leave it."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from mcore_rl.rollout.vllm_weights import _weight
+
+    worker = engine._engine.model_executor.driver_worker.worker
+    layer = worker.model_runner.get_model().get_submodule("model.layers.1.self_attn.qkv_proj")
+    weight = _weight(layer).clone(memory_format=torch.contiguous_format)
+    weight[layer.num_heads * layer.head_size, 3] += 0.5  # first row of k
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+def _parameter(engine: Any, name: str) -> torch.Tensor:
+    model = engine._engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return dict(model.named_parameters())[name].data
+
+
+def _corrupt_norm(engine: Any) -> None:
+    _parameter(engine, "model.layers.0.input_layernorm.weight")[5] += 0.25
+
+
+def _corrupt_embedding(engine: Any) -> None:
+    _parameter(engine, "model.embed_tokens.weight")[VOCABULARY - 1, 0] += 0.25
+
+
+def _corrupt_expert_element(engine: Any) -> None:
+    _parameter(engine, "model.layers.1.mlp.experts.routed_experts.w2_weight")[6].view(-1)[0] += 0.25
+
+
+def _swap_experts(engine: Any) -> None:
+    weight = _parameter(engine, "model.layers.1.mlp.experts.routed_experts.w13_weight")
+    weight[[2, 3]] = weight[[3, 2]]
+
+
+CORRUPTIONS = [
+    (_corrupt_linear, "dense moe", ["model.layers.1.self_attn.k_proj.weight"]),
+    (_corrupt_norm, "dense moe", ["model.layers.0.input_layernorm.weight"]),
+    (_corrupt_embedding, "dense moe", ["model.embed_tokens.weight"]),
+    (_corrupt_expert_element, "moe", ["model.layers.1.mlp.experts.6.down_proj.weight"]),
+    (
+        _swap_experts,
+        "moe",
+        [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in (2, 3) for part in ("gate", "up")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("corrupt", "models", "names"), CORRUPTIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_one_wrong_element_in_the_engine_is_found_and_named(
+    session: Session, corrupt: Any, models: str, names: list[str]
+) -> None:
+    if ("moe" if session.family == "qwen3_moe" else "dense") not in models.split():
+        pytest.skip("the model has no experts")
+    trainer = session.trainer(5, 1 << 20, 2)
+    trainer.publish(session.engine, 5)
+    compare(trainer.digests(), session.engine.call("weight_checksums"))
+    session.engine.call(corrupt)
+    with pytest.raises(WeightSyncError) as caught:
+        compare(trainer.digests(), session.engine.call("weight_checksums"), "engine 0")
+    assert f"{len(names)} differ: {', '.join(sorted(names))}" in str(caught.value)
+    trainer.publish(session.engine, 6)  # and an update mends it
+    compare(trainer.digests(), session.engine.call("weight_checksums"))
+
+
+def test_an_update_out_of_order_is_refused(session: Session) -> None:
+    """Last of this module's tests for a session: half an update breaks the engine for good."""
+    trainer = session.trainer(5, TINY_BUCKET, 2)
+    with pytest.raises(WeightSyncError, match="attached, not updating"):
+        session.engine.call("receive_bucket", 0)
+    session.engine.call("begin_weight_update")
+    trainer.write(0)
+    session.engine.call("receive_bucket", 0)
+    with pytest.raises(WeightSyncError, match="bucket 2 came where bucket 1 was due"):
+        session.engine.call("receive_bucket", 2)
+    with pytest.raises(WeightSyncError, match="broken"):
+        session.engine.call("finish_weight_update", 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_ranks_each_take_their_shards(kind: str, tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    tiny_model("qwen3", head_dim=32, seed=1).save_pretrained(tmp_path)
+    engine = start_engine(kind, tmp_path, load_weights=False, tp=2)
+    try:
+        trainer = HFTrainer(tiny_model("qwen3", head_dim=32, seed=7), TINY_BUCKET, 2)
+        engine.call("attach_buckets", trainer.spec)
+        trainer.buckets.unlink()
+        for version in (1, 2):
+            trainer.publish(engine, version)
+            check_greedy(engine, trainer.model, version)
+            held = engine.call("weight_checksums")
+            assert compare(trainer.digests(), held) == len(held)
+            trainer.perturb(version)
+    finally:
+        engine.shutdown()
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name}
+    assert not left

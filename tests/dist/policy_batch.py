@@ -1,0 +1,188 @@
+"""One small batch of trajectories, cut for any number of data-parallel ranks, and what plain torch on transformers'
+own model makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config.schema import Config, ParallelConfig
+from mcore_rl.types import RankShare, TrajectoryBuffers
+from tests.tiny_models import VOCABULARY
+
+PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
+RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
+FIRST_CHUNK = 5  # samples 0..4 lie in chunk 0, the rest in chunk 1
+UPDATES = ([0, 2, 4, 6, 8], [1, 3, 5, 7])
+TEMPERATURE = 0.8
+ENTROPY_COEFFICIENT = 0.02
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
+
+
+def chunks() -> list[TrajectoryBuffers]:
+    """Two buffers; every fifth response token is not trained on, as if a tool had written it."""
+    return [_buffers(range(FIRST_CHUNK)), _buffers(range(FIRST_CHUNK, len(PROMPTS)))]
+
+
+def sequence(sample: int) -> np.ndarray:
+    generator = np.random.default_rng(100 + sample)
+    return generator.integers(0, VOCABULARY, PROMPTS[sample] + RESPONSES[sample]).astype(np.int32)
+
+
+def trained(sample: int) -> np.ndarray:
+    return (np.arange(RESPONSES[sample]) % 5 != 3).astype(np.uint8)
+
+
+def logp_rollout(sample: int) -> np.ndarray:
+    return np.random.default_rng(200 + sample).normal(-4, 1, RESPONSES[sample]).astype(np.float32)
+
+
+def advantages() -> np.ndarray:
+    signs = np.where(np.arange(len(PROMPTS)) // 2 % 2, -1, 1)
+    return (signs * np.random.default_rng(1).uniform(0.3, 1.5, len(PROMPTS))).astype(np.float32)
+
+
+def loss_weights(samples: list[int]) -> np.ndarray:
+    """token-mean over one update."""
+    weights = np.zeros(len(PROMPTS), np.float32)
+    weights[samples] = 1 / sum(int(trained(sample).sum()) for sample in samples)
+    return weights
+
+
+def drift(sample: int) -> np.ndarray:
+    """Old minus current log-probability of each trained token: ratios on both sides of every clip bound."""
+    return np.random.default_rng(300 + sample).normal(0, 0.35, int(trained(sample).sum())).astype(np.float32)
+
+
+def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
+    """An uneven cut: the last data-parallel rank gets one sample, so that it needs dummy micro-batches."""
+    mine = [s for i, s in enumerate(samples) if min(i, num_dp_ranks - 1) == num_dp_ranks - 1 - dp_rank]
+    index = np.array(mine, np.int64)
+    return RankShare(
+        samples=index,
+        chunk_ids=(index >= FIRST_CHUNK).astype(np.int32),
+        rows=np.where(index >= FIRST_CHUNK, index - FIRST_CHUNK, index).astype(np.int32),
+        total_tokens=np.array([len(sequence(s)) for s in mine], np.int32),
+        advantages=advantages()[index],
+        loss_weights=loss_weights(samples)[index],
+    )
+
+
+def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatch: int) -> Config:
+    made = Config()
+    made.model.hf_path = str(directory)
+    made.rollout.temperature = TEMPERATURE
+    made.algorithm.entropy_coefficient = ENTROPY_COEFFICIENT
+    loss = made.algorithm.policy_loss
+    loss.clip_low, loss.clip_high, loss.dual_clip = CLIP_LOW, CLIP_HIGH, DUAL_CLIP
+    made.actor.parallel = ParallelConfig(**parallel)
+    made.actor.tokens_per_microbatch = tokens_per_microbatch
+    made.actor.logprob_chunk_tokens = 7
+    made.cluster.collective_timeout_seconds = 60
+    return made
+
+
+def reference_model(directory: str | Path) -> torch.nn.Module:
+    """transformers' own model in float64."""
+    from transformers import AutoModelForCausalLM
+
+    # transformers' fused experts have no float64 kernel.
+    loops = {"attn_implementation": "eager", "experts_implementation": "eager", "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(directory, **loops).double()
+
+
+def reference_logp(
+    model: torch.nn.Module, sample: int, temperature: float = TEMPERATURE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy of each trained token, from the unpacked sequence."""
+    tokens = torch.from_numpy(sequence(sample).astype(np.int64))
+    positions = PROMPTS[sample] + np.flatnonzero(trained(sample))
+    log_p = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)[positions - 1]
+    return log_p.gather(1, tokens[positions][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def reference_loss(
+    model: torch.nn.Module, samples: list[int], old_logp: dict[int, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """DAPO's objective written out, and means over tokens of what the metrics report."""
+    weights, advantage = loss_weights(samples).astype(float), advantages().astype(float)
+    total = torch.zeros((), dtype=torch.float64)
+    seen: dict[str, list[torch.Tensor]] = {"actor/entropy": [], "actor/ppo_kl": [], "actor/clip_fraction": []}
+    for sample in samples:
+        logp, entropy = reference_logp(model, sample)
+        ratio = torch.exp(logp - old_logp[sample])
+        a = advantage[sample]
+        bounded = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        loss = torch.maximum(-a * ratio, bounded)
+        seen["actor/clip_fraction"].append((bounded > -a * ratio).double())
+        if a < 0:
+            loss = loss.clamp(max=-a * DUAL_CLIP)
+        total = total + weights[sample] * (loss - ENTROPY_COEFFICIENT * entropy).sum()
+        seen["actor/entropy"].append(entropy.detach())
+        seen["actor/ppo_kl"].append((old_logp[sample] - logp).detach())
+    return total, {name: float(torch.cat(values).mean()) for name, values in seen.items()}
+
+
+def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients by HF name where the old log-probabilities are `drift` away from the current ones."""
+    model = reference_model(directory)
+    with torch.no_grad():
+        old = {s: reference_logp(model, s)[0] + torch.from_numpy(drift(s)).double() for s in samples}
+    loss, _ = reference_loss(model, samples, old)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return float(loss.detach()), checkpoint_tensors(gradients)
+
+
+def checkpoint_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names of a checkpoint: transformers 5 fuses the experts of a layer, files have one tensor per expert."""
+    tensors = {}
+    for name, tensor in named.items():
+        experts, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                tensors[f"{experts}.{expert}.gate_proj.weight"] = gate
+                tensors[f"{experts}.{expert}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            tensors |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def hf_pieces(actor: Any) -> list[Any]:
+    """What the parameters hold, as this rank's slices of HF tensors."""
+    from model_converters.plan import export_pieces
+
+    return [
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().numpy().copy())
+        for plan, piece, view in export_pieces(actor.export_plan(), actor.tensors(), actor.rank)
+    ]
+
+
+def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """Whole HF tensors from all ranks' slices, float64; NaN where no rank wrote."""
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, dim, start, values in (piece for rank in ranks for piece in rank):
+        target = whole.setdefault(name, torch.full(tuple(shape), torch.nan, dtype=torch.float64))
+        part = torch.from_numpy(values).double()
+        target.narrow(dim, start, part.shape[dim]).copy_(part)
+    return whole
+
+
+def _buffers(samples: range) -> TrajectoryBuffers:
+    sequences = [sequence(sample) for sample in samples]
+    responses = [RESPONSES[sample] for sample in samples]
+    return TrajectoryBuffers(
+        tokens=np.concatenate(sequences),
+        token_offsets=np.cumsum([0, *map(len, sequences)]).astype(np.int64),
+        prompt_tokens=np.array([PROMPTS[sample] for sample in samples], np.int32),
+        response_offsets=np.cumsum([0, *responses]).astype(np.int64),
+        logp_rollout=np.concatenate([logp_rollout(sample) for sample in samples]),
+        versions=np.zeros(sum(responses), np.int32),
+        trained=np.concatenate([trained(sample) for sample in samples]),
+    )

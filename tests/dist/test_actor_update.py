@@ -1,0 +1,313 @@
+"""Whole updates: annotate, then two optimizer steps, against AdamW on transformers' model in float64; and the step that
+must not happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import NonFiniteError
+from mcore_rl.types import Metric, merge_metrics
+from tests.dist import policy_batch
+from tests.dist.launch import launch
+from tests.tiny_models import write_tiny_model
+
+LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
+# Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
+EPS = 1e-2
+CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
+    1: {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})},
+    2: {
+        "dense dp2": ("qwen3", {}),
+        "dense tp2": ("qwen3", {"tp": 2}),
+        "dense pp2": ("qwen3", {"pp": 2}),
+        "moe ep2": ("qwen3_moe", {"ep": 2}),
+    },
+}
+ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: str(write_tiny_model(root / kind, kind)) for kind in ("qwen3", "qwen3_moe")}
+
+
+def _config(directory: str, parallel: dict[str, int]) -> Any:
+    config = policy_batch.config(directory, parallel, 24)
+    optimizer = config.actor.optimizer
+    optimizer.lr, optimizer.warmup_steps, optimizer.eps = LR, WARMUP, EPS
+    optimizer.weight_decay, optimizer.clip_grad = WEIGHT_DECAY, CLIP_GRAD
+    return config
+
+
+def _actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[Any]]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.actor import MegatronActor
+
+    config = _config(directory, parallel)
+    for section, values in changes.items():
+        for name, value in values.items():
+            setattr(getattr(config, section), name, value)
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    dp = actor.layout.coordinates(rank).dp
+    return actor, [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+
+
+@pytest.fixture(scope="module")
+def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]]]]:
+    """By case: final weights by HF name, and merged metrics of the annotation and of each update."""
+    joined = {}
+    for size, cases in CASES.items():
+        ranks = launch(_train, size, directories, cases)
+        for name in cases:
+            weights = policy_batch.assemble([rank[name][0] for rank in ranks])
+            joined[name] = (
+                weights,
+                [merge_metrics(list(parts)) for parts in zip(*(r[name][1] for r in ranks), strict=True)],
+            )
+    return joined
+
+
+def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
+    results = {}
+    for name, (kind, parallel) in cases.items():
+        actor, shares = _actor(rank, directories[kind], parallel)
+        chunks = policy_batch.chunks()
+        # The first share twice, as a second epoch gives it: its samples must be annotated once.
+        metrics = [actor.annotate([*shares, shares[0]], chunks)]
+        metrics += [actor.update(share, chunks, index) for index, share in enumerate(shares)]
+        results[name] = policy_batch.hf_pieces(actor), metrics
+    return results
+
+
+@pytest.fixture(scope="module")
+def references(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, float]]]]:
+    return {kind: _reference(directory) for kind, directory in directories.items()}
+
+
+def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    model = policy_batch.reference_model(directory)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, eps=EPS, betas=(0.9, 0.999))
+    with torch.no_grad():
+        old = {
+            sample: policy_batch.reference_logp(model, sample)[0]
+            for update in policy_batch.UPDATES
+            for sample in update
+        }
+    difference = torch.cat(
+        [
+            (old[s] - torch.from_numpy(policy_batch.logp_rollout(s)[policy_batch.trained(s) > 0])).abs()
+            for s in sorted(old)
+        ]
+    )
+    metrics = [
+        {"rollout/logp_diff_mean": float(difference.mean()), "rollout/logp_diff_max": float(difference.max())},
+    ]
+    for index, samples in enumerate(policy_batch.UPDATES):
+        optimizer.zero_grad()
+        loss, figures = policy_batch.reference_loss(model, samples, old)
+        loss.backward()
+        rate = LR * min(1, (index + 1) / (WARMUP + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        figures |= {"actor/loss": float(loss.detach()), "actor/lr": rate}
+        figures["actor/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD))
+        figures["actor/trained_tokens"] = sum(int(policy_batch.trained(sample).sum()) for sample in samples)
+        optimizer.step()
+        metrics.append(figures)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return policy_batch.checkpoint_tensors(weights), metrics
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, results: Any, references: Any) -> None:
+    expected, _ = references[CASES[size][case][0]]
+    weights, _ = results[case]
+    assert weights.keys() == expected.keys()
+    errors = {name: float((weights[name] - tensor).abs().max()) for name, tensor in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    # Weights are of size 1 in float32 (6e-8 each rounding) and move by about 1e-3; a wrong step is off by 1e-4.
+    assert errors[worst] <= 2e-6, f"{worst}: {errors[worst]:.1e}"
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_metrics_merged_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
+    _, expected = references[CASES[size][case][0]]
+    _, reported = results[case]
+    for ours, reference in zip(reported, expected, strict=True):
+        assert {name: ours[name].value for name in reference} == pytest.approx(reference, rel=2e-4, abs=2e-6)
+
+
+def test_the_second_update_sees_ratios_away_from_one(references: Any) -> None:
+    """Guards the oracle: otherwise remembered and recomputed log-probabilities could be confused unseen."""
+    assert abs(references["qwen3"][1][2]["actor/ppo_kl"]) > 1e-4
+
+
+def test_a_non_finite_update_stops_every_rank_and_changes_nothing(directories: dict[str, str]) -> None:
+    for rank in launch(_fail_and_recover, 2, directories):
+        loss_message, gradient_message, annotation_message = rank["messages"]
+        assert "sample 7 (rollout call 1, row 2)" in loss_message
+        assert loss_message.startswith("rank ")
+        assert "gradient of" in gradient_message
+        assert "linear_proj" in gradient_message
+        assert f"of sample {rank['culprit']} (" in annotation_message
+        assert rank["unchanged"]
+        assert rank["recovered"]
+
+
+def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
+    actor, shares = _actor(rank, directories["qwen3_moe"], {"ep": 2})
+    chunks = policy_batch.chunks()
+    actor.annotate(shares, chunks)
+    actor.update(shares[0], chunks, 0)
+    before = _state(actor)
+    messages = []
+
+    poisoned = shares[1].advantages.copy()
+    poisoned[shares[1].samples == 7] = np.nan  # on one of the two ranks
+    messages.append(_refused(lambda: actor.update(replace(shares[1], advantages=poisoned), chunks, 1)))
+
+    projection = actor.chunks[0].decoder.layers[1].self_attention.linear_proj.weight
+    hook = projection.register_hook(lambda gradient: gradient * (np.inf if rank == 1 else 1))
+    messages.append(_refused(lambda: actor.update(shares[1], chunks, 1)))
+    hook.remove()
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, _state(actor), strict=True))
+
+    culprit, token = _token_of_one_sample()
+    embedding = actor.chunks[0].embedding.word_embeddings.weight.data
+    kept = embedding[token].clone()
+    embedding[token] = np.inf
+    messages.append(_refused(lambda: actor.annotate(shares, chunks)))
+    embedding[token] = kept
+
+    actor.annotate(shares, chunks)
+    actor.update(shares[1], chunks, 1)
+    moved = not torch.equal(before[0], _state(actor)[0])
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in _state(actor))
+    return {"messages": messages, "unchanged": unchanged, "culprit": culprit, "recovered": moved and finite}
+
+
+def _refused(call: Any) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _state(actor: Any) -> list[torch.Tensor]:
+    """Weights, Adam's moments, schedule."""
+    moments = [
+        value.clone()
+        for part in actor.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+    ]
+    return [
+        *(tensor.clone() for tensor in actor.tensors().values()),
+        *moments,
+        torch.tensor([actor.scheduler.num_steps, actor.optimizer.param_groups[0]["lr"]]),
+    ]
+
+
+def _token_of_one_sample() -> tuple[int, int]:
+    """A sample and a token that only it has, before its last position."""
+    samples = [sample for update in policy_batch.UPDATES for sample in update]
+    for sample in samples:
+        others = np.concatenate([policy_batch.sequence(other) for other in samples if other != sample])
+        for token in policy_batch.sequence(sample)[: policy_batch.PROMPTS[sample]]:
+            if token not in others:
+                return sample, int(token)
+    raise AssertionError("no such token")
+
+
+def test_supervised_loss_is_the_cross_entropy_at_temperature_one(directories: dict[str, str]) -> None:
+    """Without annotation, and whatever temperature rollouts have."""
+    model = policy_batch.reference_model(directories["qwen3"])
+    samples = policy_batch.UPDATES[0]
+    with torch.no_grad():
+        logp = torch.cat([policy_batch.reference_logp(model, sample, temperature=1.0)[0] for sample in samples])
+    [(loss, bfloat16_loss, bfloat16_moved)] = launch(_supervise, 1, directories)
+    assert loss == pytest.approx(-float(logp.mean()), rel=1e-5)
+    # bfloat16 weights and activations: 3 significant digits.
+    assert bfloat16_loss == pytest.approx(loss, rel=0.05)
+    assert bfloat16_moved
+
+
+def _supervise(rank: int, directories: dict[str, str]) -> tuple[float, float, bool]:
+    supervised = {"name": "sft", "clip_low": None, "clip_high": None, "dual_clip": None}
+    losses, moved = [], False
+    for dtype in ("float32", "bfloat16"):
+        actor, shares = _supervised_actor(rank, directories["qwen3"], supervised, dtype)
+        before = {name: tensor.clone() for name, tensor in actor.tensors().items()}
+        metrics = actor.update(shares[0], policy_batch.chunks(), 0)
+        losses.append(metrics["actor/loss"].value)
+        moved = any(not torch.equal(before[name], tensor) for name, tensor in actor.tensors().items())
+        assert all(parameter.main_grad.dtype == torch.float32 for parameter in actor.chunks[0].parameters())
+    return losses[0], losses[1], moved
+
+
+def _supervised_actor(rank: int, directory: str, loss: dict[str, Any], dtype: str) -> tuple[Any, list[Any]]:
+    from mcore_rl.config.schema import PolicyLossConfig
+
+    algorithm = {"policy_loss": PolicyLossConfig(**loss), "entropy_coefficient": 0.0}
+    return _actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})
+
+
+def test_the_schedule_has_no_update_at_rate_zero(directories: dict[str, str], tmp_path: Path) -> None:
+    """Warm-up from 0 and cosine to min_lr, over the updates of the run, in closed form."""
+    [rates] = launch(_rates, 1, directories)
+    lr, min_lr, warmup, updates = 1.0, 0.1, 2, 6
+    expected = [lr * k / (warmup + 1) for k in (1, 2)]
+    expected += [
+        min_lr + (lr - min_lr) * 0.5 * (1 + np.cos(np.pi * k / (updates - warmup))) for k in range(updates - warmup)
+    ]
+    assert rates == pytest.approx(expected)
+    assert min(rates) > 0
+
+
+def _rates(rank: int, directories: dict[str, str]) -> list[float]:
+    from mcore_rl.megatron.optimizer import learning_rate
+
+    optimizer = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "schedule": "cosine"}
+    trainer = {"steps": 3, "prompts_per_step": 8, "prompts_per_update": 4, "update_epochs": 1}
+    config = _config(directories["qwen3"], {})
+    for name, value in optimizer.items():
+        setattr(config.actor.optimizer, name, value)
+    actor, _ = _actor(rank, directories["qwen3"], {}, actor=vars(config.actor), trainer=trainer)
+    rates = []
+    for _ in range(6):
+        rates.append(learning_rate(actor.optimizer))
+        actor.scheduler.step(1)
+    return rates
+
+
+def test_a_resumed_actor_takes_the_very_same_step(directories: dict[str, str], tmp_path: Path) -> None:
+    """Bit by bit. 0.16.1 loads one step count into all parameters, which would then advance once per parameter."""
+    assert all(launch(_resume, 2, directories["qwen3_moe"], str(tmp_path)))
+
+
+def _resume(rank: int, directory: str, checkpoint: str) -> bool:
+    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+
+    chunks, ends = policy_batch.chunks(), []
+    for resumed in (False, True):
+        actor, shares = _actor(rank, directory, {"ep": 2})
+        if resumed:
+            load_checkpoint(checkpoint, actor)
+        else:
+            actor.annotate(shares, chunks)
+            actor.update(shares[0], chunks, 0)
+            save_checkpoint(checkpoint, actor)
+        actor.annotate(shares, chunks)
+        ends.append((actor.update(shares[1], chunks, 1), _state(actor)))
+    (metrics, state), (metrics_resumed, state_resumed) = ends
+    return metrics == metrics_resumed and all(torch.equal(a, b) for a, b in zip(state, state_resumed, strict=True))

@@ -1,0 +1,109 @@
+"""Packed micro-batches against the trajectories they come from, read token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import DataError
+from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
+from mcore_rl.types import RankShare
+from tests.dist import policy_batch
+from tests.dist.launch import launch
+
+SAMPLES = list(range(len(policy_batch.PROMPTS)))
+LENGTHS = [len(policy_batch.sequence(sample)) for sample in SAMPLES]
+
+
+def _build(packing: Packing, samples: list[int] = SAMPLES) -> list[MicroBatch]:
+    return build_microbatches(policy_batch.share(samples, 0, 1), policy_batch.chunks(), packing)[0]
+
+
+def _bounds(batch: MicroBatch) -> list[int]:
+    return batch.sequences.cu_seqlens_q.tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 45, 10_000])
+def test_every_trained_token_is_predicted_once_from_the_position_before_it(tokens: int) -> None:
+    share = policy_batch.share(SAMPLES, 0, 1)
+    found: dict[int, list[tuple[int, int, float, float, float]]] = {}
+    for batch in _build(Packing(tokens=tokens)):
+        counts = np.repeat(batch.samples, batch.trained_counts)
+        bounds = _bounds(batch)
+        for i, sample in enumerate(counts.tolist()):
+            position = int(batch.predictors[i]) - bounds[batch.samples.index(sample)]
+            values = (batch.logp_rollout[i], batch.advantages[i], batch.loss_weights[i])
+            found.setdefault(sample, []).append((position, int(batch.targets[i]), *map(float, values)))
+    for index, sample in enumerate(SAMPLES):
+        prompt, tokens_of = policy_batch.PROMPTS[sample], policy_batch.sequence(sample)
+        rollout = policy_batch.logp_rollout(sample)
+        expected = [
+            (
+                prompt + t - 1,
+                int(tokens_of[prompt + t]),
+                float(rollout[t]),
+                float(share.advantages[index]),
+                float(share.loss_weights[index]),
+            )
+            for t in range(policy_batch.RESPONSES[sample])
+            if policy_batch.trained(sample)[t]
+        ]
+        assert found[sample] == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 45, 10_000])
+def test_rows_are_whole_sequences_within_the_budget_or_one_long_sequence(tokens: int) -> None:
+    for batch in _build(Packing(tokens=tokens)):
+        bounds = _bounds(batch)
+        assert bounds[-1] == len(batch.tokens) == sum(LENGTHS[sample] for sample in batch.samples)
+        assert len(batch.tokens) <= tokens or len(batch.samples) == 1
+        for sample, (first, end) in zip(batch.samples, pairwise(bounds), strict=True):
+            assert batch.tokens[first:end].tolist() == policy_batch.sequence(sample).tolist()
+
+
+def test_only_the_total_is_padded_and_only_by_a_sequence_of_its_own() -> None:
+    for batch in _build(Packing(tokens=20, row_multiple=4)):
+        real = sum(LENGTHS[sample] for sample in batch.samples)
+        assert len(batch.tokens) == -(-real // 4) * 4
+        assert real in _bounds(batch)
+        assert (batch.predictors < real).all()
+
+
+def test_an_interleaved_pipeline_gets_a_multiple_with_dummies_that_train_nothing() -> None:
+    batches = _build(Packing(tokens=10_000, row_multiple=2, count_multiple=4), [3, 5])
+    assert len(batches) == 4
+    assert sorted(sample for batch in batches for sample in batch.samples) == [3, 5]
+    dummies = [batch for batch in batches if not batch.samples]
+    assert [len(batch.tokens) for batch in dummies] == [2, 2]
+    assert not any(len(batch.targets) for batch in dummies)
+
+
+def test_a_rank_without_samples_still_runs() -> None:
+    empty = RankShare(*(np.empty(0, kind) for kind in ("i8", "i4", "i4", "i4", "f4", "f4")))
+    batches, tokens = build_microbatches(empty, policy_batch.chunks(), Packing(tokens=20))
+    assert [len(batch.tokens) for batch in batches] == [1]
+    assert tokens == 1
+
+
+def test_a_response_without_a_prompt_is_refused() -> None:
+    first, second = policy_batch.chunks()
+    first.prompt_tokens[2] = 0
+    with pytest.raises(DataError, match="sample 2 has an empty prompt"):
+        build_microbatches(policy_batch.share([2], 0, 1), [first, second], Packing(tokens=20))
+
+
+def test_data_parallel_ranks_run_equally_many() -> None:
+    counts = launch(_count, 2)
+    assert counts[0] == counts[1]
+    assert counts[0][0] >= sum(LENGTHS) / 20
+
+
+def _count(rank: int) -> tuple[int, int]:
+    packing = Packing(tokens=20, group=torch.distributed.group.WORLD)
+    share = policy_batch.share(SAMPLES, rank, 2)  # eight samples here, one there
+    batches, tokens = build_microbatches(share, policy_batch.chunks(), packing)
+    assert all(len(batch.tokens) for batch in batches)
+    return len(batches), tokens

@@ -1,0 +1,282 @@
+"""The live model against transformers: logits, log-probabilities and every gradient, in each layout.
+
+One launch per number of ranks runs all its cases; the oracle is transformers' own model on unpacked sequences.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from tests.dist.launch import launch
+from tests.tiny_models import VOCABULARY, write_tiny_model
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "moe": ("qwen3_moe", {}),
+    "mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+}
+# Two micro-batches of different token counts; even, because sequence parallelism divides them by tp.
+MICROBATCHES = [[5, 12, 1, 6], [9, 3, 18]]
+CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
+    1: {name: (name, {}) for name in MODELS},
+    2: {
+        "dense dp2": ("dense", {}),
+        "dense tp2": ("dense", {"tp": 2}),
+        "dense tp2 without sequence parallelism": ("dense", {"tp": 2, "sequence_parallel": 0}),
+        "tied tp2": ("tied", {"tp": 2}),
+        "dense pp2": ("dense", {"pp": 2}),
+        "tied pp2": ("tied", {"pp": 2}),
+        "dense pp2 uneven": ("dense", {"pp": 2, "first_stage_layers": 1}),
+        "moe pp2 vpp2": ("moe", {"pp": 2, "vpp": 2}),
+        "moe ep2": ("moe", {"ep": 2}),
+        "moe tp2 ep2": ("moe", {"tp": 2, "ep": 2}),
+        "moe tp2 etp2": ("moe", {"tp": 2}),
+        "mixed tp2 ep2": ("mixed", {"tp": 2, "ep": 2}),
+    },
+    4: {
+        "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
+        "moe pp2 ep2": ("moe", {"pp": 2, "ep": 2}),
+        "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
+    },
+}
+
+
+def _sequences() -> list[list[list[int]]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in MICROBATCHES
+    ]
+
+
+def _row(microbatch: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([token for sequence in microbatch for token in sequence])
+
+
+def _targets(tokens: torch.Tensor) -> torch.Tensor:
+    """Some other token for every position: log-probabilities of arbitrary targets test as much as next tokens."""
+    return (tokens * 7 + 3) % VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: str(write_tiny_model(root / name, kind, seed=index, **changes))
+        for index, (name, (kind, changes)) in enumerate(MODELS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Per model: logits by micro-batch, and gradients of the mean log-probability by HF name."""
+    return {name: _reference(directory) for name, directory in directories.items()}
+
+
+def _reference(directory: str) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    logits, total, count = [], torch.zeros(()), 0
+    for microbatch in _sequences():
+        rows = [model(torch.tensor(sequence)[None]).logits[0] for sequence in microbatch]
+        logits.append(torch.cat(rows).detach().numpy())
+        targets = _targets(_row(microbatch))
+        logp = torch.cat(rows).log_softmax(-1).gather(1, targets[:, None])
+        total, count = total + logp.sum(), count + len(targets)
+    (total / count).backward()
+    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return {"logits": logits, "gradients": _by_expert(gradients)}
+
+
+def _by_expert(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """transformers 5 fuses a layer's experts in memory; checkpoints, and we, have one tensor per expert."""
+    named = {}
+    for name, value in gradients.items():
+        prefix, _, fused = name.rpartition(".")
+        for expert in range(value.shape[0]) if fused in ("gate_up_proj", "down_proj") and value.ndim == 3 else ():
+            if fused == "down_proj":
+                named[f"{prefix}.{expert}.down_proj.weight"] = value[expert]
+            else:
+                gate, up = np.split(value[expert], 2)
+                named[f"{prefix}.{expert}.gate_proj.weight"], named[f"{prefix}.{expert}.up_proj.weight"] = gate, up
+        if value.ndim != 3:
+            named[name] = value
+    return named
+
+
+# ---- on the ranks ----
+
+
+def _run_cases(rank: int, cases: dict[str, tuple[str, dict[str, int]]]) -> dict[str, dict[str, Any]]:
+    return {name: _run_case(rank, directory, sizes) for name, (directory, sizes) in cases.items()}
+
+
+def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron import loading, parallel
+    from mcore_rl.megatron.layout import train_layout
+
+    hf_config = json.loads((Path(directory) / "config.json").read_text())
+    sizes = dict(sizes)
+    sequence_parallel = sizes.pop("sequence_parallel", 1)
+    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=60, seed=1)
+    chunks = _build(hf_config, directory, layout, bool(sequence_parallel))
+    loading.load_hf(chunks, directory, layout)
+    logits = _logits(chunks)
+    _backward(chunks)
+    return {"logits": logits, "gradients": _gradient_pieces(chunks, hf_config, layout, rank)}
+
+
+def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
+    """build_model; sequence parallelism, which it always uses with tp > 1, can be left out."""
+    from mcore_rl.megatron import model
+
+    usual = model._parallel_arguments
+    if not sequence_parallel:
+        model._parallel_arguments = lambda layout: usual(layout) | {"sequence_parallel": False}
+    try:
+        return model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path=directory), layout)
+    finally:
+        model._parallel_arguments = usual
+
+
+def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **options: Any) -> Any:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(microbatches) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(microbatches),
+        seq_length=max(sum(lengths) for lengths in MICROBATCHES),
+        micro_batch_size=1,
+        **options,
+    )
+
+
+def _packed(microbatch: list[list[int]]) -> tuple[torch.Tensor, Any]:
+    from mcore_rl.megatron.attention import pack_sequences
+
+    return _row(microbatch), pack_sequences([len(sequence) for sequence in microbatch])
+
+
+def _logits(chunks: list[Any]) -> list[np.ndarray] | None:
+    """Logits of all micro-batches, whole vocabulary; None but on the last stage."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from mcore_rl.megatron.output import logits_emitted
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        tokens, packed = _packed(next(iterator))
+        logits = chunk(tokens[None], None, None, packed_seq_params=packed)
+        return logits, lambda output, non_loss_data: gather_from_tensor_model_parallel_region(output)[0].numpy()
+
+    with logits_emitted(chunks), torch.no_grad():
+        return _schedule(chunks, forward_step, _sequences(), forward_only=True, collect_non_loss_data=True) or None
+
+
+def _backward(chunks: list[Any]) -> None:
+    """Leaves the gradient of the mean log-probability in the parameters' data."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from mcore_rl.megatron.logprobs import linear_logp_entropy
+    from mcore_rl.megatron.output import output_weight
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        tokens, packed = _packed(next(iterator))
+        output = chunk(tokens[None], None, None, packed_seq_params=packed)
+
+        def loss(hidden: torch.Tensor) -> Any:
+            logp, _ = linear_logp_entropy(hidden, output_weight(chunk), _targets(tokens), group=group)
+            return logp.sum(), torch.tensor(len(tokens), dtype=torch.int), {}
+
+        return output, loss
+
+    wrapped = [DistributedDataParallel(c.config, DistributedDataParallelConfig(), c) for c in chunks]
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    _schedule(wrapped, forward_step, _sequences()[replica::replicas], forward_only=False)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.main_grad)
+
+
+def _gradient_pieces(chunks: list[Any], hf_config: dict[str, Any], layout: Any, rank: int) -> list[Any]:
+    from mcore_rl.megatron.names import canonical_tensors
+    from model_converters.families import family_for
+    from model_converters.plan import export_pieces, export_plan
+    from model_converters.table import bind
+
+    plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)
+    return [
+        (plan.hf_name, plan.shape, piece.dim, piece.start, tensor.numpy().copy())
+        for plan, piece, tensor in export_pieces(plans, canonical_tensors(chunks), rank)
+    ]
+
+
+# ---- the facts ----
+
+
+@pytest.fixture(scope="module")
+def outcomes(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """What every rank returned, by case."""
+    found = {}
+    for num_ranks, cases in CASES.items():
+        named = {name: (directories[model], sizes) for name, (model, sizes) in cases.items()}
+        ranks = launch(_run_cases, num_ranks, named)
+        found.update({name: [outcome[name] for outcome in ranks] for name in cases})
+    return found
+
+
+ALL_CASES = {name: model for cases in CASES.values() for name, (model, _) in cases.items()}
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_packed_logits_equal_those_of_transformers_on_each_sequence_alone(
+    case: str, outcomes: dict[str, Any], references: dict[str, Any]
+) -> None:
+    """2e-5: float32 sums of a few hundred terms in another order."""
+    holders = [outcome["logits"] for outcome in outcomes[case] if outcome["logits"] is not None]
+    assert holders
+    for logits in holders:
+        for ours, theirs in zip(logits, references[ALL_CASES[case]]["logits"], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_every_gradient_through_the_deferred_projection_equals_that_of_transformers(
+    case: str, outcomes: dict[str, Any], references: dict[str, Any]
+) -> None:
+    """Every parameter, not the norm: partial gradients of hidden states that are summed twice, or not at all, scale
+    some layers only. Tolerance: float32 rounding relative to the tensor's largest gradient."""
+    expected = references[ALL_CASES[case]]["gradients"]
+    found: dict[str, np.ndarray] = {}
+    for outcome in outcomes[case]:
+        for name, shape, dim, start, values in outcome["gradients"]:
+            whole = found.setdefault(name, np.full(shape, np.nan, np.float32))
+            whole[(slice(None),) * dim + (slice(start, start + values.shape[dim]),)] = values
+    assert set(found) == set(expected)
+    for name, theirs in expected.items():
+        np.testing.assert_allclose(found[name], theirs, rtol=0, atol=2e-5 * np.abs(theirs).max() + 1e-8, err_msg=name)
