@@ -19,7 +19,8 @@ from mcore_rl.types import RolloutScalars, SamplingOptions
 class RolloutPool(Protocol):
     """Runs tasks on engines, wherever they are."""
 
-    num_engines: int
+    @property
+    def num_engines(self) -> int: ...
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
         """One (reference of TrajectoryBuffers, scalars) per task, in the order of the tasks."""

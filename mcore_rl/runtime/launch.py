@@ -32,7 +32,8 @@ def launch(config: Config, dp_rank_of: list[int], prompts: dict[str, Any]) -> It
     `dp_rank_of[rank]` is each trainer rank's data-parallel coordinate. `prompts` are the prompt sets that engines
     serve, by name; without any, there are no engines.
     """
-    watch, handles = Watch(), []
+    watch = Watch()
+    handles: list[Any] = []
     try:
         ranks = [
             _start(TrainerProcess, f"trainer rank {rank}", watch, handles, _trainer_options(config))

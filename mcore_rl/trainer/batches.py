@@ -57,7 +57,7 @@ def batch_builder(config: Config, dp_size: int) -> Callable[[CollectedGroups, in
 def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
     """loss_weights of the configured aggregation; the norm mode divides by rollout.max_response_tokens."""
     mode, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
-    options = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
+    options: dict[str, Any] = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
     return partial(loss_weights, mode, **options)
 
 
