@@ -16,7 +16,6 @@ from mcore_rl.data.batching import UpdateCut, build_batch
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.observe.journal import RunJournal
-from mcore_rl.observe.spans import SpanRecorder
 from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector
@@ -25,6 +24,7 @@ from mcore_rl.rollout.validator import GreedyValidator
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
+from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.run import Run, SupervisedRun
@@ -93,7 +93,7 @@ class _Site:
         return {
             "config": self.config,
             "actor": self._timed(trainers, annotate="logp", update="update", save="checkpoint", load="load"),
-            "journal": RunJournal(self.directory, self.config.trainer.steps, self.recorder, sources),
+            "journal": RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources),
             "checkpoints": Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last),
             "forget_after": self._forget_after,
         }

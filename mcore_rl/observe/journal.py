@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
-from mcore_rl.observe.spans import SpanRecorder, seconds_by_name
 from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
@@ -18,17 +17,17 @@ STEP_PHASES = ("rollout", "logp", "update", "weight_sync")
 
 class RunJournal:
     """Collects the metrics of a step; finish_step adds times and writes metrics.jsonl, tensorboard, the timeline and
-    the progress line. `sources` give the spans of the other processes."""
+    the progress line. `own_spans` drains the spans of this process, `sources` those of the others."""
 
     def __init__(
         self,
         run_dir: Path,
         total_steps: int,
-        recorder: SpanRecorder,
+        own_spans: Callable[[], list[Span]],
         sources: Sequence[Callable[[], list[Span]]],
     ) -> None:
         self._run_dir, self._total_steps = run_dir, total_steps
-        self._recorder, self._sources = recorder, sources
+        self._own_spans, self._sources = own_spans, sources
         self._pending: dict[str, Metric] = {}
         self.metrics = MetricsLog(run_dir)
         self._timeline = Timeline(run_dir / "timeline.json")
@@ -52,7 +51,7 @@ class RunJournal:
 
     def finish_step(self, step: int) -> None:
         """Writes the step. Where a figure and a phase share a name, the figure counts."""
-        spans = self._recorder.drain()
+        spans = self._own_spans()
         seconds = seconds_by_name(spans)
         values = {f"time/{name}": took for name, took in seconds.items()}
         values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
@@ -73,3 +72,11 @@ class RunJournal:
             self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds spent under each name."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+    return seconds

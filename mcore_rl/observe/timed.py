@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from mcore_rl.observe.spans import SpanRecorder
+
+class Recorder(Protocol):
+    def span(self, name: str) -> AbstractContextManager[None]: ...
 
 
 class Timed:
     """Passes everything through to `target`; methods named in `phases` run inside a span of that name."""
 
-    def __init__(self, target: Any, recorder: SpanRecorder, **phases: str) -> None:
+    def __init__(self, target: Any, recorder: Recorder, **phases: str) -> None:
         self._target, self._recorder, self._phases = target, recorder, phases
 
     def __getattr__(self, name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.schema import Config
-from mcore_rl.observe.spans import SpanRecorder
+from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers
 
 

@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from mcore_rl.observe.spans import SpanRecorder, seconds_by_name
+from mcore_rl.observe.journal import seconds_by_name
+from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Span
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mcore_rl.types import Span
@@ -39,11 +39,3 @@ class SpanRecorder:
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
-
-
-def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds spent under each name."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    return seconds
