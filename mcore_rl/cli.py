@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import McoreRLError, storage_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +17,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except McoreRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        known = storage_error(error)
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        return known.exit_code
     except KeyboardInterrupt:
         print("stopped: everything of this run was taken down; the same command resumes it", file=sys.stderr)
         return 130

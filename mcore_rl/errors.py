@@ -1,5 +1,10 @@
 """Typed errors. The command line maps them to exit codes; nothing else inspects their text."""
 
+import errno
+import os
+
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+
 
 class McoreRLError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -31,3 +36,11 @@ class WeightSyncError(McoreRLError):
 
 class CheckpointError(McoreRLError):
     """A checkpoint that cannot be read back or does not belong to this run."""
+
+
+def storage_error(error: OSError) -> ConfigError | None:
+    """What the user can mend about a failed write: a disk that is full or read-only; None for anything else."""
+    if error.errno not in _CANNOT_WRITE:
+        return None
+    where = f" ({error.filename})" if error.filename else ""
+    return ConfigError(f"run.dir: {os.strerror(error.errno)}{where}; free some space or set run.dir to another disk")

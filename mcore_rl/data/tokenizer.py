@@ -44,14 +44,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def eos_token_ids(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> tuple[int, ...]:
-    """Every token id that ends a response: the tokenizer's own first, then those that generation_config.json adds.
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path) -> tuple[int, ...]:
+    """Every token id that ends a response: the tokenizer's own first, then those that the model directory's
+    generation_config.json adds, if it has one.
 
-    Raises: ConfigError naming model.tokenizer_path.
+    Raises: ConfigError for a generation_config.json that cannot be read.
     """
-    directory, _ = _locate(Path(path))
     ids = [int(tokenizer.eos_token_id)]
-    ids += _ids(_read_json(directory / "generation_config.json").get("eos_token_id")) if directory else []
+    ids += _ids(_read_json(Path(model_dir) / "generation_config.json").get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
 

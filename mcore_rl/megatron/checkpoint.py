@@ -5,10 +5,15 @@ Source: megatron.core.dist_checkpointing (0.16.1).
 
 from __future__ import annotations
 
+import errno
+import os
+import queue
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron import cpu
@@ -18,6 +23,7 @@ cpu.install()
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.actor import MegatronActor
@@ -26,12 +32,25 @@ if TYPE_CHECKING:
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
+# megatron 0.16.1 keeps a manager process of multiprocessing for the results of writers, started at the first save; it
+# outlives a killed rank. A save that is not asynchronous puts and gets them in one process, so a plain queue does.
+filesystem_async._results_queue = queue.SimpleQueue()
+
+
 def save_checkpoint(directory: str, actor: MegatronActor) -> None:
     """Writes the state of all ranks into the existing, empty `directory`.
 
     Collective: all ranks.
+    Raises: OSError when the disk is full; CheckpointError for any other failure to write.
     """
-    dist_checkpointing.save(_sharded_state(actor, loading=False), directory)
+    try:
+        dist_checkpointing.save(_sharded_state(actor, loading=False), directory)
+    except CheckpointException as error:
+        # The writers are processes of their own, and megatron 0.16.1 drops what they raised.
+        needed = sum(tensor.nbytes for tensor in actor.tensors().values())
+        if shutil.disk_usage(directory).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory) from error
+        raise CheckpointError(f"{directory} could not be written: {error}") from error
 
 
 def load_checkpoint(directory: str, actor: MegatronActor) -> None:

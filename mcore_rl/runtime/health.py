@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.errors import McoreRLError, WorkerDiedError, storage_error
 
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.
@@ -48,6 +48,8 @@ class Watch:
             ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, OSError):
+                cause = storage_error(cause) or cause
             if isinstance(cause, McoreRLError):
                 raise cause from None
             self._blame_the_dead()

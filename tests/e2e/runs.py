@@ -80,10 +80,11 @@ class TrainProcess:
     config: Path
     run_dir: Path
     overrides: tuple[str, ...] = ()
+    log_dir: Path | None = None
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __enter__(self) -> TrainProcess:
-        self.output = self.run_dir.parent / f"{self.run_dir.name}.{self.token[:6]}.log"
+        self.output = (self.log_dir or self.run_dir.parent) / f"{self.run_dir.name}.{self.token[:6]}.log"
         command = [sys.executable, "-m", "mcore_rl.cli", "train", str(self.config), f"run.dir={self.run_dir}"]
         with self.output.open("w") as file:
             self.process = subprocess.Popen(

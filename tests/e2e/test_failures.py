@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.runs import TrainProcess, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.slow
 
 SECONDS_TO_END = 30
 

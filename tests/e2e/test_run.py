@@ -11,7 +11,7 @@ import torch
 from mcore_rl.config import load_config
 from tests.e2e.runs import metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
+pytestmark = pytest.mark.slow
 
 PROMISED = """step reward/mean response_tokens/mean response_tokens/clipped_fraction groups/dropped actor/loss
     actor/grad_norm actor/entropy actor/clip_fraction actor/ppo_kl rollout/logp_diff_mean rollout/logp_diff_max

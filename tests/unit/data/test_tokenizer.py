@@ -49,7 +49,7 @@ def test_an_hf_directory_keeps_its_own_eos_and_chat_template(tokenizer_file, nam
     tokenizer = load_tokenizer(path)
     assert tokenizer.eos_token == "!"
     assert tokenizer.chat_template is not None
-    assert eos_token_ids(tokenizer, path) == (tokenizer.convert_tokens_to_ids("!"), 256)
+    assert eos_token_ids(tokenizer, tokenizer_file.parent) == (tokenizer.convert_tokens_to_ids("!"), 256)
 
 
 def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
