@@ -63,8 +63,6 @@ PACKAGES = (
     Package("safetensors", ("safetensors",), "safetensors", Need.BOTH, "HF checkpoints", CPU_INSTALL),
     Package("pyarrow", ("pyarrow",), "pyarrow", Need.BOTH, "parquet prompt sets", CPU_INSTALL),
     Package("psutil", ("psutil",), "psutil", Need.BOTH, "megatron's distributed checkpoints", CPU_INSTALL),
-    Package("numba", ("numba",), "numba", Need.BOTH, "balancing and packing of sequences", CPU_INSTALL),
-    Package("pebble", ("pebble",), "pebble", Need.BOTH, "graders with a time limit", CPU_INSTALL),
     Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
     Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
     Package("sglang", ("sglang",), "sglang", Need.EXTRA, "rollout.engine=sglang",

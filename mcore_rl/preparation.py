@@ -37,12 +37,13 @@ class Prepared:
     prompts: dict[str, PromptSet]
     targets: SupervisedSet | None
     reports: tuple[LoadReport, ...]
+    checkpoint_bytes: int
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks everything, loads the data, makes the run directory and writes the resolved configuration there.
+    """Checks everything and loads the data; writes nothing.
 
-    Raises: ConfigError, DataError for the first thing that cannot work; nothing has been written then.
+    Raises: ConfigError, DataError for the first thing that cannot work.
     """
     validate(config)
     _check_export(config)
@@ -70,8 +71,7 @@ def prepare(config: Config) -> Prepared:
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
-    _make_run_dir(config, parameters * CHECKPOINT_BYTES_PER_PARAMETER)
-    return Prepared(layout, prompts, targets, tuple(reports))
+    return Prepared(layout, prompts, targets, tuple(reports), parameters * CHECKPOINT_BYTES_PER_PARAMETER)
 
 
 def _check_algorithm(config: Config) -> Needs:
@@ -109,12 +109,18 @@ def _make_paths_absolute(config: Config) -> None:
     config.model.hf_path = os.path.abspath(config.model.hf_path)
     if config.model.tokenizer_path is not None:
         config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
+    if config.trainer.export_hf is not None:
+        config.trainer.export_hf = os.path.abspath(config.trainer.export_hf)
     file, colon, function = config.reward.function.rpartition(":")
     if colon and file.endswith(".py"):
         config.reward.function = f"{os.path.abspath(file)}:{function}"
 
 
-def _make_run_dir(config: Config, checkpoint_bytes: int) -> None:
+def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
+    """Makes the run directory and writes the resolved configuration there.
+
+    Raises: ConfigError when it cannot be written or a checkpoint would not fit.
+    """
     directory = Path(config.run.dir)
     try:
         for name in ("rollouts", "checkpoints"):

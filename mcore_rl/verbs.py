@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.config.schema import Config
@@ -14,12 +13,13 @@ from mcore_rl.observe.summary import summary_table
 def train(config: Config) -> int:
     """Starts the run, or continues what run.dir holds; prints what training changed."""
     from mcore_rl.assembly import assemble
-    from mcore_rl.preparation import prepare
+    from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
 
     prepared = prepare(config)
+    make_run_dir(config, prepared.checkpoint_bytes)
     for report in prepared.reports:
         print(report, file=sys.stderr)
     with assemble(config, prepared) as run:
@@ -44,10 +44,12 @@ def evaluate(config: Config) -> int:
 
     if config.data.val is None:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
-    prepared = prepare(replace(config))
+    prepared = prepare(config)
+    if prepared.targets is not None:
+        raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
+    Path(config.run.dir, "rollouts").mkdir(parents=True, exist_ok=True)
     with assemble(config, prepared) as run:
-        if not isinstance(run, Run):
-            raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
+        assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy = result.accuracies.mean()
     print(f"step {run.state.step}: accuracy {accuracy:.4f} over {len(result.accuracies)} prompts")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,9 +93,16 @@ def test_the_table_at_the_end_compares_accuracy(whole_run: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_asked_for(whole_run: Path, task: Path, tmp_path: Path) -> None:
-    import shutil
+def test_eval_repeats_the_last_validation_and_changes_no_figures(whole_run: Path, task: Path) -> None:
+    before = (whole_run / "metrics.jsonl").read_text()
+    command = [sys.executable, "-m", "mcore_rl.cli", "eval", str(task), f"run.dir={whole_run}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    accuracy = metrics(whole_run)[4]["val/accuracy"]
+    assert done.stdout.strip() == f"step 4: accuracy {accuracy:.4f} over 16 prompts"
+    assert (whole_run / "metrics.jsonl").read_text() == before
 
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(whole_run: Path, task: Path, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(whole_run, longer)
     train(task, longer, "trainer.steps=5")
