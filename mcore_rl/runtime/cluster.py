@@ -61,6 +61,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
+        signal.signal(signal.SIGTERM, _interrupt)  # again: ray.init put its own in place, which ends the process
         yield
     finally:
         ray.shutdown()
