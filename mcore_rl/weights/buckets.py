@@ -13,7 +13,6 @@ exceeds what was asked for.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import math
 import mmap
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from mcore_rl.errors import ConfigError, WeightSyncError
@@ -180,22 +180,23 @@ class SharedBuckets:
         """
         remove_stale()
         spec = replace(spec, segment=f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}")
+        needed, available = _segment_bytes(spec), _available_bytes()
+        if needed > available:
+            raise ConfigError(
+                f"{SHARED_MEMORY} has room for {available / 2**20:.0f} MiB, not for {needed / 2**20:.0f} MiB of weight "
+                "buckets; lower weights.bucket_mib or weights.num_buckets, or give this machine more memory"
+            )
         path = SHARED_MEMORY / spec.segment
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Held while this process lives: how remove_stale() knows the dead, in other pid namespaces too.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Without the reservation a full /dev/shm is a SIGBUS in the middle of a copy.
-            os.posix_fallocate(descriptor, 0, _segment_bytes(spec))
-        except OSError as error:
+            os.posix_fallocate(descriptor, 0, needed)
+        except OSError:
             os.close(descriptor)
             path.unlink()
-            if error.errno != errno.ENOSPC:
-                raise
-            raise ConfigError(
-                f"{SHARED_MEMORY} cannot hold {_segment_bytes(spec) / 2**20:.0f} MiB of weight buckets; "
-                "lower weights.bucket_mib or weights.num_buckets, or enlarge it"
-            ) from None
+            raise
         return cls(spec, _map(descriptor, spec), descriptor)
 
     @classmethod
@@ -277,6 +278,13 @@ def _num_rows(shape: Sequence[int]) -> int:
 
 def _segment_bytes(spec: BucketSpec) -> int:
     return max(spec.slot_bytes * spec.num_slots, mmap.PAGESIZE)
+
+
+def _available_bytes() -> int:
+    """What can be reserved without another process being killed for it: the kernel hands out pages of a file system in
+    memory until memory itself is gone, whatever the limit of that file system says."""
+    disk = os.statvfs(SHARED_MEMORY)
+    return min(disk.f_bavail * disk.f_frsize, psutil.virtual_memory().available)
 
 
 def _map(descriptor: int, spec: BucketSpec) -> mmap.mmap:
