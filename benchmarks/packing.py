@@ -1,6 +1,6 @@
 """Balance and pack 8,192 sequences with lognormal lengths, beside the usual alternatives.
 
-    python benchmarks/packing.py
+    python -m benchmarks packing
 
 Balance against the largest differencing method (Karmarkar-Karp) over 64 ranks, packing against next-fit; limits: both
 of ours together in 10 ms, fill at least 0.99. The first call counts too, for nothing here is compiled.
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.result import Result
 from mcore_rl.data.packing import balance, pack
 
 NUM_SEQUENCES = 8192
@@ -25,23 +26,27 @@ LIMIT_MS = 10.0
 LIMIT_FILL = 0.99
 
 
-def main() -> None:
-    print(f"{'what':<44}{'ours':>12}{'peer/limit':>12}{'ratio':>8}")
-    for sigma in (0.5, 1.0, 1.5):
-        lengths = _lognormal(sigma)
-        first_ms, _ = _time(_both, 1, lengths)
-        balance_ms, ranks = _time(balance, REPEATS, lengths, NUM_RANKS)
-        pack_ms, bins = _time(pack, REPEATS, lengths, CAPACITY)
-        kk_ms, kk_ranks = _time(largest_differencing, 1, lengths, NUM_RANKS)
-        next_fit_ms, next_fit_bins = _time(next_fit, REPEATS, lengths, CAPACITY)
-        name = f"sigma {sigma}: "
-        _row(name + "balance + pack, ms (limit)", balance_ms + pack_ms, LIMIT_MS)
-        _row(name + "first call, ms (limit)", first_ms, LIMIT_MS)
-        _row(name + "balance, ms (Karmarkar-Karp)", balance_ms, kk_ms)
-        _row(name + "fullest / mean rank (Karmarkar-Karp)", _imbalance(lengths, ranks), _imbalance(lengths, kk_ranks))
-        _row(name + "pack, ms (next-fit)", pack_ms, next_fit_ms)
-        _row(name + "fill (limit)", _fill(lengths, bins), LIMIT_FILL)
-        _row(name + "fill (next-fit)", _fill(lengths, bins), _fill(lengths, next_fit_bins))
+def run() -> list[Result]:
+    return [result for sigma in (0.5, 1.0, 1.5) for result in _measure(sigma)]
+
+
+def _measure(sigma: float) -> list[Result]:
+    lengths = _lognormal(sigma)
+    first_ms, _ = _time(_both, 1, lengths)
+    balance_ms, ranks = _time(balance, REPEATS, lengths, NUM_RANKS)
+    pack_ms, bins = _time(pack, REPEATS, lengths, CAPACITY)
+    kk_ms, kk_ranks = _time(largest_differencing, 1, lengths, NUM_RANKS)
+    next_fit_ms, next_fit_bins = _time(next_fit, REPEATS, lengths, CAPACITY)
+    spread = f"sigma {sigma}: "
+    return [
+        _row(spread + "balance + pack", balance_ms + pack_ms, LIMIT_MS, "ms", "<= 1"),
+        _row(spread + "the same, first call", first_ms, LIMIT_MS, "ms"),
+        _row(spread + "fill", _fill(lengths, bins), LIMIT_FILL, "", ">= 1"),
+        _row(spread + "fill, beside next-fit", _fill(lengths, bins), _fill(lengths, next_fit_bins), ""),
+        _row(spread + "pack, beside next-fit", pack_ms, next_fit_ms, "ms"),
+        _row(spread + "balance, beside Karmarkar-Karp", balance_ms, kk_ms, "ms"),
+        _row(spread + "fullest / mean rank, same", _imbalance(lengths, ranks), _imbalance(lengths, kk_ranks), ""),
+    ]
 
 
 def largest_differencing(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -105,9 +110,5 @@ def _fill(lengths: np.ndarray, bins: list[Any]) -> float:
     return float(lengths.sum() / (len(bins) * CAPACITY))
 
 
-def _row(name: str, ours: float, peer: float) -> None:
-    print(f"{name:<44}{ours:>12.4f}{peer:>12.4f}{ours / peer:>8.3f}")
-
-
-if __name__ == "__main__":
-    main()
+def _row(name: str, ours: float, limit: float, unit: str, aim: str = "") -> Result:
+    return Result(name, ours, limit, unit, ours / limit, aim)

@@ -1,0 +1,92 @@
+"""The load of benchmarks.driver: engines and trainer ranks that answer at once, with figures of realistic sizes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import Batch, Mean, Metric, RankShare, RolloutScalars
+
+PROMPTS, SAMPLES, ENGINES, DP_RANKS = 8192, 16, 64, 64
+LONGEST = 20480
+DULL_FRACTION = 0.3
+"""Groups without signal: two batches are drawn per step."""
+RECORD_BYTES = 1024
+"""Of one response in rollouts/step_<n>.jsonl; engines write them, the driver joins their files."""
+
+
+def make_scalars(task: RolloutTask) -> RolloutScalars:
+    """Lognormal lengths, rewards 0 or 1; DULL_FRACTION of the groups have only one of them."""
+    groups, samples = len(task.group_ids), task.samples_per_prompt
+    rng = np.random.default_rng(int(task.group_ids[0]))
+    responses = np.clip(rng.lognormal(7.0, 1.0, groups * samples), 1, LONGEST).astype(np.int32)
+    rewards = rng.integers(0, 2, (groups, samples)).astype(np.float32)
+    rewards[rng.random(groups) < DULL_FRACTION] = 1.0
+    rewards = rewards.ravel()
+    return RolloutScalars(
+        group_ids=np.repeat(task.group_ids, samples),
+        prompt_rows=np.repeat(task.prompt_rows, samples),
+        total_tokens=responses + 200,
+        response_tokens=responses,
+        trained_tokens=responses,
+        rewards=rewards,
+        accuracies=rewards,
+        clipped=(responses == LONGEST).astype(np.uint8),
+        version=0,
+    )
+
+
+def write_records(directory: Path, task: RolloutTask) -> None:
+    """The task's file of records: a link to one that is there, so that the disk is busy with the driver's work only."""
+    count = len(task.group_ids) * task.samples_per_prompt
+    ready = directory / f"records.{count}"
+    if not ready.exists():
+        ready.write_bytes((b"x" * (RECORD_BYTES - 1) + b"\n") * count)
+    os.link(ready, str(task.records))
+
+
+class ReadyPool:
+    """A RolloutPool in this process."""
+
+    num_engines = ENGINES
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._wall_seconds = self._cpu_seconds = 0.0
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        results = []
+        for task in tasks:
+            write_records(self._directory, task)
+            results.append((None, make_scalars(task)))
+        self._wall_seconds += time.perf_counter() - wall
+        self._cpu_seconds += time.process_time() - cpu
+        return results
+
+    def seconds_pretending(self) -> tuple[float, float]:
+        """Wall clock and CPU time since the last call."""
+        spent = self._wall_seconds, self._cpu_seconds
+        self._wall_seconds = self._cpu_seconds = 0.0
+        return spent
+
+
+class SilentRanks:
+    """Cuts the batch for every data-parallel rank, as TrainerGroup does, and keeps the shares."""
+
+    def annotate(self, batch: Batch) -> dict[str, Metric]:
+        self.cut(batch)
+        return {}
+
+    def update(self, batch: Batch) -> dict[str, Metric]:
+        self.cut(batch)
+        return {"actor/loss": Mean(0.0, 1)}
+
+    def cut(self, batch: Batch) -> list[list[RankShare]]:
+        return [[batch.share(update, dp) for update in range(len(batch.updates))] for dp in range(DP_RANKS)]

@@ -1,0 +1,76 @@
+"""Real Ray handles for benchmarks.driver: processes that answer at once, seen through the run's own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
+from mcore_rl.config.schema import Config
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.groups import EnginePool, TrainerGroup
+from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.processes import _Process
+from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, TrajectoryBuffers
+
+PROCESSES = 2
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class ReadyEngine(_Process):
+    """Answers a task with ready scalars and empty trajectories."""
+
+    @ray.method(num_returns=2)
+    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
+        write_records(Path(str(task.records)).parents[1], task)
+        empty = np.empty(0, np.int32)
+        return TrajectoryBuffers(*[empty] * 7), make_scalars(task)
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class SilentTrainer(_Process):
+    """Takes its share of the batch and does nothing with it."""
+
+    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        return {"rollout/logp_diff_mean": Mean(0.0, len(shares))}
+
+    def update(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
+        return [{"actor/loss": Mean(0.0, 1)} for _ in shares]
+
+
+@contextmanager
+def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
+    """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
+    config = Config()
+    config.cluster.gpus_per_node = 2 * PROCESSES
+    config.cluster.device = "cpu"
+    with ray_cluster(config):
+        watch = Watch()
+        engines = [_start(ReadyEngine, "engine") for _ in range(PROCESSES)]
+        trainers = [_start(SilentTrainer, "trainer") for _ in range(PROCESSES)]
+        try:
+            engine_handles = _spread(engines, ENGINES, watch)
+            trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
+            watch.get([handle.drain_spans.remote() for handle in [*engines, *trainers]])
+            dp_rank_of = [rank // peers for rank in range(DP_RANKS * peers)]
+            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, dp_rank_of, watch)
+        finally:
+            kill_all([*engines, *trainers])
+
+
+def _start(process: Any, name: str) -> Any:
+    return process.options(num_cpus=1).remote(name)
+
+
+def _spread(processes: list[Any], count: int, watch: Watch) -> list[Any]:
+    """`count` handles, each watched as in a run, of the few processes."""
+    handles = [processes[index % len(processes)] for index in range(count)]
+    for index, handle in enumerate(handles):
+        watch.add(f"process {index}", handle)
+    return handles

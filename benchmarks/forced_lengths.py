@@ -1,0 +1,37 @@
+"""Makes a run's engine end responses where the benchmark wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.ports import RolloutEngine
+from mcore_rl.types import Completion, GenerationRequest
+
+
+class ForcedLengths:
+    """A RolloutEngine whose call k gives response i lengths[k][i] tokens; the end token must be one that the model
+    never draws."""
+
+    def __init__(self, engine: RolloutEngine, lengths: Sequence[np.ndarray]) -> None:
+        self._engine = engine
+        self._lengths: Iterator[np.ndarray] = iter(lengths)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        wanted = next(self._lengths).tolist()
+        forced = [
+            replace(request, sampling=replace(request.sampling, max_response_tokens=length))
+            for request, length in zip(requests, wanted, strict=True)
+        ]
+        self._engine.generate(forced, on_finish)
+
+
+def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:
+    """Runs inside the engine's process (runtime.processes.EngineProcess)."""
+    process.worker.engine = ForcedLengths(process.worker.engine, lengths)

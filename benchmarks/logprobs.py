@@ -1,0 +1,107 @@
+"""Log-probability and entropy from hidden states, beside the bare matrix product that makes the logits.
+
+Forward over 8,192 tokens x 129,280 entries: at most 1.3 times the product alone (which here gets a buffer that is
+already there) and at most 0.3 GB above the inputs. Forward and backward over fewer tokens: beside the three products
+that any such pass needs (a recomputing one, such as ours, needs four), and beside torch's own cross entropy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.result import Result
+from mcore_rl.megatron.logprobs import linear_logp_entropy
+
+LIMIT_RATIO = 1.3
+LIMIT_GB = 0.3
+CHUNK_TOKENS = 1024
+HIDDEN = 1024
+
+
+def run(*, small: bool = False) -> list[Result]:
+    tokens, vocabulary = (2048, 32_320) if small else (8192, 129_280)
+    return [*_forward(tokens, vocabulary, repeats=3 if small else 1), *_forward_backward(1024, 32_320)]
+
+
+def _forward(tokens: int, vocabulary: int, *, repeats: int) -> list[Result]:
+    states, weight, targets = _inputs(tokens, vocabulary)
+
+    def ours() -> None:
+        linear_logp_entropy(states, weight, targets, chunk_tokens=CHUNK_TOKENS)
+
+    def product() -> None:
+        for first in range(0, tokens, CHUNK_TOKENS):
+            torch.mm(states[first : first + CHUNK_TOKENS], weight.t(), out=logits)
+
+    extra = _extra_gb(ours)
+    logits = torch.empty(CHUNK_TOKENS, vocabulary).fill_(0)
+    seconds, alone = _seconds([ours, product], repeats)
+    size = f"{tokens:,} x {vocabulary:,}"
+    note = f"hidden {HIDDEN}, {torch.get_num_threads()} threads; the peer is the product hidden x weight^T alone"
+    aim = f"<= {LIMIT_RATIO}"
+    return [
+        Result(f"logp + entropy, {size}", seconds, alone, "s", seconds / alone, aim=aim, note=note),
+        Result(f"  memory above the inputs, {size}", extra, LIMIT_GB, "GB", extra / LIMIT_GB, aim="<= 1"),
+    ]
+
+
+def _forward_backward(tokens: int, vocabulary: int) -> list[Result]:
+    states, weight, targets = _inputs(tokens, vocabulary)
+    states.requires_grad_()
+    weight.requires_grad_()
+    logits = torch.empty(tokens, vocabulary).fill_(0)
+
+    def ours() -> None:
+        logp, entropy = linear_logp_entropy(states, weight, targets, chunk_tokens=CHUNK_TOKENS)
+        torch.autograd.grad((logp + 0.01 * entropy).sum(), (states, weight))
+
+    def products() -> None:
+        with torch.no_grad():
+            torch.mm(states, weight.t(), out=logits)
+            torch.mm(logits, weight)
+            torch.mm(logits.t(), states)
+
+    def cross_entropy() -> None:
+        loss = torch.nn.functional.cross_entropy(states @ weight.t(), targets, reduction="sum")
+        torch.autograd.grad(loss, (states, weight))
+
+    seconds, *peers = _seconds([ours, products, cross_entropy], 3)
+    return [
+        Result(f"forward + backward, {tokens:,} x {vocabulary:,}: {peer}", seconds, taken, "s", seconds / taken)
+        for peer, taken in zip(("three products", "cross_entropy"), peers, strict=True)
+    ]
+
+
+def _inputs(tokens: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(tokens, HIDDEN, generator=generator)
+    weight = torch.randn(vocabulary, HIDDEN, generator=generator).mul_(0.05)
+    return states, weight, torch.randint(0, vocabulary, (tokens,), generator=generator)
+
+
+def _seconds(calls: list[Callable[[], object]], repeats: int) -> list[float]:
+    """Of each call the fastest of `repeats`, in turn, so that a busy machine slows all of them."""
+    best = [float("inf")] * len(calls)
+    for _ in range(repeats):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[index] = min(best[index], time.perf_counter() - start)
+    return best
+
+
+def _extra_gb(call: Callable[[], object]) -> float:
+    """How far the resident memory of this process rises above its present size during the call (Linux)."""
+    before = _status_gb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    call()
+    return _status_gb("VmHWM") - before
+
+
+def _status_gb(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e9

@@ -1,0 +1,23 @@
+"""The benchmarks by name. Each is a module with `run() -> list[Result]`, run in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`timeout_seconds` is several times what it takes on two idle cores."""
+
+    module: str
+    timeout_seconds: int
+    about: str
+
+
+BENCHMARKS = {
+    "packing": Benchmark("benchmarks.packing", 300, "balance + pack 8,192 sequences"),
+    "driver": Benchmark("benchmarks.driver", 600, "the driver's own work per step, 8,192 prompts x 16 samples"),
+    "logprobs": Benchmark("benchmarks.logprobs", 900, "log-probability + entropy in chunks, beside the bare product"),
+    "handover": Benchmark("benchmarks.handover", 300, "weights through shared memory, beside one memcpy"),
+    "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
+}

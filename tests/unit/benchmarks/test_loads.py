@@ -1,0 +1,82 @@
+"""The loads are those that the figures claim: the same on both sides, whole groups, records where they are joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.driver_load import DULL_FRACTION, ReadyPool, make_scalars
+from benchmarks.forced_lengths import ForcedLengths
+from benchmarks.whole_step_task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import GenerationRequest, SamplingOptions
+
+EQUAL, LONG_TAILED = WORKLOADS
+
+
+def test_lengths_are_the_same_on_both_sides_and_differ_between_steps() -> None:
+    assert (lengths(LONG_TAILED, 3) == lengths(LONG_TAILED, 3)).all()
+    assert (lengths(LONG_TAILED, 3) != lengths(LONG_TAILED, 4)).any()
+    assert (lengths(EQUAL, 3) == EQUAL_TOKENS).all()
+
+
+def test_long_tails_are_long() -> None:
+    drawn = np.concatenate([lengths(LONG_TAILED, step) for step in range(20)])
+    assert drawn.min() >= 1
+    assert drawn.max() == LONGEST
+    assert 56 < drawn.mean() < 72  # four times the mean is decoded for the longest
+
+
+def test_the_schedule_has_every_step_of_every_workload_in_order() -> None:
+    plan = schedule()
+    assert len(plan) == sum(workload.steps for workload in WORKLOADS)
+    assert (plan[0] == lengths(EQUAL, 0)).all()
+    assert (plan[EQUAL.steps + 1] == lengths(LONG_TAILED, 1)).all()
+
+
+class _Engine:
+    """Remembers what it is asked for."""
+
+    weight_version = 7
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def generate(self, requests, on_finish) -> None:
+        del on_finish
+        self.asked.append([request.sampling.max_response_tokens for request in requests])
+
+
+def test_forced_lengths_take_one_row_of_the_plan_per_call() -> None:
+    engine = _Engine()
+    forced = ForcedLengths(engine, [np.array([3, 5]), np.array([1, 2])])  # type: ignore[arg-type]
+    sampling = SamplingOptions(LONGEST)
+    requests = [GenerationRequest(str(i), np.array([4], np.int32), i, sampling) for i in range(2)]
+    forced.generate(requests, lambda completion: None)
+    forced.generate(requests, lambda completion: None)
+    assert engine.asked == [[3, 5], [1, 2]]
+    assert forced.weight_version == 7
+    assert len(lengths(LONG_TAILED, 0)) == RESPONSES
+
+
+def _task(directory: Path, groups: int) -> RolloutTask:
+    rows = np.arange(groups, dtype=np.int64)
+    sampling = SamplingOptions(16)
+    return RolloutTask("train", rows, rows + 100, 4, sampling, 1, str(directory / "part"))
+
+
+def test_ready_scalars_have_the_claimed_share_of_groups_without_signal(tmp_path: Path) -> None:
+    scalars = make_scalars(_task(tmp_path, 4000))
+    assert (scalars.group_ids == np.repeat(np.arange(100, 4100), 4)).all()
+    by_group = scalars.accuracies.reshape(-1, 4)
+    dull = (by_group == by_group[:, :1]).all(axis=1).mean()
+    by_chance = 2 * 0.5**4
+    expected = DULL_FRACTION + (1 - DULL_FRACTION) * by_chance
+    assert abs(dull - expected) < 0.04  # five standard deviations
+
+
+def test_the_ready_pool_leaves_the_records_that_the_collector_joins(tmp_path: Path) -> None:
+    task = _task(tmp_path, 3)
+    (_, scalars), *_ = ReadyPool(tmp_path).run([task])
+    assert len((tmp_path / "part").read_bytes().splitlines()) == len(scalars.rewards) == 12
