@@ -70,7 +70,7 @@ install_torch() {
       else
         pip_install torch==2.13.0
       fi
-      if ! "$venv/bin/python" -m pip freeze | grep -q '^torch.*[+]cpu'; then
+      if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))'; then
         echo "      note: the index gave a CUDA build of torch. It works, but is large; the CPU build needs"
         echo "      TORCH_INDEX_URL=<the CPU wheel index named on PyTorch's installation page> make setup"
       fi ;;
