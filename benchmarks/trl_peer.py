@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -134,18 +133,17 @@ def main(model_dir: str, prompts: str, index: str) -> None:
     rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
     stopwatch = Stopwatch()
     stopwatch.wrap(model, "generate", "generate")
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_trl_") as directory:
-        trainer = GRPOTrainer(
-            model=model,
-            processing_class=tokenizer,
-            reward_funcs=rewards,
-            args=settings(directory, workload),
-            train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
-            callbacks=[OnCommand(stopwatch)],
-        )
-        stopwatch.wrap(trainer, "_generate_and_score_completions", "generate and score")
-        print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
-        trainer.train()
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=rewards,
+        args=settings(str(Path(model_dir).with_name("trl_output")), workload),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        callbacks=[OnCommand(stopwatch)],
+    )
+    stopwatch.wrap(trainer, "_generate_and_score_completions", "generate and score")
+    print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
+    trainer.train()
 
 
 if __name__ == "__main__":

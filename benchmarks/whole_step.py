@@ -58,8 +58,9 @@ def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str,
 def _compare(
     workload: Workload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
 ) -> Result:
-    """Medians, and the median of the ratios of neighbouring steps: both slow down together on a busy machine."""
-    our, their = _medians(ours), _medians(theirs)
+    """The step of median length of each side, and the median of the ratios of neighbouring steps: on a busy machine
+    both slow down together."""
+    our, their = _typical(ours), _typical(theirs)
     ratio = statistics.median(peer["step"] / own["step"] for own, peer in zip(ours, theirs, strict=True))
     scoring = their["generate and score"] - their["generate"]
     training = their["step"] - their["generate and score"]
@@ -76,8 +77,8 @@ def _compare(
     return Result(f"{workload.name}, {threads}", our["step"], their["step"], "s", ratio, workload.aim, note)
 
 
-def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
+def _typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
 
 
 def write_task(directory: Path) -> Path:

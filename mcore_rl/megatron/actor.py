@@ -19,7 +19,7 @@ from mcore_rl.megatron.loading import load_hf
 from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.names import canonical_tensors
-from mcore_rl.megatron.objective import MicroBatchReport, Objective, non_finite_samples
+from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
 from mcore_rl.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -27,7 +27,7 @@ from mcore_rl.megatron.optimizer import (
     materialize_state,
     wrap_chunks,
 )
-from mcore_rl.types import Max, Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config
@@ -102,14 +102,20 @@ class MegatronActor:
         place = self.layout.coordinates(self.rank)
         self._counts_tokens = place.tp == 0 and place.pp == self.layout.pp - 1
         self._speaks_for_all = self._counts_tokens and place.dp == 0
-        self.old_logp: dict[int, torch.Tensor] = {}
+        self.old_logp: dict[int, torch.Tensor] | None = {}
 
     def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Recomputes the log-probabilities of the current policy for every sample of the shares, once each. They stay
         on the ranks of the last stage until the next call.
 
+        A single update starts from the very policy that they would be of: its own forward pass gives them, and its
+        metrics are then those of both.
+
         Raises: NonFiniteError on every rank, naming the samples.
         """
+        if len(shares) == 1:
+            self.old_logp = None
+            return {}
         share = _join_shares(shares)
         batches, tokens = build_microbatches(share, chunks, self._packing)
         with torch.no_grad():
@@ -121,7 +127,7 @@ class MegatronActor:
         }
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.device)
-        return merge_metrics([_difference(batch, logp) for batch, logp in found]) if self._counts_tokens else {}
+        return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self._counts_tokens else {}
 
     def update(self, share: RankShare, chunks: Sequence[TrajectoryBuffers], update_index: int) -> dict[str, Metric]:
         """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
@@ -252,12 +258,3 @@ def _join_shares(shares: Sequence[RankShare]) -> RankShare:
     joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in vars(shares[0])}
     _, first = np.unique(joined["samples"], return_index=True)
     return replace(shares[0], **{name: values[first] for name, values in joined.items()})
-
-
-def _difference(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """How far the policy's log-probabilities are from those that the engine sampled with."""
-    difference = (logp - batch.logp_rollout).abs()
-    return {
-        "rollout/logp_diff_mean": Mean(float(difference.sum(dtype=torch.float64)), len(difference)),
-        "rollout/logp_diff_max": Max(float(difference.max()) if len(difference) else 0.0),
-    }

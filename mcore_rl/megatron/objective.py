@@ -17,7 +17,7 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.logprobs import linear_logp_entropy
 from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.output import output_weight
-from mcore_rl.types import Mean, Metric
+from mcore_rl.types import Max, Mean, Metric
 
 PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence"}
 
@@ -85,11 +85,11 @@ class Objective:
         chunk: torch.nn.Module,
         hidden: torch.Tensor,
         batch: MicroBatch,
-        old_logp: Mapping[int, torch.Tensor],
+        old_logp: Mapping[int, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
 
-        Shapes: old_logp maps a sample to [n], its trained tokens.
+        Shapes: old_logp maps a sample to [n], its trained tokens; None: the policy is its own old policy.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         result = self._per_token(logp, batch, old_logp)
@@ -106,15 +106,18 @@ class Objective:
                 metrics={
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
                     **{f"actor/{name}": metric for name, metric in result.metrics.items()},
+                    **(mismatch(batch, logp) if old_logp is None else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),
             )
         return loss, report
 
     def _per_token(
-        self, logp: torch.Tensor, batch: MicroBatch, old_logp: Mapping[int, torch.Tensor]
+        self, logp: torch.Tensor, batch: MicroBatch, old_logp: Mapping[int, torch.Tensor] | None
     ) -> PolicyLossResult:
-        old = _remembered(batch, old_logp, logp) if self.loss.needs.old_logp else None
+        old = None
+        if self.loss.needs.old_logp:
+            old = logp.detach() if old_logp is None else _remembered(batch, old_logp, logp)
         inputs = PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
@@ -136,6 +139,15 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
     bad = ~torch.isfinite(values).reshape(-1, values.shape[-1]).all(0)
     parts = bad.split(list(batch.trained_counts))
     return tuple(sample for sample, part in zip(batch.samples, parts, strict=True) if bool(part.any()))
+
+
+def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
+    """How far the policy's log-probabilities are from those that the engine sampled with."""
+    difference = (logp - batch.logp_rollout).abs()
+    return {
+        "rollout/logp_diff_mean": Mean(float(difference.sum(dtype=torch.float64)), len(difference)),
+        "rollout/logp_diff_max": Max(float(difference.max()) if len(difference) else 0.0),
+    }
 
 
 def _remembered(batch: MicroBatch, old_logp: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:

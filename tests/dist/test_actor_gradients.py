@@ -111,7 +111,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
         chunks = policy_batch.chunks()
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
-        actor.annotate([share], chunks)
+        actor.annotate([share, share], chunks)  # as if a second epoch followed: the old policy is remembered
         for sample, logp in actor.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample))
         _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)

@@ -311,3 +311,22 @@ def _resume(rank: int, directory: str, checkpoint: str) -> bool:
         ends.append((actor.update(shares[1], chunks, 1), _state(actor)))
     (metrics, state), (metrics_resumed, state_resumed) = ends
     return metrics == metrics_resumed and all(torch.equal(a, b) for a, b in zip(state, state_resumed, strict=True))
+
+
+def test_a_single_update_needs_no_pass_of_its_own_for_the_old_policy(directories: dict[str, str]) -> None:
+    (one_pass, metrics), (two_passes, expected) = launch(_single_update, 1, directories["qwen3_moe"])[0]
+    assert metrics == expected
+    assert metrics["rollout/logp_diff_max"].value > 0
+    for name, weights in two_passes.items():
+        assert np.array_equal(one_pass[name], weights), name
+
+
+def _single_update(rank: int, directory: str) -> list[tuple[dict[str, np.ndarray], dict[str, Metric]]]:
+    results = []
+    for repeats in (1, 2):  # annotated twice over, as if a second epoch followed, the old policy is remembered
+        actor, shares = _actor(rank, directory, {})
+        chunks = policy_batch.chunks()
+        metrics = actor.annotate([shares[0]] * repeats, chunks)
+        metrics |= actor.update(shares[0], chunks, 0)
+        results.append(({name: t.numpy().copy() for name, t in actor.tensors().items()}, metrics))
+    return results
