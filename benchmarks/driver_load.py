@@ -89,4 +89,6 @@ class SilentRanks:
         return {"actor/loss": Mean(0.0, 1)}
 
     def cut(self, batch: Batch) -> list[list[RankShare]]:
-        return [[batch.share(update, dp) for update in range(len(batch.updates))] for dp in range(DP_RANKS)]
+        return [
+            list(shares) for shares in zip(*(batch.shares(u, DP_RANKS) for u in range(len(batch.updates))), strict=True)
+        ]

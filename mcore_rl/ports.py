@@ -60,7 +60,7 @@ class Actor(Protocol):
     """The policy under training, spread over ranks."""
 
     def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes the log-probabilities of the current policy for every response; they stay on the ranks."""
+        """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
 
     def update(self, batch: Batch) -> dict[str, Metric]:
         """One optimizer step per entry of batch.updates.

@@ -149,10 +149,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def share(self, update: int, dp_rank: int) -> RankShare:
-        """What data-parallel rank `dp_rank` trains in update number `update`; empty where it has no response."""
+    def shares(self, update: int, num_dp_ranks: int) -> list[RankShare]:
+        """What each data-parallel rank trains in update number `update`; empty where one has no response."""
         samples = self.updates[update]
-        samples = samples[self.dp_ranks[samples] == dp_rank]
+        ranks = self.dp_ranks[samples]
+        ends = np.cumsum(np.bincount(ranks, minlength=num_dp_ranks))
+        return [self._share(part) for part in np.split(samples[np.argsort(ranks, kind="stable")], ends[:-1])]
+
+    def _share(self, samples: np.ndarray) -> RankShare:
         return RankShare(
             samples=samples,
             chunk_ids=self.chunk_ids[samples],

@@ -102,21 +102,22 @@ class MegatronActor:
         place = self.layout.coordinates(self.rank)
         self._counts_tokens = place.tp == 0 and place.pp == self.layout.pp - 1
         self._speaks_for_all = self._counts_tokens and place.dp == 0
-        self.old_logp: dict[int, torch.Tensor] | None = {}
+        self.old_logp: dict[int, torch.Tensor] = {}
+        self._policy_is_old = False
 
     def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
-        """Recomputes the log-probabilities of the current policy for every sample of the shares, once each. They stay
-        on the ranks of the last stage until the next call.
+        """Recomputes the log-probabilities of the current policy for the samples of all updates but the first, once
+        each. They stay on the ranks of the last stage until the next call.
 
-        A single update starts from the very policy that they would be of: its own forward pass gives them, and its
-        metrics are then those of both.
+        The first update starts from the very policy that they are of: its own forward pass gives those of its samples,
+        and its metrics then hold what annotation would have found of them.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
+        self.old_logp, self._policy_is_old = {}, True
         if len(shares) == 1:
-            self.old_logp = None
             return {}
-        share = _join_shares(shares)
+        share = _later_samples(shares)
         batches, tokens = build_microbatches(share, chunks, self._packing)
         with torch.no_grad():
             found = self._run(batches, self._annotation_closure, tokens, forward_only=True)
@@ -135,6 +136,7 @@ class MegatronActor:
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
         """
         batches, reports = self.accumulate_gradients(share, chunks)
+        self._policy_is_old = False
         rate = learning_rate(self.optimizer)
         successful, grad_norm, _ = self.optimizer.step()
         # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
@@ -228,7 +230,8 @@ class MegatronActor:
 
     def _loss_closure(self, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
         def closure(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            loss, report = self.objective.evaluate(model, hidden, batch, self.old_logp)
+            policy_is_old = self._policy_is_old
+            loss, report = self.objective.evaluate(model, hidden, batch, self.old_logp, policy_is_old=policy_is_old)
             return loss, torch.tensor(0, dtype=torch.int), report
 
         return closure
@@ -253,8 +256,9 @@ def _scale(tokens: int, value: torch.Tensor) -> torch.Tensor:
     return value / tokens if value.dim() else value
 
 
-def _join_shares(shares: Sequence[RankShare]) -> RankShare:
-    """All samples of the shares, each once: further epochs repeat the samples of the first."""
+def _later_samples(shares: Sequence[RankShare]) -> RankShare:
+    """The samples of all shares that are not in the first, each once: further epochs repeat samples."""
     joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in vars(shares[0])}
-    _, first = np.unique(joined["samples"], return_index=True)
-    return replace(shares[0], **{name: values[first] for name, values in joined.items()})
+    _, index = np.unique(joined["samples"], return_index=True)
+    index = index[index >= len(shares[0].samples)]
+    return replace(shares[0], **{name: values[index] for name, values in joined.items()})

@@ -85,13 +85,20 @@ class Objective:
         chunk: torch.nn.Module,
         hidden: torch.Tensor,
         batch: MicroBatch,
-        old_logp: Mapping[int, torch.Tensor] | None,
+        old_logp: dict[int, torch.Tensor],
+        *,
+        policy_is_old: bool = False,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
 
-        Shapes: old_logp maps a sample to [n], its trained tokens; None: the policy is its own old policy.
+        Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs.
+
+        Shapes: old_logp maps a sample to [n], its trained tokens.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
+        if policy_is_old:
+            parts = logp.detach().split(list(batch.trained_counts))
+            old_logp.update(zip(batch.samples, parts, strict=True))
         result = self._per_token(logp, batch, old_logp)
         per_token = result.loss
         if self.entropy_coefficient:
@@ -106,18 +113,16 @@ class Objective:
                 metrics={
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
                     **{f"actor/{name}": metric for name, metric in result.metrics.items()},
-                    **(mismatch(batch, logp) if old_logp is None else {}),
+                    **(mismatch(batch, logp) if policy_is_old else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),
             )
         return loss, report
 
     def _per_token(
-        self, logp: torch.Tensor, batch: MicroBatch, old_logp: Mapping[int, torch.Tensor] | None
+        self, logp: torch.Tensor, batch: MicroBatch, old_logp: Mapping[int, torch.Tensor]
     ) -> PolicyLossResult:
-        old = None
-        if self.loss.needs.old_logp:
-            old = logp.detach() if old_logp is None else _remembered(batch, old_logp, logp)
+        old = _remembered(batch, old_logp, logp) if self.loss.needs.old_logp else None
         inputs = PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),

@@ -10,7 +10,7 @@ import ray
 
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.health import Watch
-from mcore_rl.types import Batch, Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import Batch, Metric, RolloutScalars, Span, TrajectoryBuffers, merge_metrics
 
 
 @dataclass
@@ -35,11 +35,10 @@ class TrainerGroup:
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
     def _on_shares(self, method: str, batch: Batch) -> list[Any]:
-        shares: dict[int, list[RankShare]] = {
-            dp: [batch.share(update, dp) for update in range(len(batch.updates))] for dp in set(self.dp_rank_of)
-        }
+        num_dp_ranks = max(self.dp_rank_of) + 1
+        by_update = [batch.shares(update, num_dp_ranks) for update in range(len(batch.updates))]
         # One object per data-parallel share, however many tensor and pipeline peers read it.
-        references = {dp: ray.put(share) for dp, share in shares.items()}
+        references = [ray.put(list(shares)) for shares in zip(*by_update, strict=True)]
         return self.watch.get(
             [
                 getattr(handle, method).remote(references[dp], *batch.chunks)

@@ -15,6 +15,8 @@ from mcore_rl.errors import McoreRLError, WorkerDiedError, storage_error
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.
 SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
+# While results are awaited, deaths of processes that owe none are looked for this often.
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass
@@ -33,19 +35,23 @@ class Watch:
         Raises: the typed error that a process raised, as it was; WorkerDiedError naming the process that died or
         failed, as soon as either happens, whatever else is still running.
         """
-        pending = list(dict.fromkeys(refs))
+        pending, results = list(dict.fromkeys(refs)), {}
         while pending:
-            ready, _ = ray.wait([*pending, *self.names], num_returns=1, fetch_local=False)
+            # All at once: waiting for one at a time would pass every reference to Ray once per result.
+            ready, pending = ray.wait(
+                pending, num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False
+            )
             for ref in ready:
-                if ref in self.names:
-                    self._raise_death(ref)
-                self._check(ref)
-                pending.remove(ref)
-        return [ray.get(ref) for ref in refs]
+                results[ref] = self._value(ref)
+            if pending and self.names:
+                dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
+                if dead:
+                    self._raise_death(dead[0])
+        return [results[ref] for ref in refs]
 
-    def _check(self, ref: Any) -> None:
+    def _value(self, ref: Any) -> Any:
         try:
-            ray.get(ref)
+            return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, OSError):

@@ -19,14 +19,22 @@ from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
 class CollectedGroups(Protocol):
     """What the collector returned (rollout.collector.Groups)."""
 
-    chunks: tuple[Any, ...]
-    scalars: tuple[RolloutScalars, ...]
-    keep: tuple[np.ndarray, ...]
-    groups_drawn: int
-    groups_dropped: int
-    batches: int
-    seconds_generating: float
-    seconds_grading: float
+    @property
+    def chunks(self) -> tuple[Any, ...]: ...
+    @property
+    def scalars(self) -> tuple[RolloutScalars, ...]: ...
+    @property
+    def keep(self) -> tuple[np.ndarray, ...]: ...
+    @property
+    def groups_drawn(self) -> int: ...
+    @property
+    def groups_dropped(self) -> int: ...
+    @property
+    def batches(self) -> int: ...
+    @property
+    def seconds_generating(self) -> float: ...
+    @property
+    def seconds_grading(self) -> float: ...
 
 
 def batch_builder(config: Config, dp_size: int) -> Callable[[CollectedGroups, int], Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.trainer.run import Run, resume, save
-from mcore_rl.types import Mean, Total
+from mcore_rl.types import Mean, Total, merge_metrics
 
 
 def train(run: Run) -> None:
@@ -20,17 +20,11 @@ def train(run: Run) -> None:
         groups = run.collector.collect(step)
         batch = run.batch_of(groups, step)
         annotated = run.actor.annotate(batch)
-        update = run.actor.update(batch)  # raises before a non-finite step
+        updated = run.actor.update(batch)  # raises before a non-finite step
         version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
         run.state = run.state.finished(step, version)
-        run.journal.record(
-            {
-                **run.describe(groups),
-                **annotated,
-                **update,
-                "rollout/version": Total(version - 1),
-            }
-        )
+        run.journal.record(run.describe(groups) | merge_metrics([annotated, updated]))
+        run.journal.record({"rollout/version": Total(version - 1)})
         finish(run)
 
 

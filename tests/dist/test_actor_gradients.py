@@ -111,7 +111,9 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
         chunks = policy_batch.chunks()
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
-        actor.annotate([share, share], chunks)  # as if a second epoch followed: the old policy is remembered
+        first = policy_batch.share(policy_batch.UPDATES[1], actor.layout.coordinates(rank).dp, actor.layout.dp)
+        actor.annotate([first, share], chunks)  # as a second update, which has an old policy
+        actor._policy_is_old = False
         for sample, logp in actor.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample))
         _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)

@@ -74,7 +74,7 @@ def test_ids_need_not_be_sorted_or_consecutive():
 @pytest.mark.parametrize("update", range(3))
 def test_rank_shares_are_a_partition_of_the_update(update):
     batch = batch_of()
-    shares = [batch.share(update, rank) for rank in range(3)]
+    shares = batch.shares(update, 3)
     assert np.array_equal(np.sort(np.concatenate([s.samples for s in shares])), batch.updates[update])
     loads = [s.total_tokens.sum() for s in shares]
     assert max(loads) - min(loads) <= batch.total_tokens.max()
@@ -90,8 +90,7 @@ def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
     losses = [rng.standard_normal(count) for count in batch.trained_tokens]
     for update, samples in enumerate(batch.updates):
         total = 0.0
-        for rank in range(num_dp_ranks):
-            share = batch.share(update, rank)
+        for share in batch.shares(update, num_dp_ranks):
             total += sum(
                 w * losses[s].sum() for s, w in zip(share.samples, share.loss_weights.astype(np.float64), strict=True)
             )
