@@ -184,25 +184,11 @@ def _check_run_dir(config: Config) -> None:
 
 
 def _check_model(config: Config, hf: dict[str, Any]) -> None:
-    parallel = config.actor.parallel
-    experts = hf.get("num_experts") or hf.get("n_routed_experts") or hf.get("num_local_experts")
-    if parallel.ep > 1 and not experts:
-        raise ConfigError(f"actor.parallel.ep={parallel.ep}: the model in model.hf_path has no experts; set it to 1")
-    if experts and experts % parallel.ep:
-        raise ConfigError(f"actor.parallel.ep={parallel.ep} must divide the model's {experts} experts")
+    """What generation needs of the model; whether the trainer's layout fits is megatron.layout's to say."""
     heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     for count, name in ((heads, "attention heads"), (groups or heads, "key-value heads")):
-        if count and count % parallel.tp:
-            raise ConfigError(f"actor.parallel.tp={parallel.tp} must divide the model's {count} {name}")
         if count and count % config.rollout.tp:
             raise ConfigError(f"rollout.tp={config.rollout.tp} must divide the model's {count} {name}")
-    layers = hf.get("num_hidden_layers")
-    uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
-    if layers and not uneven and layers % (parallel.pp * (parallel.vpp or 1)):
-        raise ConfigError(
-            f"actor.parallel.pp={parallel.pp} x vpp={parallel.vpp or 1} must divide the model's {layers} layers; set "
-            "actor.parallel.first_stage_layers or last_stage_layers for an uneven split"
-        )
     limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit and longest > limit:

@@ -90,9 +90,6 @@ class EnginePool:
     def spans(self) -> list[Span]:
         return _drain(self.watch, self.handles)
 
-    def shutdown(self) -> None:
-        self.call("shutdown")
-
 
 def _drain(watch: Watch, handles: Sequence[Any]) -> list[Span]:
     return [span for spans in watch.get([handle.drain_spans.remote() for handle in handles]) for span in spans]

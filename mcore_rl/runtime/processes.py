@@ -131,10 +131,10 @@ class EngineProcess(_Process):
 
         with self.spans.span("setup"):
             # Grading processes start while the engine does.
-            self._rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+            rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = build_worker(config, self._rewarder, resolved)
-            self._rewarder.wait_ready()
+            self.worker = build_worker(config, rewarder, resolved)
+            rewarder.wait_ready()
 
     @ray.method(num_returns=2)
     def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
@@ -158,7 +158,3 @@ class EngineProcess(_Process):
     def weight_checksums(self) -> dict[str, Any]:
         with self.spans.span("digest"):
             return self.worker.engine.weight_checksums()
-
-    def shutdown(self) -> None:
-        self._rewarder.shutdown()
-        self.worker.engine.shutdown()
