@@ -44,6 +44,7 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     config.algorithm.policy_loss.clip_low = CLIP_LOW
     config.algorithm.policy_loss.clip_high = CLIP_HIGH
     config.actor.parallel.ep = ranks
+    config.actor.tokens_per_microbatch = 8192  # as few micro-batches as TRL has
     config.actor.optimizer.lr = LEARNING_RATE
     config.actor.optimizer.weight_decay = 0.0
     config.weights.bucket_mib = 8.0

@@ -51,6 +51,9 @@ def pack_sequences(lengths: list[int], device: torch.device | str = "cpu") -> Pa
 class PaddedBatch:
     """Sequences that share one SDPA call.
 
+    `whole` is the stretch of the packed row that they are, one after the other, where they are of one length: nothing
+    is copied then.
+
     Shapes: source int64 [rows * width], the packed position each padded cell reads (padding repeats a token of the
     same sequence); real int64 [n], the cells that are no padding, row by row.
     """
@@ -59,6 +62,17 @@ class PaddedBatch:
     width: int
     source: torch.Tensor
     real: torch.Tensor
+    whole: slice | None
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [rows, width, ...]."""
+        cells = packed.index_select(0, self.source) if self.whole is None else packed[self.whole]
+        return cells.unflatten(0, (self.rows, self.width))
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[rows, width, ...] -> [n, ...]."""
+        cells = padded.flatten(0, 1)
+        return cells.index_select(0, self.real) if self.whole is None else cells
 
 
 def _group(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -75,9 +89,9 @@ def _group(lengths: tuple[int, ...]) -> list[list[int]]:
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBatch], torch.Tensor]:
-    """Batches, and for each packed position its place among the batches' real cells. Cached: every layer, forward
-    and backward, asks for the same one."""
+def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBatch], torch.Tensor | None]:
+    """Batches, and for each packed position its place among the batches' real cells (None: they are in order).
+    Cached: every layer, forward and backward, asks for the same one."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -90,8 +104,13 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
         source = first + column * inside
         order.append(source[inside])
         real = inside.flatten().nonzero().flatten()
-        batches.append(PaddedBatch(len(group), width, source.flatten().to(device), real.to(device)))
-    return batches, torch.cat(order).argsort().to(device)
+        source = source.flatten()
+        start, end = starts[group[0]], starts[group[0]] + len(source)
+        whole = slice(start, end) if torch.equal(source, torch.arange(start, end)) else None
+        batches.append(PaddedBatch(len(group), width, source.to(device), real.to(device), whole))
+    place = torch.cat(order).argsort()
+    in_order = torch.equal(place, torch.arange(len(place)))
+    return batches, None if in_order else place.to(device)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -138,13 +157,10 @@ class SDPACoreAttention(MegatronModule):
         batches, place = _plan(lengths, query.device)
         outputs = []
         for batch in batches:
-            q, k, v = (
-                x.index_select(0, batch.source).unflatten(0, (batch.rows, batch.width)).transpose(1, 2)
-                for x in (query, key, value)
-            )
-            cells = self._attend(q, k, v).transpose(1, 2).flatten(0, 1)
-            outputs.append(cells.index_select(0, batch.real))
-        return torch.cat(outputs).index_select(0, place).flatten(1)
+            q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
+            outputs.append(batch.unpad(self._attend(q, k, v).transpose(1, 2)))
+        packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return (packed if place is None else packed.index_select(0, place)).flatten(1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""

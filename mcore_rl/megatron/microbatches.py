@@ -92,6 +92,8 @@ def _agree(value: int, operation: Any, packing: Packing) -> int:
 def _microbatch(
     share: RankShare, members: np.ndarray, chunks: Sequence[TrajectoryBuffers], packing: Packing
 ) -> MicroBatch:
+    # Descending lengths: attention then takes sequences of one length from the row as they lie.
+    members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
     lengths = [len(sequence.tokens) for sequence in sequences]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

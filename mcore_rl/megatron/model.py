@@ -116,7 +116,7 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bias_dropout_fusion": engine,
-        "bias_activation_fusion": engine,
+        "bias_activation_fusion": True,
         "apply_rope_fusion": engine,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

@@ -18,3 +18,11 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        from mcore_rl.megatron.cpu.kernels.jit import takes
+        from mcore_rl.megatron.cpu.kernels.norm import rms_norm
+
+        return rms_norm(x, self.weight, self.eps) if takes(x) else super().forward(x)

@@ -220,7 +220,15 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     if torch.cuda.is_available():
         arguments |= {"gpu_memory_utilization": config.gpu_memory_fraction, "enforce_eager": config.enforce_eager}
     else:
-        arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "enforce_eager": True}
+        from mcore_rl.rollout.vllm_cpu import IR_OP_PRIORITY
+
+        arguments |= {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": True,
+            "ir_op_priority": IR_OP_PRIORITY,
+            # vLLM's default of 128 spreads short sequences over memory that no cache holds.
+            "block_size": 32,
+        }
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:

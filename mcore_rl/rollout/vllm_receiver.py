@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.rollout import vllm_cpu  # noqa: F401  (every engine rank registers its kernels)
 from mcore_rl.rollout.vllm_weights import HeldTensor, held_modules, held_tensors, tied_head
 from mcore_rl.weights.buckets import SHARED_MEMORY, BucketSpec, SharedBuckets
 from mcore_rl.weights.receive import BucketReceiver, NamedTensors

@@ -23,7 +23,10 @@ class TrainerGroup:
     watch: Watch
 
     def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes log-probabilities on the ranks, where they stay until the updates of this batch."""
+        """Recomputes log-probabilities on the ranks, where they stay until the updates of this batch. The only update
+        of a batch finds them itself: nothing is sent then."""
+        if len(batch.updates) == 1:
+            return {}
         return merge_metrics(self._on_shares("annotate", batch))
 
     def update(self, batch: Batch) -> dict[str, Metric]:
@@ -84,8 +87,12 @@ class EnginePool:
         scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
         return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
 
+    def send(self, method: str, *arguments: Any) -> list[Any]:
+        """References of the results of a method on every engine."""
+        return [getattr(handle, method).remote(*arguments) for handle in self.handles]
+
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self.watch.get([getattr(handle, method).remote(*arguments) for handle in self.handles])
+        return self.watch.get(self.send(method, *arguments))
 
     def spans(self) -> list[Span]:
         return _drain(self.watch, self.handles)

@@ -57,6 +57,8 @@ class TrainerProcess(_Process):
             return self.actor.annotate(shares, list(chunks))
 
     def update(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
+        if len(shares) == 1:
+            self.actor.annotate(shares, list(chunks))  # forgets the previous batch; there is nothing to recompute
         reports = []
         for index, share in enumerate(shares):
             with self.spans.span("update"):

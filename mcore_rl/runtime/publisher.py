@@ -58,16 +58,18 @@ class SharedMemoryPublisher:
 
         Raises: WeightSyncError when a bucket was written or read incompletely.
         """
-        self.engines.call("begin_weight_update")
+        # An engine runs its calls in their order, so none is waited for before the next is on its way.
+        calls = self.engines.send("begin_weight_update")
         receiving: list[list[Any]] = []
         for bucket in range(self.spec.num_buckets):
             if bucket >= self.spec.num_slots:  # the slot's previous bucket must have been read
                 self._acknowledge(bucket - self.spec.num_slots, receiving)
             self._write(bucket)
-            receiving.append([engine.receive_bucket.remote(bucket) for engine in self.engines.handles])
+            receiving.append(self.engines.send("receive_bucket", bucket))
+        calls += self.engines.send("finish_weight_update", version)
         for bucket in range(max(0, len(receiving) - self.spec.num_slots), len(receiving)):
             self._acknowledge(bucket, receiving)
-        self.engines.call("finish_weight_update", version)
+        self.trainers.watch.get(calls)
         return version
 
     def verify(self) -> int:

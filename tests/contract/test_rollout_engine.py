@@ -160,6 +160,35 @@ def test_an_error_of_the_caller_ends_the_call_and_the_engine_still_works(engine:
     assert {i: c.token_ids.tolist() for i, c in before.items()} == {i: c.token_ids.tolist() for i, c in after.items()}
 
 
+def _norms(engine: Any, build: Any) -> dict[str, Any]:
+    """Results of vLLM's norm operations as this engine dispatches them, and as eager torch computes them."""
+    import torch
+    from vllm import ir
+
+    heads, row, residual, weight = (torch.from_numpy(x) for x in build)
+    view = heads[:, 1:3]  # as queries lie in a fused projection
+    found = {"provider": [op.get_priority()[0] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]}
+    for name, op, inputs in (
+        ("norm", ir.ops.rms_norm, (view, weight, 1e-6)),
+        ("fused", ir.ops.fused_add_rms_norm, (row, residual, weight, 1e-6)),
+    ):
+        for kind, function in (("native", op.impls["native"].impl_fn), ("ours", op)):
+            results = function(*(x.clone() if x is row or x is residual else x for x in inputs))
+            found[f"{name} {kind}"] = [r.numpy() for r in (results if isinstance(results, tuple) else (results,))]
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA vLLM chooses its own")
+def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((5, 4, 16), (5, 16), (5, 16), (16,))
+    found = engine.call(_norms, [rng.standard_normal(shape).astype(np.float32) for shape in shapes])
+    assert found["provider"] == ["mcore_rl_cpu"] * 2
+    for name in ("norm", "fused"):
+        for ours, native in zip(found[f"{name} ours"], found[f"{name} native"], strict=True):
+            np.testing.assert_allclose(ours, native, atol=1e-5)
+
+
 def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (

@@ -36,11 +36,13 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: lis
     return torch.cat(outputs).flatten(1)
 
 
-def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone() -> None:
-    inputs = _inputs(sum(LENGTHS))
-    weights = torch.randn(sum(LENGTHS), HEADS * WIDTH, generator=torch.Generator().manual_seed(6))
-    ours = _attention()(*inputs, packed_seq_params=attention.pack_sequences(LENGTHS))
-    theirs = _written_out(*inputs, LENGTHS)
+# The first two are read from the row as they lie.
+@pytest.mark.parametrize("lengths", [[7] * 5, [140, 9, 9, 9, 2], LENGTHS])
+def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone(lengths: list[int]) -> None:
+    inputs = _inputs(sum(lengths))
+    weights = torch.randn(sum(lengths), HEADS * WIDTH, generator=torch.Generator().manual_seed(6))
+    ours = _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths))
+    theirs = _written_out(*inputs, lengths)
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
     found = torch.autograd.grad((ours * weights).sum(), inputs)
     expected = torch.autograd.grad((theirs * weights).sum(), inputs)

@@ -1,0 +1,150 @@
+"""Single-pass kernels in the places of megatron.core's eager compositions. Upstream: megatron-core 0.16.1.
+
+Results are the same up to rounding; with CUDA these are TransformerEngine's kernels. Whatever the kernels do not take
+(bfloat16, other rotations, capacity padding) goes to the original.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mcore_rl.megatron.cpu.registry import Fix, fix
+
+
+@fix("fused_rotary", "models.common.embeddings.rope_utils")
+def _fused_rotary(this: Fix, module: ModuleType) -> None:
+    """Slices the frequencies of every sequence in Python, in every layer, for queries and for keys."""
+    from mcore_rl.megatron.cpu.kernels.jit import takes
+    from mcore_rl.megatron.cpu.kernels.rotary import rotate
+
+    original = module._apply_rotary_pos_emb_thd
+
+    def rotate_packed(
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        *,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **other_rotations: bool,
+    ) -> torch.Tensor:
+        if any(other_rotations.values()) or cp_group.size() > 1 or not takes(t):
+            return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **other_rotations)
+        table = freqs.detach().flatten(1)
+        cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
+        return rotate(t, cos, sin, _positions(cu_seqlens, len(t)))
+
+    this.patch(module, "_apply_rotary_pos_emb_thd", rotate_packed)
+
+
+def _positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Of every token within its sequence, int64 [tokens]."""
+    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long(), output_size=tokens)
+    return torch.arange(tokens) - starts
+
+
+@fix("fused_swiglu", "transformer.mlp")
+def _fused_swiglu(this: Fix, module: ModuleType) -> None:
+    """Fused only in name on a CPU: eager operations, each a walk through [tokens * top-k, 2 * intermediate]."""
+    from mcore_rl.megatron.cpu.kernels.jit import takes
+    from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
+
+    plain, weighted = module.bias_swiglu_impl, module.weighted_bias_swiglu_impl
+
+    def swiglu(x: torch.Tensor, bias: Any, *options: Any) -> torch.Tensor:
+        if bias is not None or any(options) or not takes(x):
+            return plain(x, bias, *options)
+        rows = x.flatten(0, -2)
+        return weighted_swiglu(rows, rows.new_ones(len(rows))).unflatten(0, x.shape[:-1])
+
+    def swiglu_of_expert(x: torch.Tensor, bias: Any, weights: torch.Tensor, *options: Any) -> torch.Tensor:
+        if bias is not None or any(options) or not takes(x) or weights.dtype != x.dtype:
+            return weighted(x, bias, weights, *options)
+        return weighted_swiglu(x.flatten(0, -2), weights.flatten()).unflatten(0, x.shape[:-1])
+
+    this.patch(module, "bias_swiglu_impl", swiglu)
+    this.patch(module, "weighted_bias_swiglu_impl", swiglu_of_expert)
+
+
+@fix("fused_permute", "transformer.moe.token_dispatcher")
+def _fused_permute(this: Fix, module: ModuleType) -> None:
+    """Adds rows through an index expanded to every element, and copies all tokens to put chunks into an order that
+    they have already (a single expert-parallel rank)."""
+    from mcore_rl.megatron.cpu.kernels.jit import takes
+    from mcore_rl.megatron.cpu.kernels.rows import add_rows, gather_rows
+
+    permute, unpermute, sort_chunks = module.permute, module.unpermute, module.sort_chunks_by_idxs
+
+    def permute_rows(
+        tokens: torch.Tensor, routing_map: torch.Tensor, probs: Any = None, drop_and_pad: bool = False, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        if drop_and_pad or not takes(tokens):
+            return permute(tokens, routing_map, probs=probs, drop_and_pad=drop_and_pad, **options)
+        by_expert = routing_map.T.contiguous()
+        index = by_expert.nonzero()[:, 1].contiguous()
+        permuted_probs = None if probs is None else probs.T.contiguous().masked_select(by_expert)
+        return gather_rows(tokens, index), permuted_probs, index
+
+    def unpermute_rows(
+        permuted: torch.Tensor,
+        index: torch.Tensor,
+        restore_shape: Any,
+        probs: Any = None,
+        drop_and_pad: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        if probs is not None or drop_and_pad or not takes(permuted):
+            return unpermute(permuted, index, restore_shape, probs=probs, drop_and_pad=drop_and_pad, **options)
+        return add_rows(permuted, index, restore_shape[0])
+
+    def sort_rows(
+        tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: Any = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if bool((order.diff() > 0).all()):
+            return tokens, probs
+        return sort_chunks(tokens, sizes, order, probs=probs, **options)
+
+    this.patch(module, "permute", permute_rows)
+    this.patch(module, "unpermute", unpermute_rows)
+    this.patch(module, "sort_chunks_by_idxs", sort_rows)
+
+
+@fix("grouped_experts", "transformer.moe.experts")
+def _grouped_experts(this: Fix, module: ModuleType) -> None:
+    """Runs each expert as a module of its own, cutting its rows out and joining its results by copies."""
+    from mcore_rl.megatron.cpu.kernels.experts import grouped_linear
+    from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
+
+    original = module.SequentialMLP.forward
+
+    def forward(
+        self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        if not _groupable(self, tokens, probs):
+            return original(self, tokens, tokens_per_expert, probs)
+        rows = tokens_per_expert.tolist()
+        gated = grouped_linear(tokens, [expert.linear_fc1.weight for expert in self.local_experts], rows)
+        hidden = weighted_swiglu(gated, probs)
+        return grouped_linear(hidden, [expert.linear_fc2.weight for expert in self.local_experts], rows), None
+
+    this.patch(module.SequentialMLP, "forward", forward)
+
+
+def _groupable(experts: Any, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
+    """Whether the experts are plain SwiGLU layers, and nothing listens to their modules."""
+    from mcore_rl.megatron.cpu.kernels.jit import takes
+
+    config = experts.config
+    return (
+        takes(tokens)
+        and probs.dtype == tokens.dtype
+        and config.gated_linear_unit
+        and config.activation_func is torch.nn.functional.silu
+        and config.activation_func_clamp_value is None
+        and not config.add_bias_linear
+        and not config.moe_apply_probs_on_input
+        and not any(module._forward_pre_hooks or module._forward_hooks for module in experts.modules())
+    )

@@ -1,0 +1,35 @@
+"""Linear layers of several experts over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+    """Every expert's own product x W^T, written where the next layer reads it.
+
+    Shapes: x [N, i], the first rows[0] of them for expert 0, and so on; weights [o, i] -> [N, o].
+    """
+    return _GroupedLinear.apply(x, rows, *weights)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Sequence[int], *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.rows = rows
+        out = x.new_empty(len(x), len(weights[0]))
+        for part, result, weight in zip(x.split(rows), out.split(rows), weights, strict=True):
+            torch.mm(part, weight.t(), out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        grad_x, grads = torch.empty_like(x), grad.split(ctx.rows)
+        for part, result, weight in zip(grads, grad_x.split(ctx.rows), weights, strict=True):
+            torch.mm(part, weight, out=result)
+        return grad_x, None, *(part.t() @ rows for part, rows in zip(grads, x.split(ctx.rows), strict=True))

@@ -1,0 +1,65 @@
+"""Rows gathered by index and added back: how tokens reach their experts and return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.megatron.cpu.kernels.jit import kernel
+
+
+def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index]; the gradient of a row is the sum of those of its copies, in their order.
+
+    Shapes: x [R, ...], index int64 [N] -> [N, ...].
+    """
+    return _Gather.apply(x, index)
+
+
+def add_rows(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    """The transpose of gather_rows: row i of the result is the sum of the x[n] with index[n] = i.
+
+    Shapes: x [N, ...], index int64 [N] -> [rows, ...].
+    """
+    return _Add.apply(x, index, rows)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return _sums(grad, index, ctx.rows), None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        return _sums(x, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    out = x.new_zeros((rows, *x.shape[1:]))
+    _add(x.reshape(len(x), -1).numpy(), index.numpy(), out.view(rows, -1).numpy())
+    return out
+
+
+@kernel
+def _add(x: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+    for n in range(len(index)):
+        row = index[n]
+        for j in range(x.shape[1]):
+            out[row, j] += x[n, j]
