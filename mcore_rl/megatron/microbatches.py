@@ -1,11 +1,13 @@
 """A data-parallel rank's share of an update as packed micro-batches: sequences end to end, no padding to a maximum.
 
 The token at position t is predicted by the hidden state at t - 1. Only those positions are listed, so prompts never
-meet the output projection. Worked example, two sequences (p prompt, r response, all r trained):
+meet the output projection; what follows a sequence's last predictor has no effect and is not computed. Worked example,
+two sequences (p prompt, r and s response, all of it trained):
 
-    position       0 1 2 3 4   5 6 7
-    tokens         p p p r s   p r s        lengths 5, 3
-    predictors         2 3     5 6          hidden states that predict
+    sequences      p p p r s   p r s
+    position       0 1 2 3     4 5
+    tokens         p p p r     p r          the last s is only a target
+    predictors         2 3     4 5          hidden states that predict
     targets            r s     r s          trained_counts 2, 2
 """
 
@@ -97,12 +99,12 @@ def _microbatch(
     sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
     lengths = [len(sequence.tokens) for sequence in sequences]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    counts = np.array([len(sequence.trained_positions) for sequence in sequences], np.int64)
+    counts = np.array([len(sequence.targets) for sequence in sequences], np.int64)
     padding = -int(starts[-1]) % packing.row_multiple or (0 if lengths else packing.row_multiple)
     if padding:
         lengths.append(padding)
     tokens = _join([sequence.tokens for sequence in sequences] + [np.zeros(padding, np.int64)], np.int64)
-    positions = _join([s.trained_positions + first for s, first in zip(sequences, starts, strict=False)], np.int64)
+    predictors = _join([s.predictors + first for s, first in zip(sequences, starts, strict=False)], np.int64)
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(packing.device)
@@ -112,8 +114,8 @@ def _microbatch(
         trained_counts=tuple(counts.tolist()),
         tokens=to_device(tokens),
         sequences=pack_sequences(lengths, packing.device),
-        predictors=to_device(positions - 1),
-        targets=to_device(tokens[positions]),
+        predictors=to_device(predictors),
+        targets=to_device(_join([sequence.targets for sequence in sequences], np.int64)),
         advantages=to_device(np.repeat(share.advantages[members], counts).astype(np.float32)),
         loss_weights=to_device(np.repeat(share.loss_weights[members], counts).astype(np.float32)),
         logp_rollout=to_device(_join([sequence.logp_rollout for sequence in sequences], np.float32)),
@@ -122,10 +124,11 @@ def _microbatch(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Shapes: tokens [S]; trained_positions int64 [n], ascending; logp_rollout [n]."""
+    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout [n]."""
 
     tokens: np.ndarray
-    trained_positions: np.ndarray
+    predictors: np.ndarray
+    targets: np.ndarray
     logp_rollout: np.ndarray
 
 
@@ -136,7 +139,9 @@ def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
     tokens = buffers.tokens[buffers.token_offsets[row] : buffers.token_offsets[row + 1]]
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
     trained = np.flatnonzero(buffers.trained[response])
-    return _Sequence(tokens, prompt + trained, buffers.logp_rollout[response][trained])
+    predictors = prompt - 1 + trained
+    end = int(predictors[-1]) + 1 if len(predictors) else 1
+    return _Sequence(tokens[:end], predictors, tokens[predictors + 1], buffers.logp_rollout[response][trained])
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:

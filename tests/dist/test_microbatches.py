@@ -15,7 +15,14 @@ from tests.dist import policy_batch
 from tests.dist.launch import launch
 
 SAMPLES = list(range(len(policy_batch.PROMPTS)))
-LENGTHS = [len(policy_batch.sequence(sample)) for sample in SAMPLES]
+
+
+def _computed(sample: int) -> int:
+    """Tokens up to the last one that predicts: what follows changes nothing."""
+    return policy_batch.PROMPTS[sample] + int(np.flatnonzero(policy_batch.trained(sample))[-1])
+
+
+LENGTHS = [_computed(sample) for sample in SAMPLES]
 
 
 def _build(packing: Packing, samples: list[int] = SAMPLES) -> list[MicroBatch]:
@@ -61,7 +68,7 @@ def test_rows_are_whole_sequences_within_the_budget_or_one_long_sequence(tokens:
         assert bounds[-1] == len(batch.tokens) == sum(LENGTHS[sample] for sample in batch.samples)
         assert len(batch.tokens) <= tokens or len(batch.samples) == 1
         for sample, (first, end) in zip(batch.samples, pairwise(bounds), strict=True):
-            assert batch.tokens[first:end].tolist() == policy_batch.sequence(sample).tolist()
+            assert batch.tokens[first:end].tolist() == policy_batch.sequence(sample)[: _computed(sample)].tolist()
 
 
 def test_only_the_total_is_padded_and_only_by_a_sequence_of_its_own() -> None:
