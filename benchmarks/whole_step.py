@@ -3,7 +3,7 @@
 Ours is a run as a user has it: vLLM generates, graders grade, Megatron ranks recompute log-probabilities and update,
 shared memory carries the weights back, with Ray between them. TRL's is GRPOTrainer with Hugging Face generate in its
 own environment (scripts/setup_trl.sh). Both take turns, step by step, on the same responses' lengths. With one trainer
-rank TRL has one thread, with two (expert parallel) it has two; our engine has one thread and idles while ranks train.
+rank TRL has one thread, with two (data parallel) it has two; our engine has one thread and idles while ranks train.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from mcore_rl.types import Metric
 
 
 def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
-    """One update per batch on `ranks` trainer ranks (expert parallel), everything else as the demo has it."""
+    """One update per batch on `ranks` trainer ranks (data parallel: experts this small are cheaper to repeat than to
+    send tokens to), everything else as the demo has it."""
     config = Config()
     config.run.dir = str(run_dir)
     config.model.hf_path = str(task / "model")
@@ -43,7 +44,6 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     config.reward.function = "benchmarks.whole_step_task:reward"
     config.algorithm.policy_loss.clip_low = CLIP_LOW
     config.algorithm.policy_loss.clip_high = CLIP_HIGH
-    config.actor.parallel.ep = ranks
     config.actor.tokens_per_microbatch = 8192  # as few micro-batches as TRL has
     config.actor.optimizer.lr = LEARNING_RATE
     config.actor.optimizer.weight_decay = 0.0

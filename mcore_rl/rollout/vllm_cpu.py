@@ -1,13 +1,18 @@
-"""vLLM's own CPU kernels where 0.32 leaves an operation to eager torch on this platform.
+"""What vLLM 0.32 does slowly on this platform: norms in eager torch, and one call of torch per request to draw a number.
 
-Importing this module registers them; engine arguments `IR_OP_PRIORITY` choose them.
+Importing this module registers its own compiled norms, which the engine argument IR_OP_PRIORITY chooses, and draws the
+numbers of seeded requests many at a time. Tokens stay those that vLLM would draw.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
 import torch
 from vllm import ir
 from vllm.platforms import current_platform
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 PROVIDER = "mcore_rl_cpu"
 IR_OP_PRIORITY = {"rms_norm": [PROVIDER, "native"], "fused_add_rms_norm": [PROVIDER, "native"]}
@@ -53,7 +58,43 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
+_DRAWS = 64
+"""Numbers that a request's generator gives at once; most responses are longer."""
+_drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+"""What is left of them, the next one last."""
+
+
+def row_seeds(rows: int, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
+    """The next number of every row, int64 [rows]: of its own generator, or of torch's where it has none."""
+    seeds = torch.randint(0, 2**31, (rows,)).tolist()
+    for row, generator in generators.items():
+        left = _drawn.get(generator)
+        if not left:
+            left = _drawn[generator] = torch.randint(0, 2**31, (_DRAWS,), generator=generator).tolist()[::-1]
+        seeds[row] = left.pop()
+    return torch.tensor(seeds, dtype=torch.int64)
+
+
+_upstream_sample = TopKTopPSampler.forward_cpu
+
+
+def sample(
+    self: TopKTopPSampler,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """TopKTopPSampler.forward_cpu. Shapes: logits [rows, V] -> tokens [rows], and what logprobs_mode asks for."""
+    if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+        return _upstream_sample(self, logits, generators, k, p)
+    logits = apply_top_k_top_p(logits, k, p).to(torch.float32)
+    logp = logits.log_softmax(dim=-1)
+    return torch.ops._C.fused_gumbel_argmax(logits, row_seeds(len(logits), generators)), logp
+
+
 if current_platform.is_cpu():
+    TopKTopPSampler.forward_cpu = sample
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_plain_norm)(rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_plain_fused_norm, inplace=True)(fused_add_rms_norm)

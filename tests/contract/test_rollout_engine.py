@@ -189,6 +189,35 @@ def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine
             np.testing.assert_allclose(ours, native, atol=1e-5)
 
 
+def _draws(engine: Any, steps: int) -> tuple[list[list[int]], list[list[int]], int]:
+    """What rows get that have a generator of their own, step by step; what torch gives one at a time; how many
+    generators are remembered once they are gone."""
+    from mcore_rl.rollout import vllm_cpu
+
+    before = len(vllm_cpu._drawn)
+    generators = {row: torch.Generator().manual_seed(row) for row in (0, 2)}
+    found = []
+    for step in range(steps):
+        present = {row: g for row, g in generators.items() if row == 0 or step % 3}  # row 2 waits now and then
+        seeds = vllm_cpu.row_seeds(3, present).tolist()
+        found += [(row, seeds[row]) for row in present]
+    in_turn = [[number for row, number in found if row == wanted] for wanted in generators]
+    single = []
+    for row, numbers in zip(generators, in_turn, strict=True):
+        fresh = torch.Generator().manual_seed(row)
+        single.append([int(torch.randint(0, 2**31, (1,), generator=fresh)) for _ in numbers])
+    generators.clear()
+    present.clear()
+    return in_turn, single, len(vllm_cpu._drawn) - before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA vLLM draws its own way")
+def test_numbers_drawn_ahead_are_those_of_each_generator_in_turn(engine: RemoteEngine) -> None:
+    drawn_ahead, one_by_one, remembered = engine.call(_draws, 150)
+    assert drawn_ahead == one_by_one
+    assert remembered == 0
+
+
 def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (
