@@ -1,4 +1,4 @@
-"""What vLLM 0.32 does slowly on this platform: norms in eager torch, and one call of torch per request to draw a number.
+"""What vLLM 0.32 does slowly on this platform: norms in eager torch, and a call of torch per request to draw a number.
 
 Importing this module registers its own compiled norms, which the engine argument IR_OP_PRIORITY chooses, and draws the
 numbers of seeded requests many at a time. Tokens stay those that vLLM would draw.
