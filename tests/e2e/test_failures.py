@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.runs import TrainProcess, metrics, train
@@ -22,12 +24,26 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
     """Whether `step` is in `phase`, as far as files and process titles tell."""
     rollouts = run.run_dir / "rollouts"
     if phase == "generating":
-        return lambda: f"step {step - 1}/4" in run.text() and bool(run.processes("EngineProcess.run"))
+        calling = in_call(run, "ray::EngineProcess", "run")
+        return lambda: re.search(rf"step +{step - 1}/", run.text()) is not None and calling()
     if phase == "updating":
-        return lambda: (rollouts / f"step_{step}.jsonl").exists() and bool(run.processes("TrainerProcess.update"))
+        calling = in_call(run, "ray::TrainerProcess", "update")
+        return lambda: (rollouts / f"step_{step}.jsonl").exists() and calling()
     if phase == "checkpointing":
         return lambda: (run.run_dir / "checkpoints" / f".step_{step}.partial").exists()
     raise ValueError(phase)
+
+
+def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
+    """Whether a process of this kind runs the method. Its calls last a tenth of a second: the processes are looked
+    for once, then only their titles are read."""
+    known: list[psutil.Process] = []
+
+    def calling() -> bool:
+        known.extend([] if known else run.processes(kind))
+        return any(f"{kind}.{method}" in " ".join(process.cmdline()) for process in known)
+
+    return calling
 
 
 def no_segment_of(run: TrainProcess) -> bool:
@@ -86,7 +102,7 @@ def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_takes_everything_down(task: Path, tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir) as run:
+    with TrainProcess(task, run_dir, ("trainer.steps=200",)) as run:  # so that it cannot end by itself
         run.wait_until(in_step(run, 2, "generating"))
         if number == signal.SIGINT:
             os.killpg(run.process.pid, number)  # as a terminal does: to every process of the group
