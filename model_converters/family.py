@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_converters.hf_config import HFConfig, integer, rotary_base
+from model_converters.errors import ConversionError
+from model_converters.hf_config import (
+    HFConfig,
+    Rotary,
+    integer,
+    refuse_sliding_window,
+    refuse_unsupported,
+    rotary,
+)
 from model_converters.table import Row
 from model_converters.transforms import GateUp, GroupedQKV, Same
 
@@ -19,7 +27,7 @@ class ModelArguments:
     transformer: dict[str, Any]
     vocab_size: int
     max_position_embeddings: int
-    rotary_base: float
+    rotary: Rotary
     tied_embeddings: bool
 
 
@@ -43,6 +51,23 @@ class AttentionSizes:
     num_heads: int
     num_groups: int
     head_dim: int
+
+
+def attention_sizes(config: HFConfig, default_head_dim: int | None = None) -> AttentionSizes:
+    """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for."""
+    refuse_unsupported(config)
+    refuse_sliding_window(config)
+    if config.get("attention_bias"):
+        raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
+    num_heads = integer(config, "num_attention_heads")
+    num_groups = integer(config, "num_key_value_heads", default=num_heads)
+    hidden = integer(config, "hidden_size")
+    if num_heads % num_groups:
+        raise ConversionError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_groups}"
+        )
+    head_dim = integer(config, "head_dim", default=default_head_dim or hidden // num_heads)
+    return AttentionSizes(hidden=hidden, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim)
 
 
 def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
@@ -116,6 +141,20 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
     ]
 
 
+def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
+    """Biases of q, k and v, fused as their weights are."""
+    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
+    return Row(
+        mcore="decoder.layers.{l}.self_attention.linear_qkv.bias",
+        hf=tuple(f"model.layers.{{l}}.self_attn.{part}_proj.bias" for part in "qkv"),
+        shapes=((q_rows,), (kv_rows,), (kv_rows,)),
+        transform=GroupedQKV(sizes.num_groups),
+        axis="tp",
+        split_by="num_key_value_heads",
+        layers=tuple(layers),
+    )
+
+
 def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
     """RMS norms of every query and key head."""
     ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
@@ -187,12 +226,14 @@ def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]
     }
 
 
-def model_arguments(config: HFConfig, transformer: dict[str, Any]) -> ModelArguments:
-    """Adds what GPTModel takes beside its TransformerConfig."""
+def model_arguments(
+    config: HFConfig, transformer: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)
+) -> ModelArguments:
+    """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows."""
     return ModelArguments(
         transformer=transformer,
         vocab_size=integer(config, "vocab_size"),
         max_position_embeddings=integer(config, "max_position_embeddings"),
-        rotary_base=rotary_base(config),
+        rotary=rotary(config, known=rope_types),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +46,48 @@ def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
     return default
 
 
-def rotary_base(config: HFConfig) -> float:
-    """rope_theta, from where transformers 4 (top level) or 5 (rope_parameters) writes it.
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding. `scaling_factor` is that of Llama 3.1, None for unscaled frequencies."""
 
-    Raises: ConversionError for rope types other than "default", for scaling and for partial rotation.
+    base: float
+    scaling_factor: float | None = None
+
+
+# megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",)) -> Rotary:
+    """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
+
+    Raises: ConversionError for rope types that are not in `known`, for scaling that megatron cannot express and for
+    partial rotation.
     """
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = nested.get("rope_type", nested.get("type", "default"))
-    if rope_type != "default":
-        raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only 'default'")
+    if rope_type not in known:
+        names = " and ".join(repr(name) for name in known)
+        raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only {names}")
     partial = nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial is not None and partial != 1:
         raise ConversionError(f"config.json: partial_rotary_factor {partial} is not supported, only 1")
     theta = nested.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ConversionError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return float(theta)
+    return Rotary(float(theta), _llama3_factor(nested) if rope_type == "llama3" else None)
+
+
+def _llama3_factor(scaling: Mapping[str, Any]) -> float:
+    for key, fixed in _LLAMA3.items():
+        if scaling.get(key) != fixed:
+            raise ConversionError(
+                f"config.json: rope scaling 'llama3' with {key} {scaling.get(key)} is not supported, only {fixed}"
+            )
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        raise ConversionError(f"config.json: rope scaling 'llama3' has factor {factor!r}; it must be at least 1")
+    return float(factor)
 
 
 def refuse_unsupported(config: HFConfig) -> None:

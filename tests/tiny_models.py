@@ -11,7 +11,8 @@ VOCABULARY = 96
 
 
 def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
-    """What config.json says of a tiny model, without importing transformers; kind is "qwen3" or "qwen3_moe"."""
+    """What config.json says of a tiny model, without importing transformers; kind is a model_type: "llama", "qwen2",
+    "qwen3" or "qwen3_moe"."""
     fields: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": VOCABULARY,

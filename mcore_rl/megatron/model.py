@@ -172,7 +172,9 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arguments.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=arguments.rotary_base,
+        rotary_base=arguments.rotary.base,
+        rope_scaling=arguments.rotary.scaling_factor is not None,
+        rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
         vp_stage=vp_stage,
     )
     return model.cuda() if torch.cuda.is_available() else model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.llama import LLAMA
+from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.family import Family, ModelArguments
@@ -11,6 +13,8 @@ from model_converters.hf_config import HFConfig
 __all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
 
 FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from model_converters.errors import ConversionError
 from model_converters.family import (
     AttentionSizes,
     Family,
     ModelArguments,
     attention_rows,
+    attention_sizes,
     decoder_arguments,
     embedding_rows,
     mlp_rows,
     model_arguments,
     qk_norm_rows,
 )
-from model_converters.hf_config import HFConfig, integer, refuse_sliding_window, refuse_unsupported
+from model_converters.hf_config import HFConfig, integer
 from model_converters.table import Row
-
-
-def attention_sizes(config: HFConfig, default_head_dim: int | None) -> AttentionSizes:
-    """Sizes of Qwen3's attention; refuses the settings that its table has no row for."""
-    refuse_unsupported(config)
-    refuse_sliding_window(config)
-    if config.get("attention_bias"):
-        raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
-    num_heads = integer(config, "num_attention_heads")
-    num_groups = integer(config, "num_key_value_heads", default=num_heads)
-    hidden = integer(config, "hidden_size")
-    if num_heads % num_groups:
-        raise ConversionError(
-            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_groups}"
-        )
-    head_dim = integer(config, "head_dim", default=default_head_dim or hidden // num_heads)
-    return AttentionSizes(hidden=hidden, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim)
 
 
 def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:

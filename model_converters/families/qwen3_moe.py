@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
-from model_converters.families.qwen3 import attention_sizes, qwen3_arguments
+from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.family import (
     Family,
     ModelArguments,
     attention_rows,
+    attention_sizes,
     embedding_rows,
     expert_rows,
     mlp_rows,
@@ -32,7 +33,7 @@ def _num_experts(config: HFConfig) -> int:
 
 
 def _rows(config: HFConfig) -> list[Row]:
-    sizes = attention_sizes(config, default_head_dim=None)
+    sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
     dense = [layer for layer in layers if layer not in set(sparse)]
@@ -49,7 +50,7 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    transformer = qwen3_arguments(config, attention_sizes(config, default_head_dim=None))
+    transformer = qwen3_arguments(config, attention_sizes(config))
     sparse = set(sparse_layers(config))
     if sparse:
         transformer |= _expert_arguments(config)

@@ -17,7 +17,17 @@ from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from tests.dist.launch import launch
 from tests.tiny_models import VOCABULARY, write_tiny_model
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {}),
@@ -28,6 +38,10 @@ MICROBATCHES = [[5, 12, 1, 6], [9, 3, 18]]
 CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
     1: {name: (name, {}) for name in MODELS},
     2: {
+        "llama tp2": ("llama", {"tp": 2}),
+        "llama pp2": ("llama", {"pp": 2}),
+        "qwen2 tp2": ("qwen2", {"tp": 2}),
+        "qwen2 pp2": ("qwen2", {"pp": 2}),
         "dense dp2": ("dense", {}),
         "dense tp2": ("dense", {"tp": 2}),
         "dense tp2 without sequence parallelism": ("dense", {"tp": 2, "sequence_parallel": 0}),

@@ -41,6 +41,20 @@ MOE = {
 }
 
 
+FAMILY_CONFIGS = {
+    "qwen3": DENSE,
+    "qwen3_moe": MOE,
+    "qwen2": {**DENSE, "model_type": "qwen2"},
+    "llama": {**DENSE, "model_type": "llama"},
+}
+
+
+@pytest.fixture
+def family_configs() -> dict[str, dict]:
+    """A tiny configuration of every family, by model_type."""
+    return {name: dict(config) for name, config in FAMILY_CONFIGS.items()}
+
+
 @pytest.fixture
 def dense_config() -> dict:
     return dict(DENSE)
@@ -52,7 +66,7 @@ def moe_config() -> dict:
 
 
 def _random_hf(config: dict, seed: int = 0) -> Tensors:
-    """HF tensors of a Qwen3 or Qwen3-MoE model, written down without the table."""
+    """HF tensors of a model of any family, written down without the table."""
     generator = torch.Generator().manual_seed(seed)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -66,9 +80,12 @@ def _random_hf(config: dict, seed: int = 0) -> Tensors:
             f"{prefix}self_attn.k_proj.weight": (kv_rows, hidden),
             f"{prefix}self_attn.v_proj.weight": (kv_rows, hidden),
             f"{prefix}self_attn.o_proj.weight": (hidden, q_rows),
-            f"{prefix}self_attn.q_norm.weight": (head_dim,),
-            f"{prefix}self_attn.k_norm.weight": (head_dim,),
         }
+        if config["model_type"].startswith("qwen3"):
+            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
+        if config["model_type"] == "qwen2":
+            for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows,)
         mlps = {f"{prefix}mlp.": config["intermediate_size"]}
         if config["model_type"] == "qwen3_moe" and layer not in config["mlp_only_layers"]:
             shapes[f"{prefix}mlp.gate.weight"] = (config["num_experts"], hidden)
@@ -83,16 +100,16 @@ def _random_hf(config: dict, seed: int = 0) -> Tensors:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _fuse_qkv(hf: Tensors, prefix: str, config: dict) -> torch.Tensor:
+def _fuse_qkv(hf: Tensors, prefix: str, config: dict, kind: str) -> torch.Tensor:
     """Megatron's order, one head at a time: the q heads of a group, its k head, its v head."""
     head_dim, groups = config["head_dim"], config["num_key_value_heads"]
     per_group = config["num_attention_heads"] // groups
     rows = []
     for group in range(groups):
         for head in range(group * per_group, (group + 1) * per_group):
-            rows.append(hf[f"{prefix}q_proj.weight"][head * head_dim : (head + 1) * head_dim])
+            rows.append(hf[f"{prefix}q_proj.{kind}"][head * head_dim : (head + 1) * head_dim])
         for part in "kv":
-            rows.append(hf[f"{prefix}{part}_proj.weight"][group * head_dim : (group + 1) * head_dim])
+            rows.append(hf[f"{prefix}{part}_proj.{kind}"][group * head_dim : (group + 1) * head_dim])
     return torch.cat(rows)
 
 
@@ -133,12 +150,16 @@ def _local_layer(hf: Tensors, config: dict, layout: TrainLayout, at, layer: int)
         f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
         f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
         f"{ours}self_attention.linear_qkv.weight": _column(
-            _fuse_qkv(hf, f"{theirs}self_attn.", config), at.tp, layout.tp
+            _fuse_qkv(hf, f"{theirs}self_attn.", config, "weight"), at.tp, layout.tp
         ),
         f"{ours}self_attention.linear_proj.weight": _row(hf[f"{theirs}self_attn.o_proj.weight"], at.tp, layout.tp),
-        f"{ours}self_attention.q_layernorm.weight": hf[f"{theirs}self_attn.q_norm.weight"],
-        f"{ours}self_attention.k_layernorm.weight": hf[f"{theirs}self_attn.k_norm.weight"],
     }
+    for part in "qk":
+        if f"{theirs}self_attn.{part}_norm.weight" in hf:
+            local[f"{ours}self_attention.{part}_layernorm.weight"] = hf[f"{theirs}self_attn.{part}_norm.weight"]
+    if f"{theirs}self_attn.q_proj.bias" in hf:
+        bias = _fuse_qkv(hf, f"{theirs}self_attn.", config, "bias")
+        local[f"{ours}self_attention.linear_qkv.bias"] = _column(bias, at.tp, layout.tp)
     if f"{theirs}mlp.gate.weight" not in hf:
         names = (f"{ours}mlp.linear_fc1.weight", f"{ours}mlp.linear_fc2.weight")
         return local | _gated(hf, names, f"{theirs}mlp.", at.tp, layout.tp)

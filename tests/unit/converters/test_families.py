@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
+from model_converters.hf_config import Rotary
 from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
 from model_converters.plan import check_complete, export_pieces, export_plan, load_tensors, local_shapes
@@ -29,7 +30,19 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "dense": ("Qwen3", {}),
     "dense-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "moe": ("Qwen3Moe", EXPERTS),
@@ -41,8 +54,10 @@ def saved_by_transformers(name, directory):
     """A random model written by transformers 5 itself."""
     kind, options = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | options))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # transformers starts biases at 0, where nothing would show
     model.save_pretrained(directory)
     return model
 
@@ -92,7 +107,7 @@ def test_arguments_of_a_dense_model(tmp_path):
     assert arguments.vocab_size == 40
     assert arguments.max_position_embeddings == 64
     # transformers' rotary module is the oracle for the base.
-    inverse = 1.0 / arguments.rotary_base ** (torch.arange(0, 8, 2) / 8)
+    inverse = 1.0 / arguments.rotary.base ** (torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, inverse)
     expected = {
         "num_layers": 4,
@@ -180,8 +195,28 @@ def test_one_normalised_expert_is_refused(moe_config):
 
 
 def test_an_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(ConversionError, match=r"'llama' is not supported; known: .*qwen3, qwen3_moe"):
-        family_for({"model_type": "llama"})
+    with pytest.raises(ConversionError, match=r"'gemma' is not supported; known: .*qwen3, qwen3_moe"):
+        family_for({"model_type": "gemma"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0 is not supported, only 1"),
+        (
+            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings 4096 is not supported, only 8192",
+        ),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "has factor None"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "only 'default' and 'llama3'"),
+    ],
+)
+def test_what_llama_cannot_represent_is_refused(change, message, dense_config):
+    config = dense_config | {"model_type": "llama"} | change
+    with pytest.raises(ConversionError, match=message):
+        family_for(config).model_arguments(config)
 
 
 HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
@@ -190,10 +225,20 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Qwen3-0.6B", 0.596), ("Qwen3-8B", 8.191), ("Qwen3-30B-A3B", 30.532), ("Qwen3-235B-A22B", 235.094)],
+    [
+        ("Qwen--Qwen3-0.6B", 0.596),
+        ("Qwen--Qwen3-8B", 8.191),
+        ("Qwen--Qwen3-30B-A3B", 30.532),
+        ("Qwen--Qwen3-235B-A22B", 235.094),
+        ("Qwen2.5-7B", 7.616),
+        ("Qwen2.5-32B", 32.764),
+        ("meta-llama--Meta-Llama-3.1-8B", 8.030),
+    ],
 )
 def test_published_sizes_of_real_models(name, billions):
-    config = json.loads((HUB / f"Qwen--{name}_config.json").read_text())
+    config = json.loads((HUB / f"{name}_config.json").read_text())
     plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if "num_experts" in config else 1))
     assert round(sum(prod(plan.shape) for plan in plans) / 1e9, 3) == billions
-    assert family_for(config).model_arguments(config).rotary_base == 1e6
+    assert family_for(config).model_arguments(config).rotary == (
+        Rotary(5e5, scaling_factor=8.0) if "Llama" in name else Rotary(1e6)
+    )

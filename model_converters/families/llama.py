@@ -1,0 +1,42 @@
+"""Llama 2, 3 and 3.1 to 3.3, dense. Source: transformers models/llama."""
+
+from __future__ import annotations
+
+from model_converters.errors import ConversionError
+from model_converters.family import (
+    AttentionSizes,
+    Family,
+    ModelArguments,
+    attention_rows,
+    attention_sizes,
+    decoder_arguments,
+    embedding_rows,
+    mlp_rows,
+    model_arguments,
+)
+from model_converters.hf_config import HFConfig, integer
+from model_converters.table import Row
+
+
+def _sizes(config: HFConfig) -> AttentionSizes:
+    if config.get("mlp_bias"):
+        raise ConversionError("config.json: mlp_bias is not supported: the table has no row for MLP biases")
+    return attention_sizes(config)
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    sizes = _sizes(config)
+    layers = range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, sizes.hidden),
+        *attention_rows(sizes, layers),
+        *mlp_rows(sizes.hidden, integer(config, "intermediate_size"), layers),
+    ]
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    transformer = dict(decoder_arguments(config, _sizes(config)), add_qkv_bias=False, qk_layernorm=False)
+    return model_arguments(config, transformer, rope_types=("default", "llama3"))
+
+
+LLAMA = Family("llama", rows=_rows, model_arguments=_model_arguments)

@@ -1,0 +1,36 @@
+"""Qwen2 and Qwen2.5, dense: q, k and v have biases, whatever config.json says. Source: transformers models/qwen2."""
+
+from __future__ import annotations
+
+from model_converters.family import (
+    Family,
+    ModelArguments,
+    attention_rows,
+    attention_sizes,
+    decoder_arguments,
+    embedding_rows,
+    mlp_rows,
+    model_arguments,
+    qkv_bias_row,
+)
+from model_converters.hf_config import HFConfig, integer
+from model_converters.table import Row
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    sizes = attention_sizes(config)
+    layers = range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, sizes.hidden),
+        *attention_rows(sizes, layers),
+        qkv_bias_row(sizes, layers),
+        *mlp_rows(sizes.hidden, integer(config, "intermediate_size"), layers),
+    ]
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    transformer = dict(decoder_arguments(config, attention_sizes(config)), add_qkv_bias=True, qk_layernorm=False)
+    return model_arguments(config, transformer)
+
+
+QWEN2 = Family("qwen2", rows=_rows, model_arguments=_model_arguments)
