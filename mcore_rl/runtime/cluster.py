@@ -11,6 +11,7 @@ import ray
 
 from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.config.validation import num_trainer_ranks
+from mcore_rl.runtime.health import forget_signals, interrupt
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -40,11 +41,12 @@ def ray_cluster(config: Config) -> Iterator[None]:
     """A Ray cluster for the length of the block: joined at cluster.address, else started on this machine.
 
     A cluster started here ends with the block, and also when this process is killed (Ray's own reaper watches it).
-    SIGTERM becomes KeyboardInterrupt, so that a stopped job unwinds like Ctrl-C.
+    SIGTERM becomes KeyboardInterrupt, so that a stopped job unwinds like Ctrl-C; neither gets lost (health.interrupt).
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    forget_signals()
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
     try:
@@ -64,16 +66,14 @@ def ray_cluster(config: Config) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
-        signal.signal(signal.SIGTERM, _interrupt)  # again: ray.init put its own in place, which ends the process
+        for number in previous:
+            signal.signal(number, interrupt)  # again: ray.init put its own in place, which ends the process
         yield
     finally:
         ray.shutdown()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _processes(config: Config) -> int:
     return num_trainer_ranks(config) + config.rollout.num_engines * config.rollout.tp + 1
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(f"signal {signum}")

@@ -19,6 +19,21 @@ SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
+_signals: list[int] = []
+
+
+def interrupt(signum: int, frame: object) -> None:
+    """Signal handler: a stopped job unwinds like Ctrl-C. The exception may be raised inside a callback of Ray, which
+    swallows it, so the next wait raises it once more."""
+    _signals.append(signum)
+    raise KeyboardInterrupt(f"signal {signum}")
+
+
+def forget_signals() -> None:
+    """For the next run in the same process."""
+    _signals.clear()
+
+
 @dataclass
 class Watch:
     """The processes of a run and, for each, a call that ends only when the process does."""
@@ -37,6 +52,8 @@ class Watch:
         """
         pending, results = list(dict.fromkeys(refs)), {}
         while pending:
+            if _signals:
+                raise KeyboardInterrupt(f"signal {_signals.pop()}")
             # All at once: waiting for one at a time would pass every reference to Ray once per result.
             ready, pending = ray.wait(
                 pending, num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False
