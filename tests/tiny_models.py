@@ -8,6 +8,15 @@ from typing import Any
 import torch
 
 VOCABULARY = 96
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""rope_parameters of Llama 3.1, the only scaling that megatron-core 0.16.1 expresses."""
 
 
 def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:

@@ -15,16 +15,8 @@ import torch
 
 from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from tests.dist.launch import launch
-from tests.tiny_models import VOCABULARY, write_tiny_model
+from tests.tiny_models import LLAMA3, VOCABULARY, write_tiny_model
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),

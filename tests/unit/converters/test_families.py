@@ -18,6 +18,7 @@ from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
 from model_converters.plan import check_complete, export_pieces, export_plan, load_tensors, local_shapes
 from model_converters.table import bind
+from tests.tiny_models import LLAMA3
 
 SIZES = {
     "vocab_size": 40,
@@ -30,14 +31,6 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
