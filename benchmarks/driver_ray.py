@@ -35,13 +35,14 @@ class ReadyEngine(_Process):
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class SilentTrainer(_Process):
-    """Takes its share of the batch and does nothing with it."""
+    """Takes its share of a batch of several updates, and does nothing with it."""
 
     def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        self.num_updates = len(shares)
         return {"rollout/logp_diff_mean": Mean(0.0, len(shares))}
 
-    def update(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
-        return [{"actor/loss": Mean(0.0, 1)} for _ in shares]
+    def update(self) -> list[dict[str, Metric]]:
+        return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
 
 
 @contextmanager

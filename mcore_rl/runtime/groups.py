@@ -23,31 +23,35 @@ class TrainerGroup:
     watch: Watch
 
     def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes log-probabilities on the ranks, where they stay until the updates of this batch. The only update
+        """Recomputes log-probabilities on the ranks, where they and the batch stay for its updates. The only update
         of a batch finds them itself: nothing is sent then."""
         if len(batch.updates) == 1:
             return {}
-        return merge_metrics(self._on_shares("annotate", batch))
+        return merge_metrics(self._on_every_rank("annotate", self._arguments(batch)))
 
     def update(self, batch: Batch) -> dict[str, Metric]:
         """One optimizer step per entry of batch.updates.
 
         Raises: NonFiniteError before a non-finite step.
         """
-        reports = self._on_shares("update", batch)
+        sent = len(batch.updates) > 1
+        arguments = [()] * len(self.handles) if sent else self._arguments(batch)
+        reports = self._on_every_rank("update", arguments)
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
-    def _on_shares(self, method: str, batch: Batch) -> list[Any]:
+    def _arguments(self, batch: Batch) -> list[tuple[Any, ...]]:
+        """What each rank needs: its shares, one per update, and references of all trajectories."""
         num_dp_ranks = max(self.dp_rank_of) + 1
         by_update = [batch.shares(update, num_dp_ranks) for update in range(len(batch.updates))]
-        # One object per data-parallel share, however many tensor and pipeline peers read it.
-        references = [ray.put(list(shares)) for shares in zip(*by_update, strict=True)]
-        return self.watch.get(
-            [
-                getattr(handle, method).remote(references[dp], *batch.chunks)
-                for handle, dp in zip(self.handles, self.dp_rank_of, strict=True)
-            ]
-        )
+        shares: list[Any] = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
+        if num_dp_ranks < len(self.dp_rank_of):
+            # One object per data-parallel share, however many tensor and pipeline peers read it.
+            shares = [ray.put(of_rank) for of_rank in shares]
+        return [(shares[dp], *batch.chunks) for dp in self.dp_rank_of]
+
+    def _on_every_rank(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self.handles, arguments, strict=True)
+        return self.watch.get([getattr(handle, method).remote(*given) for handle, given in calls])
 
     def save(self, directory: str) -> None:
         """Collective over all ranks."""

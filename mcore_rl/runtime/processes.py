@@ -53,16 +53,21 @@ class TrainerProcess(_Process):
             self.actor = MegatronActor(config, rank, world_size, init_method)
 
     def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        """Keeps the batch for the `update` that follows."""
+        self._batch = shares, list(chunks)
         with self.spans.span("annotate"):
             return self.actor.annotate(shares, list(chunks))
 
-    def update(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
-        if len(shares) == 1:
-            self.actor.annotate(shares, list(chunks))  # forgets the previous batch; there is nothing to recompute
+    def update(self, *batch: Any) -> list[dict[str, Metric]]:
+        """`batch` are the arguments of `annotate`, or nothing after an `annotate`."""
+        if batch:
+            self.annotate(*batch)
+        shares, chunks = self._batch
+        del self._batch  # its trajectories lie in the object store until they are let go
         reports = []
         for index, share in enumerate(shares):
             with self.spans.span("update"):
-                reports.append(self.actor.update(share, list(chunks), index))
+                reports.append(self.actor.update(share, chunks, index))
         return reports
 
     def save(self, directory: str) -> None:
