@@ -16,7 +16,7 @@ from model_converters.hf_config import (
     rotary,
 )
 from model_converters.table import Row
-from model_converters.transforms import GateUp, GroupedQKV, Same
+from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     vocabulary: dict[str, Any] = {
         "shapes": ((vocab, hidden),),
-        "transform": Same(),
+        "transform": Vocabulary(),
         "axis": "tp",
         "split_by": "vocab_size",
     }

@@ -109,9 +109,9 @@ class Placement:
             if row.num_experts % layout.ep:
                 problems.add(f"{row.num_experts} experts are not a multiple of ep {layout.ep}")
             size = {"tp": layout.tp, "etp": layout.etp, "none": 1}[row.axis]
-            units = row.transform.units(row.shapes, row.dim) if size > 1 else 0
-            if units % size:
-                problems.add(f"{row.split_by or row.mcore} {units} is not a multiple of {row.axis} {size}")
+            refusal = row.transform.refusal(row.shapes, row.dim, size) if size > 1 else ""
+            if refusal:
+                problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=row.axis)}")
         if problems:
             raise LayoutError("; ".join(sorted(problems)))
 
@@ -129,5 +129,5 @@ def local_shape(row: Row, num_shards: int) -> Shape:
     shape = row.shapes[0]
     if not shape:
         return ()
-    length = sum(segment.length for segment in segments_of(row, 0, num_shards))
+    length = row.transform.local_length(row.shapes, row.dim, num_shards)
     return (*shape[: row.dim], length, *shape[row.dim + 1 :])

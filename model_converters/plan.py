@@ -33,12 +33,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorLoad:
-    """What one rank reads for one local mcore tensor: sources are (HF name, piece)."""
+    """What one rank reads for one local mcore tensor: sources are (HF name, piece), what they leave is padding."""
 
     mcore_name: str
     shape: Shape
     bound: BoundRow
     sources: tuple[tuple[str, Piece], ...]
+
+    @property
+    def padded(self) -> bool:
+        covered = sum(piece.length for _, piece in self.sources)
+        return bool(self.shape) and covered < self.shape[self.bound.row.dim]
 
 
 def local_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> dict[str, Shape]:
@@ -164,6 +169,8 @@ def load_tensors(
     reads = []
     for load in load_plan(bound, layout, rank):
         target = tensors[load.mcore_name].detach()
+        if load.padded:
+            target.zero_()
         for hf_name, piece in load.sources:
             reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
         for hf_name in load.bound.row.redundant:

@@ -32,11 +32,14 @@ class Transform(Protocol):
     @property
     def num_parts(self) -> int: ...
 
-    def units(self, shapes: tuple[Shape, ...], dim: int) -> int:
-        """How many indivisible pieces there are along `dim`; the number of shards must divide it."""
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        """Why there cannot be so many shards, to follow the name of what is divided; "" when there can."""
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        """Length of every shard along `dim`: the same for all. What no segment covers is padding, zero."""
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
-        """The segments of shard `shard`, in the order of the local tensor; units() % num_shards must be 0."""
+        """The segments of shard `shard`, in the order of the local tensor; refusal() must be ""."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,36 @@ class Same:
 
     num_parts: int = 1
 
-    def units(self, shapes: tuple[Shape, ...], dim: int) -> int:
-        return shapes[0][dim]
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return _indivisible(shapes[0][dim], num_shards)
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return shapes[0][dim] // num_shards
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
         length = shapes[0][dim] // num_shards
         return (Segment(0, shard * length, 0, length),)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The HF tensor with rows of zeros behind it, as few as make the shards equal.
+
+    Worked example, 5 entries on 4 shards: 0 1 | 2 3 | 4 . | . .
+    """
+
+    num_parts: int = 1
+
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return ""
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return -(-shapes[0][dim] // num_shards)
+
+    def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
+        length = self.local_length(shapes, dim, num_shards)
+        real = min(shapes[0][dim] - shard * length, length)
+        return (Segment(0, shard * length, 0, real),) if real > 0 else ()
 
 
 @dataclass(frozen=True)
@@ -59,8 +86,11 @@ class GateUp:
 
     num_parts: int = 2
 
-    def units(self, shapes: tuple[Shape, ...], dim: int) -> int:
-        return shapes[0][dim]
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return _indivisible(shapes[0][dim], num_shards)
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return 2 * (shapes[0][dim] // num_shards)
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
         length = shapes[0][dim] // num_shards
@@ -69,24 +99,39 @@ class GateUp:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Attention input projection: per query group [q heads of the group; k head; v head], groups dealt to shards.
+    """Attention input projection: per query group [q heads of the group; k head; v head], cut into equal shards.
 
-    Worked example, 4 heads in 2 groups: q0 q1 k0 v0 | q2 q3 k1 v1; with two shards each holds one group.
+    Worked example, 4 heads in 2 groups: q0 q1 k0 v0 | q2 q3 k1 v1; with two shards each holds one group, with four
+    q0 q1 | k0 v0 | q2 q3 | k1 v1: megatron gathers the activations of such a group before it attends.
     """
 
     num_groups: int
     num_parts: int = 3
 
-    def units(self, shapes: tuple[Shape, ...], dim: int) -> int:
-        return self.num_groups
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        if num_shards <= self.num_groups:
+            return _indivisible(self.num_groups, num_shards)
+        if num_shards % self.num_groups:
+            return f"{self.num_groups} is neither a multiple nor a divisor of {{axis}} {num_shards}"
+        return _indivisible(sum(shape[dim] for shape in shapes), num_shards)
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return sum(shape[dim] for shape in shapes) // num_shards
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
         per_group = [shape[dim] // self.num_groups for shape in shapes]
-        groups = self.num_groups // num_shards
+        length = self.local_length(shapes, dim, num_shards)
+        first, last = shard * length, (shard + 1) * length
         found = []
-        local_start = 0
-        for group in range(shard * groups, (shard + 1) * groups):
-            for part, length in enumerate(per_group):
-                found.append(Segment(part, group * length, local_start, length))
-                local_start += length
+        for group in range(first // sum(per_group), -(-last // sum(per_group))):
+            begin = group * sum(per_group)
+            for part, rows in enumerate(per_group):
+                low, high = max(begin, first), min(begin + rows, last)
+                if low < high:
+                    found.append(Segment(part, group * rows + low - begin, low - first, high - low))
+                begin += rows
         return tuple(found)
+
+
+def _indivisible(units: int, num_shards: int) -> str:
+    return f"{units} is not a multiple of {{axis}} {num_shards}" if units % num_shards else ""

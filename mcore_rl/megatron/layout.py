@@ -27,8 +27,7 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
 
     Raises: ConfigError naming the `actor.parallel` key that does not fit.
     """
-    arguments = model_arguments(hf_config)
-    sizes = arguments.transformer
+    sizes = model_arguments(hf_config).transformer
     etp = parallel.etp
     if etp is None:
         etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
@@ -37,7 +36,7 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
         if value is not None and value < 1:
             raise ConfigError(f"actor.parallel.{key} is {value}; it must be at least 1")
     _check_ranks(parallel, world_size, etp)
-    _check_tensor_axis(parallel, arguments)
+    _check_tensor_axis(parallel, sizes)
     _check_expert_axes(parallel, sizes, etp)
     _check_stages(parallel, sizes["num_layers"])
     return TrainLayout(
@@ -69,12 +68,9 @@ def _check_ranks(parallel: ParallelConfig, world_size: int, etp: int) -> None:
         )
 
 
-def _check_tensor_axis(parallel: ParallelConfig, arguments: ModelArguments) -> None:
-    sizes = arguments.transformer
+def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
     divided = {
         "attention heads": sizes["num_attention_heads"],
-        "key/value heads": sizes["num_query_groups"],
-        "vocabulary entries": arguments.vocab_size,
         "units of the feed-forward layer": sizes["ffn_hidden_size"],
     }
     if _all_layers_sparse(sizes):
@@ -82,6 +78,12 @@ def _check_tensor_axis(parallel: ParallelConfig, arguments: ModelArguments) -> N
     for what, count in divided.items():
         if count % parallel.tp:
             raise ConfigError(f"actor.parallel.tp={parallel.tp} does not divide the model's {count} {what}")
+    groups = sizes["num_query_groups"]
+    if groups % parallel.tp and parallel.tp % groups:
+        raise ConfigError(
+            f"actor.parallel.tp={parallel.tp} is neither a divisor nor a multiple of the model's "
+            f"{groups} key/value heads"
+        )
 
 
 def _all_layers_sparse(sizes: dict[str, Any]) -> bool:

@@ -28,11 +28,13 @@ def linear_logp_entropy(
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
     compute_entropy: bool = True,
+    vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log softmax(hidden weight^T / temperature) at the targets, and the entropy of that distribution.
 
     Differentiable in hidden and weight through both results. The gradient of hidden is this rank's share: the sum
-    over the group is the whole one, and the caller reduces it. Without compute_entropy the entropy is zeros.
+    over the group is the whole one, and the caller reduces it. Without compute_entropy the entropy is zeros. Rows of
+    the whole vocabulary from vocab_size on are padding: no token has them, and their gradient is zero.
 
     Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
     results float32 [T] (float64 for float64 inputs). At most chunk_tokens rows of logits exist at one time.
@@ -40,7 +42,7 @@ def linear_logp_entropy(
     Collective: all ranks of `group` (None: weight is the whole vocabulary), with equal hidden and targets.
     """
     return _LinearLogpEntropy.apply(
-        hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy)
+        hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy, vocab_size)
     )
 
 
@@ -50,6 +52,17 @@ class _Options:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     compute_entropy: bool
+    vocab_size: int | None
+
+    def first_entry(self, weight: torch.Tensor) -> int:
+        """Token id of the shard's first row."""
+        return 0 if self.group is None else dist.get_rank(self.group) * weight.shape[0]
+
+    def num_entries(self, weight: torch.Tensor) -> int:
+        """Rows of the shard that are no padding; they come first."""
+        if self.vocab_size is None:
+            return weight.shape[0]
+        return max(min(self.vocab_size - self.first_entry(weight), weight.shape[0]), 0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local_targets = targets - _first_vocabulary_entry(weight, options.group)
+        local_targets = targets - options.first_entry(weight)
         statistics = _local_statistics(hidden, weight, local_targets, options)
         log_sum, target_logit, entropy = _reduce_statistics(statistics, options)
         ctx.save_for_backward(hidden, weight, local_targets, log_sum, entropy)
@@ -110,15 +123,11 @@ class _LinearLogpEntropy(torch.autograd.Function):
         )
 
 
-def _first_vocabulary_entry(weight: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group) * weight.shape[0]
-
-
 def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Iterator[tuple[_Tile, torch.Tensor]]:
     """Yields every tile with its scaled logits; the consumer may overwrite them, the next tile reuses the memory."""
-    num_tokens, num_entries = hidden.shape[0], weight.shape[0]
+    num_tokens, num_entries = hidden.shape[0], options.num_entries(weight)
     chunk = min(options.chunk_tokens, num_tokens)
-    if chunk == 0:
+    if chunk == 0 or num_entries == 0:
         return
     elements = TILE_ELEMENTS.get(hidden.device.type, TILE_ELEMENTS["cuda"])
     width = min(num_entries, max(elements // chunk, 1))
@@ -139,6 +148,8 @@ def _local_statistics(
     """Online softmax over this rank's vocabulary: [4, T] with the rows maximum m, sum exp(z - m),
     sum exp(z - m) (z - m), and the target's logit (0 where another rank holds it)."""
     statistics = torch.zeros((4, hidden.shape[0]), dtype=_compute_dtype(hidden), device=hidden.device)
+    if options.num_entries(weight) == 0:
+        statistics[0] = torch.finfo(statistics.dtype).min / 2  # below every logit; minus infinity times 0 is no number
     scratch: torch.Tensor | None = None
     for tile, logits in _tiles(hidden, weight, options):
         maximum, total, weighted, target_logit = (row[tile.rows] for row in statistics)

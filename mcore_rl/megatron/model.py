@@ -158,6 +158,7 @@ def _no_initialisation() -> dict[str, Any]:
 
 def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage: int | None) -> PolicyModel:
     engine = has_transformer_engine()
+    tp = config.tensor_model_parallel_size
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -166,7 +167,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
     model = PolicyModel(
         config,
         spec,
-        vocab_size=arguments.vocab_size,
+        vocab_size=-(-arguments.vocab_size // tp) * tp,
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -177,6 +178,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
         vp_stage=vp_stage,
     )
+    model.unpadded_vocab_size = arguments.vocab_size
     return model.cuda() if torch.cuda.is_available() else model
 
 

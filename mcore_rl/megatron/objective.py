@@ -16,7 +16,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.logprobs import linear_logp_entropy
 from mcore_rl.megatron.microbatches import MicroBatch
-from mcore_rl.megatron.output import output_weight
+from mcore_rl.megatron.output import output_weight, unwrap
 from mcore_rl.types import Max, Mean, Metric
 
 PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence"}
@@ -78,6 +78,7 @@ class Objective:
             chunk_tokens=self.chunk_tokens,
             group=self.group,
             compute_entropy=compute_entropy,
+            vocab_size=unwrap(chunk).unpadded_vocab_size,
         )
 
     def evaluate(

@@ -6,7 +6,9 @@ activation. PolicyModel stops before output_layer; `logprobs.linear_logp_entropy
 What the caller does, on the last stage:
 
     hidden = chunk(tokens, None, None, packed_seq_params=sequences)      # [T, h], whole sequence on every TP rank
-    logp, entropy = linear_logp_entropy(hidden, output_weight(chunk), targets, group=tp_group)
+    logp, entropy = linear_logp_entropy(
+        hidden, output_weight(chunk), targets, group=tp_group, vocab_size=unwrap(chunk).unpadded_vocab_size
+    )
 
 - `fp32_output=False` in the call when the chunk is wrapped in Float16Module; otherwise it copies hidden to float32.
 - Each TP rank differentiates its own vocabulary shard, so its gradient of `hidden` is a partial sum. The op that
@@ -38,10 +40,14 @@ class PolicyModel(GPTModel):
     """A GPTModel whose last stage returns hidden states. Parameters, their names and the sharded state dict are
     GPTModel's own.
 
-    With `emit_logits` it behaves as GPTModel does: logits [B, S, V / tp].
+    Tensor-parallel ranks hold equal shares of the vocabulary, so it is padded; `unpadded_vocab_size` are the real
+    entries, None: all. The padding has no part in log-probabilities.
+
+    With `emit_logits` it behaves as GPTModel does: logits [B, S, V / tp], the padding's included.
     """
 
     emit_logits = False
+    unpadded_vocab_size: int | None = None
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage."""

@@ -14,7 +14,7 @@ import torch
 
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import VOCABULARY, write_tiny_model
 
 # Of the tensor's largest entry. Gradients are float32 sums of some hundred terms, in another order for each layout;
 # 2e-6 was the largest difference measured, against float64. A factor of the DP size, a lost or doubled token or a
@@ -34,6 +34,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "dense tp2": ("qwen3", {"tp": 2}, SMALL),
         "dense pp2": ("qwen3", {"pp": 2}, SMALL),
         "dense pp2 vpp2": ("qwen3", {"pp": 2, "vpp": 2}, SMALL),
+        "odd tp2": ("odd", {"tp": 2}, SMALL),
         "moe dp2": ("qwen3_moe", {}, SMALL),
         "moe ep2": ("qwen3_moe", {"ep": 2}, SMALL),
         "moe ep2 one microbatch": ("qwen3_moe", {"ep": 2}, ONE_MICROBATCH),
@@ -52,7 +53,10 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: str(write_tiny_model(root / kind, kind)) for kind in ("qwen3", "qwen3_moe")}
+    written = {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_moe")}
+    # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
+    written["odd"] = write_tiny_model(root / "odd", "qwen3", num_key_value_heads=1, vocab_size=VOCABULARY + 1)
+    return {kind: str(directory) for kind, directory in written.items()}
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,38 @@ def _shard_worker(rank: int) -> list[dict[str, np.ndarray]]:
     return [{name: value.detach().numpy() for name, value in result.items()} for result in results]
 
 
+@pytest.mark.parametrize("vocab_size", [VOCABULARY - 7, VOCABULARY // 2])
+def test_padding_of_the_vocabulary_counts_for_nothing(vocab_size: int) -> None:
+    """On two ranks, the second of which is padding in part or altogether."""
+    hidden, weight, targets = _inputs(torch.float64)
+    hidden.requires_grad_()
+    weight = weight[:vocab_size].requires_grad_()
+    log_p = torch.log_softmax(hidden @ weight.t(), -1)
+    logp = log_p.gather(1, (targets % vocab_size)[:, None])[:, 0]
+    (logp.sum() - (log_p.exp() * log_p).sum()).backward()
+    ranks = launch(_padded_worker, 2, vocab_size)
+    gradient = np.concatenate([rank["weight"] for rank in ranks])
+    assert not gradient[vocab_size:].any()
+    for ours, theirs in (
+        (ranks[0]["logp"], logp.detach()),
+        (ranks[1]["logp"], logp.detach()),
+        (sum(rank["hidden"] for rank in ranks), hidden.grad),
+        (gradient[:vocab_size], weight.grad),
+    ):
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-12 * float(theirs.abs().max()))
+
+
+def _padded_worker(rank: int, vocab_size: int) -> dict[str, np.ndarray]:
+    hidden, weight, targets = _inputs(torch.float64)
+    half = VOCABULARY // 2
+    hidden, weight = hidden.requires_grad_(), weight[rank * half : (rank + 1) * half].contiguous().requires_grad_()
+    logp, entropy = linear_logp_entropy(
+        hidden, weight, targets % vocab_size, group=process_group.WORLD, vocab_size=vocab_size, chunk_tokens=8
+    )
+    (logp.sum() + entropy.sum()).backward()
+    return {"logp": logp.detach().numpy(), "hidden": hidden.grad.numpy(), "weight": weight.grad.numpy()}
+
+
 def test_without_entropy_the_log_probability_and_its_gradient_are_the_same() -> None:
     grads = []
     for compute_entropy in (True, False):

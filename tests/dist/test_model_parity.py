@@ -24,9 +24,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+    # No tp divides this vocabulary, and there are fewer key-value heads than tensor-parallel ranks.
+    "odd": ("qwen3", {"vocab_size": VOCABULARY + 1, "num_key_value_heads": 1}),
+    "odd biased": ("qwen2", {"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True}),
 }
-# Two micro-batches of different token counts; even, because sequence parallelism divides them by tp.
-MICROBATCHES = [[5, 12, 1, 6], [9, 3, 18]]
+# Two micro-batches of different token counts; multiples of 4, because sequence parallelism divides them by tp.
+MICROBATCHES = [[5, 12, 1, 6], [9, 3, 16]]
 CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
     1: {name: (name, {}) for name in MODELS},
     2: {
@@ -46,11 +49,15 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "moe tp2 ep2": ("moe", {"tp": 2, "ep": 2}),
         "moe tp2 etp2": ("moe", {"tp": 2}),
         "mixed tp2 ep2": ("mixed", {"tp": 2, "ep": 2}),
+        "odd tp2": ("odd", {"tp": 2}),
+        "odd tp2 without sequence parallelism": ("odd", {"tp": 2, "sequence_parallel": 0}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
         "moe pp2 ep2": ("moe", {"pp": 2, "ep": 2}),
         "tied tp2 pp2": ("tied", {"tp": 2, "pp": 2}),
+        "odd tp4": ("odd", {"tp": 4}),
+        "odd biased tp4": ("odd biased", {"tp": 4}),
     },
 }
 
@@ -141,7 +148,7 @@ def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any
     parallel.initialize_groups(layout, timeout_seconds=60, seed=1)
     chunks = _build(hf_config, directory, layout, bool(sequence_parallel))
     loading.load_hf(chunks, directory, layout)
-    logits = _logits(chunks)
+    logits = _logits(chunks, hf_config["vocab_size"])
     _backward(chunks)
     return {"logits": logits, "gradients": _gradient_pieces(chunks, hf_config, layout, rank)}
 
@@ -179,8 +186,8 @@ def _packed(microbatch: list[list[int]]) -> tuple[torch.Tensor, Any]:
     return _row(microbatch), pack_sequences([len(sequence) for sequence in microbatch])
 
 
-def _logits(chunks: list[Any]) -> list[np.ndarray] | None:
-    """Logits of all micro-batches, whole vocabulary; None but on the last stage."""
+def _logits(chunks: list[Any], vocab_size: int) -> list[np.ndarray] | None:
+    """Logits of all micro-batches, whole vocabulary without padding; None but on the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from mcore_rl.megatron.output import logits_emitted
@@ -188,7 +195,11 @@ def _logits(chunks: list[Any]) -> list[np.ndarray] | None:
     def forward_step(iterator: Any, chunk: Any) -> Any:
         tokens, packed = _packed(next(iterator))
         logits = chunk(tokens[None], None, None, packed_seq_params=packed)
-        return logits, lambda output, non_loss_data: gather_from_tensor_model_parallel_region(output)[0].numpy()
+
+        def whole(output: torch.Tensor, non_loss_data: bool) -> np.ndarray:
+            return gather_from_tensor_model_parallel_region(output)[0, :, :vocab_size].numpy()
+
+        return logits, whole
 
     with logits_emitted(chunks), torch.no_grad():
         return _schedule(chunks, forward_step, _sequences(), forward_only=True, collect_non_loss_data=True) or None
@@ -204,7 +215,7 @@ def _backward(chunks: list[Any]) -> None:
     )
 
     from mcore_rl.megatron.logprobs import linear_logp_entropy
-    from mcore_rl.megatron.output import output_weight
+    from mcore_rl.megatron.output import output_weight, unwrap
 
     group = parallel_state.get_tensor_model_parallel_group()
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -214,7 +225,10 @@ def _backward(chunks: list[Any]) -> None:
         output = chunk(tokens[None], None, None, packed_seq_params=packed)
 
         def loss(hidden: torch.Tensor) -> Any:
-            logp, _ = linear_logp_entropy(hidden, output_weight(chunk), _targets(tokens), group=group)
+            vocab_size = unwrap(chunk).unpadded_vocab_size
+            logp, _ = linear_logp_entropy(
+                hidden, output_weight(chunk), _targets(tokens), group=group, vocab_size=vocab_size
+            )
             return logp.sum(), torch.tensor(len(tokens), dtype=torch.int), {}
 
         return output, loss

@@ -13,11 +13,11 @@ Tensors = dict[str, torch.Tensor]
 
 DENSE = {
     "model_type": "qwen3",
-    "vocab_size": 24,
+    "vocab_size": 23,  # no tp divides it
     "hidden_size": 12,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,  # fewer than tp 4
     "head_dim": 6,
     "intermediate_size": 20,
     "max_position_embeddings": 64,
@@ -117,6 +117,13 @@ def _column(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
     return tensor.chunk(size, dim=0)[index]
 
 
+def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    """With zero rows appended until the ranks' shares are equal."""
+    while len(tensor) % size:
+        tensor = torch.cat([tensor, torch.zeros_like(tensor[:1])])
+    return _column(tensor, index, size)
+
+
 def _row(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
     return tensor.chunk(size, dim=1)[index]
 
@@ -133,14 +140,14 @@ def _local_mcore(hf: Tensors, config: dict, layout: TrainLayout, rank: int) -> T
     head = embedding if config["tie_word_embeddings"] else hf["lm_head.weight"]
     local: Tensors = {}
     if at.pp == 0:
-        local["embedding.word_embeddings.weight"] = _column(embedding, at.tp, layout.tp)
+        local["embedding.word_embeddings.weight"] = _vocabulary(embedding, at.tp, layout.tp)
     for layers in layout.stage_layers(config["num_hidden_layers"])[at.pp]:
         for layer in layers:
             local |= _local_layer(hf, config, layout, at, layer)
     if at.pp == layout.pp - 1:
         local["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
         if not config["tie_word_embeddings"] or layout.pp > 1:
-            local["output_layer.weight"] = _column(head, at.tp, layout.tp)
+            local["output_layer.weight"] = _vocabulary(head, at.tp, layout.tp)
     return local
 
 

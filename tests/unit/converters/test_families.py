@@ -171,7 +171,7 @@ def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised,
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config \\(fp8\\)"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
-        ({"num_attention_heads": 6}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
+        ({"num_attention_heads": 7}, "num_attention_heads 7 is not a multiple of num_key_value_heads 2"),
     ],
 )
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -64,8 +64,8 @@ def test_plan_for_512_ranks_is_complete(moe_config):
     ("sizes", "message"),
     [
         ({"world_size": 3, "ep": 3}, "8 experts are not a multiple of ep 3"),
-        ({"world_size": 8, "tp": 8}, "num_key_value_heads 4 is not a multiple of tp 8"),
-        ({"world_size": 5, "tp": 5}, "vocab_size 24 is not a multiple of tp 5"),
+        ({"world_size": 3, "tp": 3}, "num_key_value_heads 2 is neither a multiple nor a divisor of tp 3"),
+        ({"world_size": 5, "tp": 5}, "num_attention_heads \\* head_dim 48 is not a multiple of tp 5"),
         ({"world_size": 3, "tp": 3}, "intermediate_size 20 is not a multiple of tp 3"),
         ({"world_size": 8, "etp": 8}, "moe_intermediate_size 4 is not a multiple of etp 8"),
         ({"world_size": 3, "pp": 3}, "4 layers cannot be divided evenly over 3 pipeline stages"),
@@ -83,8 +83,8 @@ def test_expert_parallelism_needs_experts(dense_config):
 
 def test_all_that_does_not_divide_is_named_at_once(moe_config):
     with pytest.raises(LayoutError) as caught:
-        export_plan(bound_rows(moe_config), TrainLayout(15, tp=5, ep=3))
-    for part in ("experts", "vocab_size", "num_key_value_heads"):
+        export_plan(bound_rows(moe_config), TrainLayout(9, tp=3, ep=3))
+    for part in ("experts", "intermediate_size", "num_key_value_heads"):
         assert part in str(caught.value)
 
 

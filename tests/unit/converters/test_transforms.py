@@ -1,0 +1,75 @@
+"""Every transform cuts its parts into shards that hold each element once, in megatron's order, whatever the sizes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
+
+sizes = st.integers(1, 6)
+
+
+@st.composite
+def cases(draw):
+    """(transform, whole HF parts along dim 0 or 1, the fused mcore tensor written down by hand, dim, shards)."""
+    kind, dim, num_shards = draw(st.sampled_from(["same", "vocabulary", "gate_up", "qkv"])), draw(st.integers(0, 1)), 1
+    if kind == "qkv":
+        groups, heads, width = draw(sizes), draw(sizes), draw(sizes)
+        lengths = [groups * heads * width, groups * width, groups * width]
+        transform = GroupedQKV(groups)
+    else:
+        lengths = [draw(st.integers(1, 24))] * (2 if kind == "gate_up" else 1)
+        transform = {"same": Same, "vocabulary": Vocabulary, "gate_up": GateUp}[kind]()
+    num_shards = draw(st.integers(1, 8))
+    parts = [torch.arange(length) + 1000 * (number + 1) for number, length in enumerate(lengths)]
+    other = draw(st.integers(1, 3))
+    shaped = [torch.stack([part] * other, dim=1 - dim) for part in parts]
+    return transform, shaped, dim, num_shards
+
+
+def whole(transform, parts, dim, shard, num_shards):
+    """What megatron holds on one rank, by chunking whole tensors."""
+    if isinstance(transform, GateUp):
+        return torch.cat([part.chunk(num_shards, dim)[shard] for part in parts], dim)
+    if isinstance(transform, GroupedQKV):
+        groups = [part.chunk(transform.num_groups, dim) for part in parts]
+        fused = torch.cat([part[group] for group in range(transform.num_groups) for part in groups], dim)
+        return fused.chunk(num_shards, dim)[shard]
+    padded = parts[0]
+    while padded.shape[dim] % num_shards:
+        padded = torch.cat([padded, torch.zeros_like(padded.narrow(dim, 0, 1))], dim)
+    return padded.chunk(num_shards, dim)[shard]
+
+
+@given(cases())
+def test_segments_put_every_element_where_megatron_has_it(case):
+    transform, parts, dim, num_shards = case
+    shapes = tuple(tuple(part.shape) for part in parts)
+    assume(not transform.refusal(shapes, dim, num_shards))
+    back = [torch.full_like(part, -1) for part in parts]
+    for shard in range(num_shards):
+        wanted = whole(transform, parts, dim, shard, num_shards)
+        local = torch.zeros_like(wanted)
+        assert wanted.shape[dim] == transform.local_length(shapes, dim, num_shards)
+        for part, start, local_start, length in transform.segments(shapes, dim, shard, num_shards):
+            source, target = parts[part].narrow(dim, start, length), back[part].narrow(dim, start, length)
+            local.narrow(dim, local_start, length).copy_(source)
+            assert (target == -1).all()
+            target.copy_(wanted.narrow(dim, local_start, length))
+        assert torch.equal(local, wanted)
+    for part, original in zip(back, parts, strict=True):
+        assert torch.equal(part, original)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
+def test_a_refusal_says_what_does_not_fit_and_only_then(groups, heads, num_shards):
+    """Megatron wants key-value heads and ranks to be multiples of one another; then every cut has whole rows."""
+    transform = GroupedQKV(groups)
+    shapes = ((groups * heads * 12, 2), (groups * 12, 2), (groups * 12, 2))
+    refusal = transform.refusal(shapes, 0, num_shards)
+    related = groups % num_shards == 0 or num_shards % groups == 0
+    assert bool(refusal) == (not related or (groups * (heads + 2) * 12) % num_shards != 0)
+    if refusal:
+        assert str(num_shards) in refusal
