@@ -1,0 +1,133 @@
+"""Conversion of a 400M Qwen3-MoE in bfloat16 between HF files in memory and megatron-core tensors, beside the limits:
+safetensors reading the same bytes into preallocated memory, and one memcpy of them.
+
+Both sides of a row alternate in one process and the row is the median of their ratios. Peak memory is that of a
+process of its own, over what it held before: pages of the mapped files count, as the kernel counts them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.pairs import Pair, pair_row
+from benchmarks.result import Result
+from mcore_rl.weights.buckets import SharedBuckets, plan_buckets
+from mcore_rl.weights.publish import BucketWriter
+from model_converters.families import family_for
+from model_converters.io import HFCheckpoint, HFWriter
+from model_converters.layout import TrainLayout
+from model_converters.plan import TensorLoad, export_plan, load_plan, load_tensors, local_shapes
+from model_converters.table import BoundRow, bind
+
+MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 256 * 2**20
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10_000.0,
+    "torch_dtype": "bfloat16",
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_convert_", dir=MEMORY) as directory:
+        source = Path(directory) / "hf"
+        write_source(source)
+        return [
+            pair_row("HF -> mcore", ">= 0.7", load_pair, source, 1),
+            pair_row("HF -> mcore, one of 2 tp ranks", "", load_pair, source, 2),
+            pair_row("mcore -> HF bucket", ">= 0.7", bucket_pair, 1),
+        ]
+
+
+def bound_rows() -> list[BoundRow]:
+    return bind(family_for(CONFIG).rows(CONFIG), CONFIG, torch.bfloat16)
+
+
+def write_source(directory: Path) -> None:
+    """An HF directory of random weights, in four shards."""
+    plans = export_plan(bound_rows(), TrainLayout(1))
+    num_bytes = sum(torch.Size(plan.shape).numel() * plan.dtype.itemsize for plan in plans)
+    with HFWriter(directory, num_bytes // 4) as writer:
+        writer.begin(plans)
+        for plan in plans:
+            for piece in plan.pieces:
+                writer.write(plan, piece, torch.randn(plan.piece_shape(piece)).to(plan.dtype))
+        writer.finish(config=CONFIG)
+
+
+def load_pair(source: Path, tp: int) -> Pair:
+    """What rank 0 holds, read by us, and the same slices read by safetensors into memory of the same kind."""
+    bound, layout = bound_rows(), TrainLayout(tp, tp=tp)
+    shapes = local_shapes(bound, layout, 0)
+    local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    wanted = _stretches(load_plan(bound, layout, 0))
+    apart = {name: torch.ones(shape, dtype=torch.bfloat16) for name, (shape, *_) in wanted.items()}
+
+    def ours() -> None:
+        with HFCheckpoint(source) as checkpoint:
+            load_tensors(checkpoint, bound, layout, 0, local)
+
+    def safetensors() -> None:
+        for file in sorted(source.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if tp == 1:
+                        apart[name].copy_(opened.get_tensor(name))
+                    else:
+                        _, dim, rows = wanted[name]
+                        part = opened.get_slice(name)
+                        apart[name].copy_(part[rows] if dim == 0 else part[:, rows])
+
+    return Pair(ours, safetensors, sum(tensor.nbytes for tensor in local.values()))
+
+
+def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], int, slice]]:
+    """By HF name: shape, dimension and range of what the rank needs of it."""
+    found: dict[str, tuple[tuple[int, ...], int, slice]] = {}
+    for load in loads:
+        for name, piece in load.sources:
+            known = found[name][2] if name in found else slice(piece.start, piece.start)
+            rows = slice(min(known.start, piece.start), max(known.stop, piece.start + piece.length))
+            shape = list(load.bound.row.shapes[piece.part])
+            shape[piece.dim] = rows.stop - rows.start
+            found[name] = tuple(shape), piece.dim, rows
+    return found
+
+
+def bucket_pair(tp: int) -> Pair:
+    """All weights into shared-memory buckets, two slots in turn, and one memcpy."""
+    bound, layout = bound_rows(), TrainLayout(tp, tp=tp)
+    shapes = local_shapes(bound, layout, 0)
+    local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    plans = export_plan(bound, layout)
+    buckets = SharedBuckets.create(plan_buckets(plans, BUCKET_BYTES, 2))
+    buckets.unlink()
+    writer = BucketWriter(buckets.spec, buckets, plans, 0)
+    num_bytes = sum(tensor.nbytes for tensor in local.values())
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def ours() -> None:
+        for index in range(buckets.spec.num_buckets):
+            writer.write(index, local)
+
+    return Pair(ours, lambda: target.copy_(source), num_bytes)

@@ -1,0 +1,81 @@
+"""Two ways to move the same bytes, timed in turn in one process; peak memory is measured in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.result import Result
+
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways to move the same bytes."""
+
+    ours: Callable[[], object]
+    limit: Callable[[], object]
+    num_bytes: int
+
+
+def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: Any) -> Result:
+    """`make(*arguments)` makes the pair: here, and in a process of its own for the memory of each side."""
+    pair = make(*arguments)
+    ratio, seconds = alternate(pair)
+    rate = pair.num_bytes / seconds / 1e9
+    peaks = {side: peak_bytes(make, arguments, side) for side in ("ours", "limit")}
+    note = ", ".join(f"{side} needs {peak / 2**20:.0f} MiB beyond its buffers" for side, peak in peaks.items())
+    title = f"{name}, {pair.num_bytes / 1e6:.0f} MB"
+    return Result(title, rate, rate / ratio, "GB/s", ratio, aim, note)
+
+
+def alternate(pair: Pair) -> tuple[float, float]:
+    """(median of limit / ours, median seconds of ours); the first round warms both up."""
+    ratios, ours = [], []
+    for round_ in range(ROUNDS + 1):
+        seconds = [_timed(pair.limit), _timed(pair.ours)]
+        if round_:
+            ratios.append(seconds[0] / seconds[1])
+            ours.append(seconds[1])
+    return statistics.median(ratios), statistics.median(ours)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def peak_bytes(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> int:
+    """Resident memory of one side at its highest, over what its process held before."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_peak, args=(make, arguments, side, sender), daemon=True)
+    process.start()
+    sender.close()
+    peak = receiver.recv()
+    process.join()
+    return int(peak)
+
+
+def _measure_peak(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    action = getattr(make(*arguments), side)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = _status("VmRSS")
+    action()
+    sender.send(max(_status("VmHWM") - before, 0))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

@@ -1,0 +1,54 @@
+"""Fused attention and expert weights, HF parts to megatron and back in preallocated memory, beside one memcpy."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.pairs import Pair, pair_row
+from benchmarks.result import Result
+from model_converters.placement import segments_of
+from model_converters.table import Row
+from model_converters.transforms import GateUp, GroupedQKV, Shape
+
+HEAD_DIM = 128
+GROUPS = 4
+# (hidden size, query heads) and (hidden size, inner size) whose fused bfloat16 tensors have about 20 and 75 MB.
+QKV_SIZES = {20: (2048, 32), 75: (4096, 64)}
+EXPERT_SIZES = {20: (2048, 2560), 75: (4096, 4608)}
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    results = []
+    for megabytes in (20, 75):
+        for kind in ("QKV", "expert"):
+            for direction in ("to mcore", "to HF"):
+                results.append(pair_row(f"{kind} {direction}", ">= 0.9", transform_pair, kind, direction, megabytes))
+    return results
+
+
+def fused_row(kind: str, megabytes: int) -> Row:
+    """The row of a whole attention projection, or of an expert's gate and up."""
+    if kind == "QKV":
+        hidden, heads = QKV_SIZES[megabytes]
+        lengths = [heads * HEAD_DIM, GROUPS * HEAD_DIM, GROUPS * HEAD_DIM]
+        shapes: tuple[Shape, ...] = tuple((length, hidden) for length in lengths)
+        return Row(mcore="qkv", hf=("q", "k", "v"), shapes=shapes, transform=GroupedQKV(GROUPS))
+    hidden, inner = EXPERT_SIZES[megabytes]
+    return Row(mcore="fc1", hf=("gate", "up"), shapes=((inner, hidden),) * 2, transform=GateUp())
+
+
+def transform_pair(kind: str, direction: str, megabytes: int) -> Pair:
+    """All segments of the row, copied one by one, and one copy of as many bytes."""
+    row = fused_row(kind, megabytes)
+    parts = [torch.ones(shape, dtype=torch.bfloat16) for shape in row.shapes]
+    fused = torch.cat(parts)
+    source, target = fused.clone(), torch.zeros_like(fused)
+
+    def ours() -> None:
+        for part, start, local_start, length in segments_of(row, 0, 1):
+            ends = fused.narrow(0, local_start, length), parts[part].narrow(0, start, length)
+            to, from_ = ends if direction == "to mcore" else reversed(ends)
+            to.copy_(from_)
+
+    return Pair(ours, lambda: target.copy_(source), fused.nbytes)
