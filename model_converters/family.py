@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model_converters.description import Description
 from model_converters.errors import ConversionError
 from model_converters.hf_config import (
     HFConfig,
@@ -33,7 +34,8 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type: its weight table and its model arguments, both functions of config.json.
+    """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
+    supported families says of it.
 
     Raises (both): ConversionError for a configuration that the family cannot represent.
     """
@@ -41,6 +43,7 @@ class Family:
     model_type: str
     rows: Callable[[HFConfig], list[Row]]
     model_arguments: Callable[[HFConfig], ModelArguments]
+    description: Description
 
 
 @dataclass(frozen=True)

@@ -109,5 +109,6 @@ def refuse_sliding_window(config: HFConfig) -> None:
         others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
         if others:
             raise ConversionError(f"config.json: layer_types {others} are not supported, only 'full_attention'")
-    elif config.get("use_sliding_window") and config.get("sliding_window") is not None:
+    # Where the size of the window is absent, transformers has one of its own; null means full attention.
+    elif config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
         raise ConversionError("config.json: use_sliding_window is not supported; set it to false for full attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
 from model_converters.family import (
     AttentionSizes,
@@ -39,4 +40,14 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return model_arguments(config, transformer, rope_types=("default", "llama3"))
 
 
-LLAMA = Family("llama", rows=_rows, model_arguments=_model_arguments)
+LLAMA = Family(
+    "llama",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="Llama 2, 3, 3.1 to 3.3",
+        covers="grouped-query attention, llama3 rope scaling, tied or untied embeddings",
+        refused={"mlp_bias": True, "use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        vllm_cpu="runs",
+    ),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.family import (
     Family,
     ModelArguments,
@@ -33,4 +34,14 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return model_arguments(config, transformer)
 
 
-QWEN2 = Family("qwen2", rows=_rows, model_arguments=_model_arguments)
+QWEN2 = Family(
+    "qwen2",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="Qwen2, Qwen2.5",
+        covers="grouped-query attention with biases on q, k and v, tied or untied embeddings",
+        refused={"use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        vllm_cpu="runs",
+    ),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.family import (
     AttentionSizes,
     Family,
@@ -41,4 +42,14 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return model_arguments(config, qwen3_arguments(config, attention_sizes(config, default_head_dim=128)))
 
 
-QWEN3 = Family("qwen3", rows=_rows, model_arguments=_model_arguments)
+QWEN3 = Family(
+    "qwen3",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="Qwen3 0.6B to 32B",
+        covers="grouped-query attention with q and k norms, head_dim of its own, tied or untied embeddings",
+        refused={"use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        vllm_cpu="runs",
+    ),
+)

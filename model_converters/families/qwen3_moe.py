@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
 from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.family import (
@@ -75,4 +76,14 @@ def _expert_arguments(config: HFConfig) -> dict[str, object]:
     }
 
 
-QWEN3_MOE = Family("qwen3_moe", rows=_rows, model_arguments=_model_arguments)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        covers="Qwen3 attention, routed experts with or without norm_topk_prob, mlp_only_layers, decoder_sparse_step",
+        refused={"use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        vllm_cpu="runs",
+    ),
+)

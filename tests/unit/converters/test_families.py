@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 
 from model_converters.errors import ConversionError
-from model_converters.families import family_for
+from model_converters.families import FAMILIES, family_for
 from model_converters.hf_config import Rotary
 from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
@@ -185,6 +185,18 @@ def test_one_normalised_expert_is_refused(moe_config):
     config = moe_config | {"num_experts_per_tok": 1}
     with pytest.raises(ConversionError, match="num_experts_per_tok 1"):
         family_for(config).model_arguments(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"), [(name, field) for name, family in FAMILIES.items() for field in family.description.refused]
+)
+def test_every_field_that_a_description_calls_refused_is_refused_by_name(family, field, family_configs):
+    config = family_configs[family]
+    FAMILIES[family].model_arguments(config)
+    refused = FAMILIES[family].description.refused[field]
+    with pytest.raises(ConversionError) as from_arguments:
+        FAMILIES[family].model_arguments(config | {field: refused})
+    assert {"rope_scaling": "rope type"}.get(field, field) in str(from_arguments.value)
 
 
 def test_an_unknown_model_type_lists_the_known_ones():
