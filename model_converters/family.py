@@ -173,34 +173,56 @@ def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]
     return _gated(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
 
 
-def expert_rows(hidden: int, intermediate: int, num_experts: int, layers: Sequence[int]) -> list[Row]:
+@dataclass(frozen=True)
+class ExpertNames:
+    """What HF calls the parts of a layer with experts, and the key of config.json that sizes them."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    size_key: str = "moe_intermediate_size"
+
+
+def expert_rows(
+    hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
+) -> list[Row]:
     """The router and the routed experts of mixture-of-experts layers."""
+    ours, theirs = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
     router = Row(
-        mcore="decoder.layers.{l}.mlp.router.weight",
-        hf=("model.layers.{l}.mlp.gate.weight",),
+        mcore=f"{ours}router.weight",
+        hf=(f"{theirs}gate.weight",),
         shapes=((num_experts, hidden),),
         transform=Same(),
         layers=tuple(layers),
     )
-    prefixes = ("decoder.layers.{l}.mlp.experts.", "model.layers.{l}.mlp.experts.{e}.")
-    sharing: dict[str, Any] = {"axis": "etp", "split_by": "moe_intermediate_size", "num_experts": num_experts}
-    return [router, *_gated(prefixes, "{e}", hidden, intermediate, layers=tuple(layers), **sharing)]
+    prefixes = (f"{ours}experts.", f"{theirs}experts.{{e}}.")
+    sharing: dict[str, Any] = {"axis": "etp", "split_by": names.size_key, "num_experts": num_experts}
+    parts = (names.gate, names.up, names.down)
+    return [router, *_gated(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
 
 
-def _gated(prefixes: tuple[str, str], suffix: str, hidden: int, intermediate: int, **sharing: Any) -> list[Row]:
+def _gated(
+    prefixes: tuple[str, str],
+    suffix: str,
+    hidden: int,
+    intermediate: int,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    **sharing: Any,
+) -> list[Row]:
     ours, theirs = prefixes
     up, down = (intermediate, hidden), (hidden, intermediate)
     return [
         Row(
             mcore=f"{ours}linear_fc1.weight{suffix}",
-            hf=(f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"),
+            hf=tuple(f"{theirs}{part}.weight" for part in parts[:2]),
             shapes=(up, up),
             transform=GateUp(),
             **sharing,
         ),
         Row(
             mcore=f"{ours}linear_fc2.weight{suffix}",
-            hf=(f"{theirs}down_proj.weight",),
+            hf=(f"{theirs}{parts[2]}.weight",),
             shapes=(down,),
             transform=Same(),
             dim=1,
@@ -226,6 +248,25 @@ def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]
         "attention_dropout": float(config.get("attention_dropout", 0.0)),
         "hidden_dropout": 0.0,
         "init_method_std": float(config.get("initializer_range", 0.02)),
+    }
+
+
+def softmax_routing(config: HFConfig, *, normalised: bool) -> dict[str, Any]:
+    """TransformerConfig arguments of a softmax router; `normalised` weights of the chosen experts sum to 1.
+
+    Raises: ConversionError for one normalised expert per token.
+    """
+    topk = integer(config, "num_experts_per_tok")
+    if normalised and topk == 1:
+        raise ConversionError(
+            "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
+            "megatron refuses it"
+        )
+    return {
+        "moe_router_topk": topk,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen logits equals the full softmax renormalised over the chosen experts.
+        "moe_router_pre_softmax": not normalised,
     }
 
 

@@ -20,8 +20,7 @@ LLAMA3 = {
 
 
 def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
-    """What config.json says of a tiny model, without importing transformers; kind is a model_type: "llama", "qwen2",
-    "qwen3" or "qwen3_moe"."""
+    """What config.json says of a tiny model, without importing transformers; kind is a model_type."""
     fields: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": VOCABULARY,
@@ -45,6 +44,8 @@ def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if kind == "mixtral":
+        fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24}
     return fields | changes
 
 
@@ -75,6 +76,14 @@ def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: fl
     directory = Path(directory)
     tiny_model(kind, seed=seed, std=std, **changes).save_pretrained(directory)
     return directory
+
+
+def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights or gradients by the names of `model`'s modules -> by those of its checkpoint: transformers 5 fuses a
+    layer's experts in memory, and takes them apart here as when it saves them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, named))
 
 
 def reference_logits(directory: Path | str, sequences: list[list[int]]) -> list[torch.Tensor]:

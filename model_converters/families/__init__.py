@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model_converters.errors import ConversionError
 from model_converters.families.llama import LLAMA
+from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
@@ -14,6 +15,7 @@ __all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
+    "mixtral": MIXTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.errors import ConversionError
 from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.family import (
     Family,
@@ -15,6 +14,7 @@ from model_converters.family import (
     mlp_rows,
     model_arguments,
     qk_norm_rows,
+    softmax_routing,
 )
 from model_converters.hf_config import HFConfig, integer
 from model_converters.table import Row
@@ -60,19 +60,10 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 
 def _expert_arguments(config: HFConfig) -> dict[str, object]:
-    topk = integer(config, "num_experts_per_tok")
-    normalised = bool(config.get("norm_topk_prob", False))
-    if normalised and topk == 1:
-        raise ConversionError(
-            "config.json: norm_topk_prob with num_experts_per_tok 1 makes every routing weight 1; megatron refuses it"
-        )
     return {
         "num_moe_experts": _num_experts(config),
-        "moe_router_topk": topk,
         "moe_ffn_hidden_size": integer(config, "moe_intermediate_size"),
-        "moe_router_score_function": "softmax",
-        # A softmax over the chosen logits equals the full softmax renormalised over the chosen experts.
-        "moe_router_pre_softmax": not normalised,
+        **softmax_routing(config, normalised=bool(config.get("norm_topk_prob", False))),
     }
 
 
@@ -83,7 +74,7 @@ QWEN3_MOE = Family(
     description=Description(
         models="Qwen3-30B-A3B, Qwen3-235B-A22B",
         covers="Qwen3 attention, routed experts with or without norm_topk_prob, mlp_only_layers, decoder_sparse_step",
-        refused={"use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        refused={"num_experts_per_tok": 1, "use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
         vllm_cpu="runs",
     ),
 )

@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.config.schema import Config, ParallelConfig
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from tests.tiny_models import VOCABULARY
+from tests.tiny_models import VOCABULARY, checkpoint_tensors
 
 PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
 RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
@@ -134,24 +134,7 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
     loss, _ = reference_loss(model, samples, old)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return float(loss.detach()), checkpoint_tensors(gradients)
-
-
-def checkpoint_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the names of a checkpoint: transformers 5 fuses the experts of a layer, files have one tensor per expert."""
-    tensors = {}
-    for name, tensor in named.items():
-        experts, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj":
-            for expert, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                tensors[f"{experts}.{expert}.gate_proj.weight"] = gate
-                tensors[f"{experts}.{expert}.up_proj.weight"] = up
-        elif kind == "down_proj":
-            tensors |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
-        else:
-            tensors[name] = tensor
-    return tensors
+    return float(loss.detach()), checkpoint_tensors(model, gradients)
 
 
 def hf_pieces(actor: Any) -> list[Any]:

@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "dense one by one": ("qwen3", {}, 1),
         "moe": ("qwen3_moe", {}, ONE_MICROBATCH),
         "moe split": ("qwen3_moe", {}, SMALL),
+        "mixtral split": ("mixtral", {}, SMALL),
     },
     2: {
         "dense dp2": ("qwen3", {}, SMALL),
@@ -40,6 +41,9 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "moe ep2 one microbatch": ("qwen3_moe", {"ep": 2}, ONE_MICROBATCH),
         "moe tp2": ("qwen3_moe", {"tp": 2}, SMALL),
         "moe pp2": ("qwen3_moe", {"pp": 2}, SMALL),
+        "mixtral tp2": ("mixtral", {"tp": 2}, SMALL),
+        "mixtral pp2": ("mixtral", {"pp": 2}, SMALL),
+        "mixtral ep2": ("mixtral", {"ep": 2}, SMALL),
     },
     4: {
         "dense tp2 pp2": ("qwen3", {"tp": 2, "pp": 2}, SMALL),
@@ -53,7 +57,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    written = {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_moe")}
+    written = {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_moe", "mixtral")}
     # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
     written["odd"] = write_tiny_model(root / "odd", "qwen3", num_key_value_heads=1, vocab_size=VOCABULARY + 1)
     return {kind: str(directory) for kind, directory in written.items()}

@@ -15,7 +15,7 @@ from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import Metric, merge_metrics
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
 LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
 # Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
@@ -129,7 +129,7 @@ def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         optimizer.step()
         metrics.append(figures)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return policy_batch.checkpoint_tensors(weights), metrics
+    return checkpoint_tensors(model, weights), metrics
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)

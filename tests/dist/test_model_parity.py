@@ -15,7 +15,7 @@ import torch
 
 from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from tests.dist.launch import launch
-from tests.tiny_models import LLAMA3, VOCABULARY, write_tiny_model
+from tests.tiny_models import LLAMA3, VOCABULARY, checkpoint_tensors, write_tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     # No tp divides this vocabulary, and there are fewer key-value heads than tensor-parallel ranks.
     "odd": ("qwen3", {"vocab_size": VOCABULARY + 1, "num_key_value_heads": 1}),
@@ -51,6 +52,9 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "mixed tp2 ep2": ("mixed", {"tp": 2, "ep": 2}),
         "odd tp2": ("odd", {"tp": 2}),
         "odd tp2 without sequence parallelism": ("odd", {"tp": 2, "sequence_parallel": 0}),
+        "mixtral tp2": ("mixtral", {"tp": 2}),
+        "mixtral pp2": ("mixtral", {"pp": 2}),
+        "mixtral ep2": ("mixtral", {"ep": 2}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
@@ -108,24 +112,8 @@ def _reference(directory: str) -> dict[str, Any]:
         logp = torch.cat(rows).log_softmax(-1).gather(1, targets[:, None])
         total, count = total + logp.sum(), count + len(targets)
     (total / count).backward()
-    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    return {"logits": logits, "gradients": _by_expert(gradients)}
-
-
-def _by_expert(gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """transformers 5 fuses a layer's experts in memory; checkpoints, and we, have one tensor per expert."""
-    named = {}
-    for name, value in gradients.items():
-        prefix, _, fused = name.rpartition(".")
-        for expert in range(value.shape[0]) if fused in ("gate_up_proj", "down_proj") and value.ndim == 3 else ():
-            if fused == "down_proj":
-                named[f"{prefix}.{expert}.down_proj.weight"] = value[expert]
-            else:
-                gate, up = np.split(value[expert], 2)
-                named[f"{prefix}.{expert}.gate_proj.weight"], named[f"{prefix}.{expert}.up_proj.weight"] = gate, up
-        if value.ndim != 3:
-            named[name] = value
-    return named
+    gradients = checkpoint_tensors(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
 
 
 # ---- on the ranks ----

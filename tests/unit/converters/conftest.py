@@ -39,6 +39,15 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [1],
 }
+MIXTRAL = {
+    **DENSE,
+    "model_type": "mixtral",
+    "intermediate_size": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 FAMILY_CONFIGS = {
@@ -46,6 +55,7 @@ FAMILY_CONFIGS = {
     "qwen3_moe": MOE,
     "qwen2": {**DENSE, "model_type": "qwen2"},
     "llama": {**DENSE, "model_type": "llama"},
+    "mixtral": MIXTRAL,
 }
 
 
@@ -91,9 +101,15 @@ def _random_hf(config: dict, seed: int = 0) -> Tensors:
             shapes[f"{prefix}mlp.gate.weight"] = (config["num_experts"], hidden)
             experts = range(config["num_experts"])
             mlps = {f"{prefix}mlp.experts.{expert}.": config["moe_intermediate_size"] for expert in experts}
+        gate, up, down = LLAMA_PARTS
+        if config["model_type"] == "mixtral":
+            block = f"{prefix}block_sparse_moe."
+            shapes[f"{block}gate.weight"] = (config["num_local_experts"], hidden)
+            mlps = {f"{block}experts.{e}.": config["intermediate_size"] for e in range(config["num_local_experts"])}
+            gate, up, down = MIXTRAL_PARTS
         for name, size in mlps.items():
-            shapes[f"{name}gate_proj.weight"] = shapes[f"{name}up_proj.weight"] = (size, hidden)
-            shapes[f"{name}down_proj.weight"] = (hidden, size)
+            shapes[f"{name}{gate}.weight"] = shapes[f"{name}{up}.weight"] = (size, hidden)
+            shapes[f"{name}{down}.weight"] = (hidden, size)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
@@ -129,8 +145,12 @@ def _row(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
 
 
 def _gated(hf: Tensors, ours: tuple[str, str], theirs: str, index: int, size: int) -> Tensors:
-    gate, up = (_column(hf[f"{theirs}{part}_proj.weight"], index, size) for part in ("gate", "up"))
-    return {ours[0]: torch.cat([gate, up]), ours[1]: _row(hf[f"{theirs}down_proj.weight"], index, size)}
+    parts = MIXTRAL_PARTS if f"{theirs}w1.weight" in hf else LLAMA_PARTS
+    gate, up, down = (hf[f"{theirs}{part}.weight"] for part in parts)
+    return {
+        ours[0]: torch.cat([_column(gate, index, size), _column(up, index, size)]),
+        ours[1]: _row(down, index, size),
+    }
 
 
 def _local_mcore(hf: Tensors, config: dict, layout: TrainLayout, rank: int) -> Tensors:
@@ -167,14 +187,15 @@ def _local_layer(hf: Tensors, config: dict, layout: TrainLayout, at, layer: int)
     if f"{theirs}self_attn.q_proj.bias" in hf:
         bias = _fuse_qkv(hf, f"{theirs}self_attn.", config, "bias")
         local[f"{ours}self_attention.linear_qkv.bias"] = _column(bias, at.tp, layout.tp)
-    if f"{theirs}mlp.gate.weight" not in hf:
+    block = f"{theirs}{'block_sparse_moe' if config['model_type'] == 'mixtral' else 'mlp'}."
+    if f"{block}gate.weight" not in hf:
         names = (f"{ours}mlp.linear_fc1.weight", f"{ours}mlp.linear_fc2.weight")
-        return local | _gated(hf, names, f"{theirs}mlp.", at.tp, layout.tp)
-    local[f"{ours}mlp.router.weight"] = hf[f"{theirs}mlp.gate.weight"]
-    held = config["num_experts"] // layout.ep
+        return local | _gated(hf, names, block, at.tp, layout.tp)
+    local[f"{ours}mlp.router.weight"] = hf[f"{block}gate.weight"]
+    held = len(local[f"{ours}mlp.router.weight"]) // layout.ep
     for expert in range(at.ep * held, (at.ep + 1) * held):
         names = (f"{ours}mlp.experts.linear_fc1.weight{expert}", f"{ours}mlp.experts.linear_fc2.weight{expert}")
-        local |= _gated(hf, names, f"{theirs}mlp.experts.{expert}.", at.etp, layout.etp)
+        local |= _gated(hf, names, f"{block}experts.{expert}.", at.etp, layout.etp)
     return local
 
 

@@ -39,6 +39,8 @@ MODELS = {
     "dense": ("Qwen3", {}),
     "dense-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "moe": ("Qwen3Moe", EXPERTS),
+    "mixtral-moe": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-moe-tied": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": True, "head_dim": 4}),
     "moe-dense-layers": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
 }
 
@@ -238,12 +240,26 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
         ("Qwen2.5-7B", 7.616),
         ("Qwen2.5-32B", 32.764),
         ("meta-llama--Meta-Llama-3.1-8B", 8.030),
+        ("mistralai--Mixtral-8x7B-v0.1", 46.703),
+        ("mistralai--Mixtral-8x22B-v0.1", 140.621),
     ],
 )
 def test_published_sizes_of_real_models(name, billions):
     config = json.loads((HUB / f"{name}_config.json").read_text())
-    plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if "num_experts" in config else 1))
+    experts = {"num_experts", "num_local_experts"} & set(config)
+    plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if experts else 1))
     assert round(sum(prod(plan.shape) for plan in plans) / 1e9, 3) == billions
     assert family_for(config).model_arguments(config).rotary == (
         Rotary(5e5, scaling_factor=8.0) if "Llama" in name else Rotary(1e6)
     )
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own index")
+def test_every_name_and_byte_of_a_published_mixtral_is_claimed_once():
+    config = json.loads((HUB / "mistralai--Mixtral-8x22B-v0.1_config.json").read_text())
+    index = json.loads((HUB / "mixtral-8x22b-layout.model.safetensors.index.json").read_text())
+    bound = bind(family_for(config).rows(config), config, torch.bfloat16)
+    plans = export_plan(bound, TrainLayout(8, tp=2, pp=2, ep=4))
+    check_complete(bound, index["weight_map"].keys(), plans=plans)
+    assert len(plans) == 1739
+    assert sum(prod(plan.shape) * plan.dtype.itemsize for plan in plans) == index["metadata"]["total_size"]

@@ -50,7 +50,7 @@ def assert_same(found, wanted):
 def cases():
     """Every layout with experts; for dense families those whose experts take no part."""
     for sizes in grid():
-        yield "qwen3_moe", sizes
+        yield from ((family, sizes) for family in ("qwen3_moe", "mixtral"))
         if sizes.get("ep", 1) == sizes.get("etp", 1) == 1:
             yield from ((family, sizes) for family in ("qwen3", "qwen2", "llama"))
 
