@@ -168,13 +168,14 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
             "set weights.verify_every to 0"
         )
     inner = module.moe_config.intermediate_size_per_partition_unpadded
+    gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
     for expert in range(module.w13_weight.shape[0]):
         gate_up = _unpacked(module.w13_weight[expert], isa)
         padded = gate_up.shape[0] // 2
-        yield HeldTensor(f"{prefix}.{expert}.gate_proj.weight", gate_up[:inner], dim=0)
-        yield HeldTensor(f"{prefix}.{expert}.up_proj.weight", gate_up[padded : padded + inner], dim=0)
-        down = _unpacked(module.w2_weight[expert], isa)[:, :inner]
-        yield HeldTensor(f"{prefix}.{expert}.down_proj.weight", down, dim=1)
+        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner], dim=0)
+        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner], dim=0)
+        columns = _unpacked(module.w2_weight[expert], isa)[:, :inner]
+        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", columns, dim=1)
 
 
 def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:

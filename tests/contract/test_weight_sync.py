@@ -13,9 +13,11 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.weights.verify import compare
+from model_converters.layout import TrainLayout
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.exported import export_through
+from tests.tiny_models import LLAMA3, VOCABULARY, tiny_model
 
 MODELS = {
     # A tied head is packed apart from the embedding it shares; biases and grouped heads come with qwen3.
@@ -24,6 +26,12 @@ MODELS = {
     "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
     "moe_bf16": ("qwen3_moe", "bfloat16", {"num_hidden_layers": 2}),
 }
+FAMILIES = {
+    "llama": ({"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
+    "qwen2": ({"tie_word_embeddings": True}, TrainLayout(4, tp=2, pp=2)),
+    "mixtral": ({}, TrainLayout(4, pp=2, ep=2)),
+}
+"""Those that MODELS leaves out, with the layout whose ranks write the directory that an engine starts from."""
 TINY_BUCKET = 5 << 10
 """Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
 
@@ -171,6 +179,35 @@ def test_an_update_out_of_order_is_refused(session: Session) -> None:
         session.engine.call("receive_bucket", 2)
     with pytest.raises(WeightSyncError, match="broken"):
         session.engine.call("finish_weight_update", 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_loaded_from_our_export_and_then_updated(kind: str, family: str, tmp_path: Path) -> None:
+    """vLLM's Qwen2 divides hidden_size by the heads, and its CPU attention wants heads of 32."""
+    changes, layout = FAMILIES[family]
+
+    def model(seed: int) -> Any:
+        return tiny_model(family, seed=seed, hidden_size=128, head_dim=32, num_hidden_layers=2, **changes)
+
+    first = model(seed=0)
+    first.save_pretrained(tmp_path / "saved")
+    engine = start_engine(kind, export_through(tmp_path / "saved", tmp_path / "exported", layout))
+    try:
+        check_greedy(engine, first, version=0)
+        trainer = HFTrainer(model(seed=8), 40 << 10, 2)
+        engine.call("attach_buckets", trainer.spec)
+        trainer.buckets.unlink()
+        for version in (1, 2):
+            trainer.publish(engine, version)
+            check_greedy(engine, trainer.model, version)
+            held = engine.call("weight_checksums")
+            assert compare(trainer.digests(), held) == len(held)
+            trainer.perturb(version)
+            with pytest.raises(WeightSyncError, match="differ"):
+                compare(trainer.digests(), held)
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 from model_converters.hf_config import Rotary
-from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
-from model_converters.plan import check_complete, export_pieces, export_plan, load_tensors, local_shapes
+from model_converters.plan import check_complete, export_plan
 from model_converters.table import bind
+from tests.exported import export_through
 from tests.tiny_models import LLAMA3
 
 SIZES = {
@@ -77,17 +77,7 @@ def test_the_table_names_exactly_what_transformers_writes(name, tmp_path):
 def test_transformers_computes_the_same_logits_from_what_we_export(name, tmp_path):
     model = saved_by_transformers(name, tmp_path / "hf")
     layout = TrainLayout(4, tp=2, pp=2, ep=2 if "moe" in name else 1)
-    with HFCheckpoint(tmp_path / "hf") as checkpoint:
-        bound = bound_rows(checkpoint.config)
-        plans = export_plan(bound, layout)
-        writer = HFWriter(tmp_path / "out", max_shard_bytes=10_000)
-        writer.begin(plans)
-        for rank in range(layout.world_size):
-            local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, rank).items()}
-            load_tensors(checkpoint, bound, layout, rank, local)
-            for plan, piece, view in export_pieces(plans, local, rank):
-                writer.write(plan, piece, view)
-        writer.finish(tmp_path / "hf")
+    export_through(tmp_path / "hf", tmp_path / "out", layout)
     exported = type(model).from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(0, 40, (2, 9))
     with torch.no_grad():
