@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import HFConfig, read_hf_config
@@ -46,6 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     add_layout_flags(show)
     show.set_defaults(verb=show_verb)
+    families = verbs.add_parser("families", help="list the model families: what is covered, what is refused")
+    families.add_argument("--markdown", action="store_true", help="as Markdown tables")
+    families.add_argument("--into", type=Path, metavar="PAGE", help="write the tables between the markers of a page")
+    families.set_defaults(verb=families_verb)
     return parser
 
 
@@ -89,6 +94,17 @@ def show_verb(parsed: argparse.Namespace) -> int:
         print(json.dumps(as_json(config, bound, layout)))
     else:
         for line in as_table(config, bound, layout):
+            print(line)
+    return 0
+
+
+def families_verb(parsed: argparse.Namespace) -> int:
+    if parsed.into:
+        write_between_markers(parsed.into)
+    elif parsed.markdown:
+        print(as_markdown())
+    else:
+        for line in as_lines():
             print(line)
     return 0
 

@@ -8,6 +8,7 @@ from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
+from model_converters.families.refused import REFUSED
 from model_converters.family import Family, ModelArguments
 from model_converters.hf_config import HFConfig
 
@@ -23,8 +24,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_for(hf_config: HFConfig) -> Family:
-    """Raises: ConversionError listing the known families."""
-    model_type = hf_config.get("model_type")
+    """Raises: ConversionError listing the known families, or what a known one that is refused would need."""
+    model_type = str(hf_config.get("model_type"))
+    if model_type in REFUSED:
+        refusal = REFUSED[model_type]
+        raise ConversionError(
+            f"model_type {model_type!r} ({refusal.models}) is not supported; missing: {'; '.join(refusal.missing)}"
+        )
     if model_type not in FAMILIES:
         raise ConversionError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
