@@ -28,7 +28,7 @@ MODELS = {
 }
 FAMILIES = {
     "llama": ({"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
-    "qwen2": ({"tie_word_embeddings": True}, TrainLayout(4, tp=2, pp=2)),
+    "qwen2": ({}, TrainLayout(4, tp=2, pp=2)),
     "mixtral": ({}, TrainLayout(4, pp=2, ep=2)),
 }
 """Those that MODELS leaves out, with the layout whose ranks write the directory that an engine starts from."""
