@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.hf_config import HFConfig, read_hf_config
+from model_converters.hf_config import read_hf_config, weights_dtype
 from model_converters.layout import TrainLayout
 from model_converters.show import as_json, as_table
 from model_converters.table import bind
@@ -88,7 +86,7 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
 def show_verb(parsed: argparse.Namespace) -> int:
     config = read_hf_config(parsed.config)
-    bound = bind(family_for(config).rows(config), config, _dtype(config))
+    bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)
     if parsed.json:
         print(json.dumps(as_json(config, bound, layout)))
@@ -107,11 +105,3 @@ def families_verb(parsed: argparse.Namespace) -> int:
         for line in as_lines():
             print(line)
     return 0
-
-
-def _dtype(config: HFConfig) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConversionError(f"config.json: dtype {name!r} is not a torch dtype")
-    return dtype

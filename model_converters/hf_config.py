@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from model_converters.errors import ConversionError
 
 HFConfig = Mapping[str, Any]
@@ -35,10 +37,10 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
 def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
     """The first of `keys` that is set, a whole number of at least 1."""
     for key in keys:
-        value = config.get(key)
+        value: int | None = config.get(key)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_size(value):
             raise ConversionError(f"config.json: {key} is {value!r}; it must be a whole number of at least 1")
         return value
     if default is None:
@@ -90,14 +92,61 @@ def _llama3_factor(scaling: Mapping[str, Any]) -> float:
     return float(factor)
 
 
-def refuse_unsupported(config: HFConfig) -> None:
-    """Raises: ConversionError for what no table of ours represents yet: quantised weights, activations but silu."""
+def weights_dtype(config: HFConfig) -> torch.dtype:
+    """The dtype that config.json gives the weights; bfloat16 when it names none."""
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"config.json: dtype {name!r} is not a torch dtype")
+    return dtype
+
+
+# What quantization_config may say of FP8 weights; the other keys are about activations or only name modules.
+_FP8_FIELDS: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", None),
+    "activation_scheme": ("dynamic", None),
+    "scale_fmt": ("float", "ue8m0", None),
+    "modules_to_convert": (None, []),
+}
+_FP8_FREE = {"weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
+
+
+def fp8_block(config: HFConfig) -> tuple[int, int] | None:
+    """(rows, columns) of the blocks in which FP8 weights are scaled; None when nothing is quantised.
+
+    Raises: ConversionError for every other kind of quantisation, by name.
+    """
     quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
-        raise ConversionError(
-            f"config.json: quantization_config ({method}): quantised checkpoints cannot be read; use the bfloat16 one"
-        )
+    if not quantised:
+        return None
+    if not isinstance(quantised, Mapping):
+        raise ConversionError(f"config.json: quantization_config is {quantised!r}; it must be an object")
+    method = quantised.get("quant_method", "unknown")
+    refused = f"config.json: quantization_config ({method})"
+    cure = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
+    if method != "fp8":
+        raise ConversionError(f"{refused} is not supported; {cure}")
+    for key, value in quantised.items():
+        if key in _FP8_FIELDS and value not in _FP8_FIELDS[key]:
+            raise ConversionError(f"{refused}: {key} {value!r} is not supported; {cure}")
+        if key not in _FP8_FIELDS and key not in _FP8_FREE and value:
+            raise ConversionError(f"{refused}: {key} is not supported; {cure}")
+    block = quantised.get("weight_block_size")
+    if block is None:
+        raise ConversionError(f"{refused} has no weight_block_size: one scale per tensor is not supported; {cure}")
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_size(length) for length in block):
+        raise ConversionError(f"{refused}: weight_block_size {block!r} must be two whole numbers of at least 1")
+    return block[0], block[1]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def refuse_unsupported(config: HFConfig) -> None:
+    """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations."""
+    fp8_block(config)
     if config.get("hidden_act", "silu") != "silu":
         raise ConversionError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
 

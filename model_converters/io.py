@@ -1,20 +1,24 @@
-"""HF checkpoints in and out: a lazy reader of slices, and the writer."""
+"""HF checkpoints in and out: a lazy reader of slices that dequantises and merges on the way, and the writer."""
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from model_converters.computed import ComputedTensor
 from model_converters.errors import ConversionError, listing
 from model_converters.families import Family, family_for
-from model_converters.hf_config import read_hf_config
-from model_converters.shards import StoredTensor, as_bytes, read_exactly, read_header
+from model_converters.files import TensorFiles
+from model_converters.hf_config import fp8_block, read_hf_config, weights_dtype
+from model_converters.lora import LoraAdapter
+from model_converters.quant import Block
+from model_converters.scales import split_scales
+from model_converters.shards import StoredTensor, read_header
 from model_converters.transforms import Shape
 from model_converters.writer import INDEX_NAME, SINGLE_NAME, HFWriter
 
@@ -25,26 +29,38 @@ class HFCheckpoint:
     """An HF directory: config.json and safetensors, one file or many with an index.
 
     Construction reads the headers of all shards and checks them against the index and the file sizes; tensors are
-    read on demand, slice by slice.
+    read on demand, slice by slice. FP8 weights appear as what they stand for: their scales are no tensors of `shapes`,
+    and every read dequantises, in float32, rounded once to the dtype of the target. With `lora`, the directory of a
+    PEFT adapter, reads give the merged weights: base + scale * B A, likewise.
 
-    Raises: ConversionError naming the file: config.json missing or of an unsupported model_type, no weights, a shard
-    missing or truncated, an index that does not fit its shards.
+    Raises: ConversionError naming the file: config.json missing or of an unsupported model_type or quantisation, no
+    weights, a shard missing or truncated, an index that does not fit its shards, FP8 weights and scales that do not
+    fit each other, an adapter that does not fit the model.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
         self.config: dict[str, Any] = read_hf_config(self.directory)
-        self.family = self._family()
-        self._stored = _read_headers(self.directory)
+        self.family, block = self._describe()
+        self._stored, self._scales = split_scales(_read_headers(self.directory), block, self.directory)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
-        self._descriptors: dict[Path, int] = {}
+        adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
+        self._computed = self._find_computed(block, adapter)
+        self._files = TensorFiles()
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def _family(self) -> Family:
+    def _describe(self) -> tuple[Family, Block | None]:
         try:
-            return family_for(self.config)
+            return family_for(self.config), fp8_block(self.config)
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
+
+    def _find_computed(self, block: Block | None, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
+        updates = adapter.updates if adapter is not None else {}
+        return {
+            name: ComputedTensor(name, self._stored[name], self._scales.get(name), block, updates.get(name))
+            for name in {*self._scales, *updates}
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -54,26 +70,41 @@ class HFCheckpoint:
 
     def close(self) -> None:
         """Closes the files. Views that are still alive keep their mapping."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._files.close()
         self._maps.clear()
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._find(name).dtype
+        """That of the values: for FP8 weights what config.json calls the model's dtype."""
+        stored = self._find(name)
+        return weights_dtype(self.config) if name in self._scales else stored.dtype
 
     def position(self, name: str) -> tuple[str, int]:
         """(file name, byte offset), for reading in the order of the disk."""
         stored = self._find(name)
         return stored.file.name, stored.offset
 
+    def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the files hold, neither dequantised nor merged: (tensor, scales of its FP8 blocks or None)."""
+        scales = self._scales.get(name)
+        return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
+
     def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """A slice as a view of the mapped file: private memory, nothing is read before it is used."""
+        """A slice as a view of the mapped file: private memory, nothing is read before it is used.
+
+        FP8 and merged weights have no such view; they are computed into memory of their own.
+        """
         stored = self._find(name)
+        if name in self._computed:
+            shape = list(stored.shape)
+            shape[dim] = shape[dim] if length is None else length
+            out = torch.empty(shape, dtype=self.dtype(name))
+            self.read_into(name, out, dim=dim, start=start)
+            return out
         if stored.num_bytes == 0:
             return torch.empty(stored.shape, dtype=stored.dtype)
         if stored.file not in self._maps:
-            self._maps[stored.file] = mmap.mmap(self._descriptor(stored.file), 0, access=mmap.ACCESS_COPY)
+            descriptor = self._files.descriptor(stored.file)
+            self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         count = prod(stored.shape)
         whole = torch.frombuffer(self._maps[stored.file], dtype=stored.dtype, count=count, offset=stored.offset)
         whole = whole.view(stored.shape)
@@ -83,8 +114,7 @@ class HFCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, in memory of its own."""
-        stored = self._find(name)
-        out = torch.empty(stored.shape, dtype=stored.dtype)
+        out = torch.empty(self._find(name).shape, dtype=self.dtype(name))
         self.read_into(name, out)
         return out
 
@@ -96,6 +126,10 @@ class HFCheckpoint:
         """
         stored = self._find(name)
         _check_slice(name, stored, out, dim, start)
+        if name in self._computed:
+            row, column = (start, 0) if dim == 0 else (0, start)
+            self._computed[name].read_into(self._files, out, row=row, column=column)
+            return
         if not (out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous()):
             out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1))
             return
@@ -104,23 +138,13 @@ class HFCheckpoint:
             out.copy_(self.view(name, dim, start, out.shape[dim]))
             return
         skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
-        try:
-            read_exactly(self._descriptor(stored.file), as_bytes(out), stored.offset + skipped)
-        except (OSError, EOFError) as error:
-            raise ConversionError(
-                f"{stored.file}: {name} cannot be read: {error or 'unexpected end of file'}"
-            ) from error
+        self._files.fill(name, stored, out, skipped=skipped)
 
     def _find(self, name: str) -> StoredTensor:
         stored = self._stored.get(name)
         if stored is None:
             raise ConversionError(f"{self.directory} has no tensor {name}")
         return stored
-
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY)
-        return self._descriptors[file]
 
 
 def _check_slice(name: str, stored: StoredTensor, out: torch.Tensor, dim: int, start: int) -> None:

@@ -1,0 +1,226 @@
+"""Checkpoints with FP8 weights read as what they stand for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.io import HFCheckpoint
+from model_converters.layout import TrainLayout
+from model_converters.plan import load_tensors, local_shapes
+from model_converters.quant import FP8, quantise
+from model_converters.table import bind
+
+BLOCK = (5, 3)
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+SCALE = "_scale_inv"
+
+
+def write(directory, config, tensors, **quantisation):
+    directory.mkdir(exist_ok=True)
+    config = {**config, "torch_dtype": "bfloat16", "quantization_config": FP8_CONFIG | quantisation}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def quantised(tensors, block=BLOCK):
+    """Every projection in FP8, as the releases have it, and its float32 value by plain arithmetic."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor.bfloat16()
+            values[name] = stored[name].float()
+            continue
+        stored[name], stored[name + SCALE] = quantise(tensor, block)
+        scales = stored[name + SCALE].repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        values[name] = stored[name].float() * scales[: tensor.shape[0], : tensor.shape[1]]
+    return stored, values
+
+
+@pytest.fixture
+def fp8_model(tmp_path, moe_config, random_hf):
+    stored, values = quantised(random_hf(moe_config))
+    return write(tmp_path / "hf", moe_config, stored), stored, values
+
+
+def test_weights_appear_as_their_values_and_scales_not_at_all(fp8_model):
+    directory, stored, values = fp8_model
+    with HFCheckpoint(directory) as checkpoint:
+        assert checkpoint.shapes == {name: tuple(value.shape) for name, value in values.items()}
+        for name, value in values.items():
+            assert checkpoint.dtype(name) == torch.bfloat16
+            assert torch.equal(checkpoint.read(name), value.bfloat16())
+            assert torch.equal(checkpoint.view(name), value.bfloat16())
+            # One rounding only: a float32 target has the digits that bfloat16 would drop.
+            out = torch.empty(value.shape)
+            checkpoint.read_into(name, out)
+            assert torch.equal(out, value)
+            codes, scales = checkpoint.stored(name)
+            assert torch.equal(codes.view(torch.uint8), stored[name].view(torch.uint8))
+            assert torch.equal(scales, stored[name + SCALE]) if scales is not None else name + SCALE not in stored
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TrainLayout(2, tp=2), TrainLayout(8, tp=4, pp=2, ep=2), TrainLayout(4, tp=2, ep=2, etp=2)],
+    ids=["tp2", "tp4 pp2 ep2", "ep2 etp2"],
+)
+def test_every_rank_loads_what_it_would_load_from_the_values(layout, fp8_model, tmp_path, moe_config):
+    directory, _, values = fp8_model
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(moe_config))
+    save_file(values, plain / "model.safetensors")
+    loaded = []
+    for source in (directory, plain):
+        with HFCheckpoint(source) as checkpoint:
+            bound = bind(family_for(checkpoint.config).rows(checkpoint.config), checkpoint.config, torch.float32)
+            for rank in range(layout.world_size):
+                local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, rank).items()}
+                load_tensors(checkpoint, bound, layout, rank, local)
+                loaded.append(local)
+    for ours, wanted in zip(loaded[: layout.world_size], loaded[layout.world_size :], strict=True):
+        assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Larger than the tiles in which values are computed, 64 x 2048, and blocks that divide neither."""
+    weight = torch.randn(150, 2500, generator=torch.Generator().manual_seed(0))
+    stored, values = quantised({"a_proj.weight": weight}, block=(50, 96))
+    directory = tmp_path_factory.mktemp("wide")
+    with HFCheckpoint(write(directory, {"model_type": "qwen3"}, stored, weight_block_size=[50, 96])) as checkpoint:
+        yield checkpoint, values["a_proj.weight"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(dim=st.integers(0, 1), data=st.data())
+def test_slices_are_those_of_the_whole(wide, dim, data):
+    checkpoint, value = wide
+    start = data.draw(st.integers(0, value.shape[dim] - 1))
+    length = data.draw(st.integers(1, value.shape[dim] - start))
+    wanted = value.narrow(dim, start, length)
+    larger = torch.full((wanted.shape[0] + 2, wanted.shape[1] + 2), -7.0)
+    checkpoint.read_into("a_proj.weight", larger[1:-1, 1:-1], dim=dim, start=start)
+    assert torch.equal(larger[1:-1, 1:-1], wanted)
+    assert (larger == -7).sum() == larger.numel() - wanted.numel()
+    assert torch.equal(checkpoint.view("a_proj.weight", dim, start, length), wanted.bfloat16())
+
+
+def test_slices_outside_the_tensor_are_refused(wide):
+    checkpoint, _ = wide
+    with pytest.raises(ConversionError, match=r"a_proj.weight .* has no slice of shape \(2, 2500\) from 149"):
+        checkpoint.read_into("a_proj.weight", torch.zeros(2, 2500), start=149)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_may_be_kept_in_several_dtypes(dtype, tmp_path):
+    scales = torch.tensor([[0.25, 2.0], [0.5, 1.0]])
+    codes = torch.randn(10, 6).to(FP8)
+    stored = {"a_proj.weight": codes, "a_proj.weight_scale_inv": scales.to(dtype)}
+    with HFCheckpoint(write(tmp_path / "hf", {"model_type": "qwen3"}, stored)) as checkpoint:
+        wanted = codes.float() * scales.repeat_interleave(5, 0).repeat_interleave(3, 1)
+        assert torch.equal(checkpoint.read("a_proj.weight"), wanted.bfloat16())
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+MISFITS = {
+    "weight without scale": (lambda t: t.pop(NAME + SCALE), f"{NAME} has no {NAME}_scale_inv"),
+    "scale without weight": (lambda t: t.pop(NAME), f"{NAME}_scale_inv has no float8 weight {NAME}"),
+    "weight is not FP8": (
+        lambda t: t.update({NAME: t[NAME].bfloat16()}),
+        f"{NAME}_scale_inv has no float8 weight {NAME}",
+    ),
+    "scale of another shape": (
+        lambda t: t.update({NAME + SCALE: t[NAME + SCALE][:-1]}),
+        rf"{NAME}_scale_inv \(9, 4\) instead of \(10, 4\) \(blocks of \(5, 3\)\)",
+    ),
+    "scale of integers": (
+        lambda t: t.update({NAME + SCALE: t[NAME + SCALE].int()}),
+        f"{NAME}_scale_inv is torch.int32",
+    ),
+    "e5m2": (lambda t: t.update(z=torch.zeros(3).to(torch.float8_e5m2)), "z is torch.float8_e5m2"),
+    "a vector": (
+        lambda t: t.update(z=torch.zeros(3).to(FP8), z_scale_inv=torch.ones(1)),
+        r"z \(3,\) is float8, but not a matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_weights_and_scales_that_do_not_fit_are_named(misfit, fp8_model, moe_config):
+    directory, stored, _ = fp8_model
+    change, message = MISFITS[misfit]
+    change(stored)
+    with pytest.raises(ConversionError, match=message):
+        HFCheckpoint(write(directory, moe_config, stored))
+
+
+def test_all_misfits_are_in_one_message(fp8_model, moe_config):
+    directory, stored, _ = fp8_model
+    other = NAME.replace("q_proj", "v_proj")
+    del stored[NAME + SCALE], stored[other]
+    with pytest.raises(ConversionError, match=f"{other}_scale_inv has no .*{NAME} has no"):
+        HFCheckpoint(write(directory, moe_config, stored))
+
+
+def test_fp8_that_config_json_does_not_mention_is_refused(fp8_model, moe_config):
+    directory, _, _ = fp8_model
+    (directory / "config.json").write_text(json.dumps(moe_config))
+    with pytest.raises(ConversionError, match=r"91 FP8 tensors, such as model.layers.0.* config.json has no quant"):
+        HFCheckpoint(directory)
+
+
+def test_corrupt_scales_are_refused_with_the_name_of_the_weight(fp8_model, moe_config):
+    directory, stored, _ = fp8_model
+    stored[NAME + SCALE][0, 0] = float("nan")
+    with (
+        HFCheckpoint(write(directory, moe_config, stored)) as checkpoint,
+        pytest.raises(ConversionError, match=f"{NAME}: its scales hold NaN"),
+    ):
+        checkpoint.read(NAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "mxfp4"}, r"\(mxfp4\) is not supported"),
+        ({"quant_method": "gptq"}, r"\(gptq\) is not supported"),
+        ({"quant_method": "awq"}, r"\(awq\) is not supported"),
+        ({"quant_method": "compressed-tensors"}, r"\(compressed-tensors\) is not supported"),
+        ({"fmt": "e5m2"}, r"\(fp8\): fmt 'e5m2' is not supported"),
+        ({"activation_scheme": "static"}, r"\(fp8\): activation_scheme 'static'"),
+        ({"weight_block_size": None}, r"\(fp8\) has no weight_block_size: one scale per tensor"),
+        ({"weight_block_size": [128]}, r"weight_block_size \[128\] must be two whole numbers"),
+        ({"weight_block_size": [128, 0]}, r"weight_block_size \[128, 0\] must be two whole numbers"),
+        ({"modules_to_convert": ["model.embed_tokens"]}, r"modules_to_convert \['model.embed_tokens'\]"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, r"\(fp8\): kv_cache_scheme is not supported"),
+    ],
+)
+def test_other_quantisation_is_refused_by_name(change, message, dense_config):
+    config = dense_config | {"quantization_config": FP8_CONFIG | change}
+    with pytest.raises(ConversionError, match=message):
+        family_for(config).rows(config)
+
+
+@pytest.mark.parametrize("change", [{"fmt": None}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}])
+def test_what_the_releases_say_of_their_fp8_weights_is_accepted(change, dense_config):
+    config = dense_config | {"quantization_config": FP8_CONFIG | change}
+    assert family_for(config).rows(config)
+
+
+def test_a_dtype_that_is_none_is_refused(fp8_model, moe_config):
+    directory, stored, _ = fp8_model
+    write(directory, moe_config, stored)
+    config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "int4ish"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with HFCheckpoint(directory) as checkpoint, pytest.raises(ConversionError, match="dtype 'int4ish' is not a torch"):
+        checkpoint.dtype(NAME)

@@ -1,0 +1,162 @@
+"""FP8 block quantisation against naive arithmetic, brute force and transformers' own conversion."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+from model_converters.errors import ConversionError
+from model_converters.quant import FP8, ScaleWindow, dequantise, quantise, scale_shape
+
+BLOCK = (128, 128)
+
+
+def naive(codes, scales, block):
+    """float64: the product of two float32 numbers is exact."""
+    wide = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return codes.float().double() * wide[: codes.shape[0], : codes.shape[1]]
+
+
+def random_fp8(shape, block, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN has its own test
+    scales = torch.rand(scale_shape(shape, block), generator=generator) * 1e-3 + 1e-5
+    return codes.view(FP8), scales
+
+
+def test_every_code_has_the_value_that_torch_gives_it():
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
+    values = dequantise(codes, torch.ones(1, 1), BLOCK, torch.float32)
+    assert torch.equal(values.isnan(), codes.float().isnan())
+    assert values.isnan().sum() == 2
+    assert torch.equal(values.nan_to_num(), codes.float().nan_to_num())
+    # Without the NaN codes, which take another path.
+    finite = codes.view(torch.uint8)[:, :15].contiguous().view(FP8)
+    assert torch.equal(dequantise(finite, torch.ones(1, 1), BLOCK, torch.float32), finite.float())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_window_has_the_values_of_the_whole(data):
+    rows, columns = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 70))
+    block = (data.draw(st.integers(1, 160)), data.draw(st.integers(1, 80)))
+    codes, scales = random_fp8((rows, columns), block, data.draw(st.integers(0, 9)))
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    part = codes[row : row + data.draw(st.integers(1, rows - row)), column:]
+    out = torch.full(part.shape, -7.0)
+    window = ScaleWindow(scales, block, row=row, column=column, shape=tuple(part.shape))
+    window.dequantise(part, out, row=row, column=column)
+    whole = naive(codes, scales, block)
+    assert torch.equal(out, whole[row : row + part.shape[0], column:].float())
+    assert torch.equal(dequantise(codes, scales, block, torch.bfloat16), whole.float().bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantisation_is_that_of_transformers(dtype):
+    codes, scales = random_fp8((384, 256), BLOCK)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
+    assert torch.equal(dequantise(codes, scales, BLOCK, dtype), wanted)
+
+
+def test_quantisation_has_the_names_shapes_and_dtypes_of_transformers():
+    torch.manual_seed(0)
+    weight = torch.randn(384, 256)
+    config = SimpleNamespace(weight_block_size=BLOCK, scale_fmt="float")
+    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": weight})
+    codes, scales = quantise(weight)
+    assert list(theirs) == ["a.weight", "a.weight_scale_inv"]
+    assert codes.dtype == theirs["a.weight"].dtype
+    assert scales.dtype == theirs["a.weight_scale_inv"].dtype
+    # They take two reciprocals where we divide once: the scale may differ in its last bit.
+    torch.testing.assert_close(scales, theirs["a.weight_scale_inv"], rtol=2**-22, atol=0)
+    assert (codes.float() == theirs["a.weight"].float()).double().mean() > 0.999
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), st.sampled_from([1e-38, 1e-3, 1e30])
+)
+def test_every_code_is_the_nearest_one(rows, columns, block_rows, block_columns, size):
+    block = (block_rows, block_columns)
+    torch.manual_seed(rows * columns)
+    weight = torch.randn(rows, columns) * size
+    weight[: min(block_rows, rows), : min(block_columns, columns)] = 0
+    codes, scales = quantise(weight, block)
+    assert tuple(scales.shape) == scale_shape((rows, columns), block)
+    assert scales[0, 0] == 1
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            there = (slice(i * block_rows, (i + 1) * block_rows), slice(j * block_columns, (j + 1) * block_columns))
+            amax = weight[there].abs().max()
+            if amax > 448 * torch.finfo(torch.float32).tiny:
+                assert scales[i, j] == amax / 448
+    every = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    every = every[~every.isnan()]
+    exact = weight.double() / naive(torch.ones(rows, columns).to(FP8), scales, block)
+    best = (exact[..., None] - every).abs().amin(-1)
+    # A quotient next to the middle of two codes may round to it in float32 first.
+    assert ((exact - codes.double()).abs() <= best + exact.abs() * 2**-23).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_cannot_be_quantised(value):
+    weight = torch.randn(200, 130)
+    weight[150, 129] = value
+    with pytest.raises(ConversionError, match="NaN or infinity"):
+        quantise(weight)
+    with pytest.raises(ConversionError, match="shape \\(3,\\)"):
+        quantise(torch.randn(3))
+
+
+def test_corrupt_scales_are_refused():
+    codes, scales = random_fp8((200, 130), BLOCK)
+    for value in (float("nan"), float("inf"), 1e38):
+        scales[1, 1] = value
+        with pytest.raises(ConversionError, match="scales hold NaN"):
+            dequantise(codes, scales, BLOCK, torch.bfloat16)
+
+
+def round_trip(codes, scales):
+    values = dequantise(codes, scales, BLOCK, torch.bfloat16)
+    return values, *quantise(values)
+
+
+def test_what_we_wrote_from_bfloat16_comes_back_byte_for_byte():
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        weight = (torch.randn(300, 400, generator=generator) * 10.0 ** -(2 * seed)).bfloat16()
+        codes, scales = quantise(weight)
+        _, again, scales_again = round_trip(codes, scales)
+        assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(scales_again, scales)
+
+
+def test_what_others_wrote_from_float32_keeps_its_codes_and_moves_by_one_unit_once():
+    torch.manual_seed(0)
+    codes, scales = quantise(torch.randn(512, 512) * 0.02)  # scales that bfloat16 does not have
+    values, again, scales_again = round_trip(codes, scales)
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    assert not torch.equal(scales_again, scales)
+    assert ((scales_again - scales).abs() <= scales * 2**-8).all()
+    second, third, third_scales = round_trip(again, scales_again)
+    assert not torch.equal(second, values)
+    steps = (second.view(torch.int16).int() - values.view(torch.int16).int()).abs()
+    assert steps.max() == 1
+    assert torch.equal(third.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(third_scales, scales_again)
+
+
+def test_power_of_two_scales_do_not_survive_requantisation():
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256)
+    scales = torch.full((2, 2), 2.0**-6)
+    codes = (weight * 2**6).to(FP8)
+    assert codes.float().abs().max() < 448
+    values, again, scales_again = round_trip(codes, scales)
+    assert not torch.equal(dequantise(again, scales_again, BLOCK, torch.bfloat16), values)
