@@ -124,6 +124,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             axis="tp",
             split_by="num_key_value_heads",
             layers=tuple(layers),
+            fp8=True,
         ),
         Row(
             mcore=f"{ours}self_attention.linear_proj.weight",
@@ -134,6 +135,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             dim=1,
             split_by="num_attention_heads * head_dim",
             layers=tuple(layers),
+            fp8=True,
         ),
         norm_row(
             f"{ours}pre_mlp_layernorm.weight",
@@ -218,6 +220,7 @@ def _gated(
             hf=tuple(f"{theirs}{part}.weight" for part in parts[:2]),
             shapes=(up, up),
             transform=GateUp(),
+            fp8=True,
             **sharing,
         ),
         Row(
@@ -226,6 +229,7 @@ def _gated(
             shapes=(down,),
             transform=Same(),
             dim=1,
+            fp8=True,
             **sharing,
         ),
     ]

@@ -24,7 +24,8 @@ class Row:
     ("none": every rank of the stage holds it all), `split_by` the key of config.json that counts what is divided
     (for messages). `copy_of_embedding` marks the head of a model with tied embeddings: with more than one pipeline
     stage the last one holds its own copy, which is loaded but never exported. `redundant` HF names may be in a
-    checkpoint beside the row's own and must then hold the same values.
+    checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
+    quantised blocks.
     """
 
     mcore: str
@@ -40,6 +41,7 @@ class Row:
     dtype: torch.dtype | None = None
     copy_of_embedding: bool = False
     redundant: tuple[str, ...] = ()
+    fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from typing import Any, Self
 import torch
 
 from model_converters.errors import ConversionError, listing
+from model_converters.fp8_export import exported_config
 from model_converters.hf_config import read_hf_config
 from model_converters.placement import Piece, TensorPlan
+from model_converters.quant import FP8
 from model_converters.shards import StoredTensor, as_bytes, layout_shard, write_exactly
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -86,7 +88,7 @@ class HFWriter:
             raise ConversionError(f"{self.partial} does not exist; the owner must begin() before others attach()")
 
     def write(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
-        """Writes one piece in place, converted to the plan's dtype.
+        """Writes one piece in place, converted to the plan's dtype (but FP8, which needs its scales).
 
         Raises: ConversionError when the piece is not planned, of another shape, written before, or the disk is full.
         """
@@ -116,7 +118,7 @@ class HFWriter:
         """Checks that every piece was written, adds the index, config.json and tokenizer files, and renames.
 
         source: HF directory from which config.json, generation_config.json and tokenizer files are copied; config
-        replaces its config.json. The dtype that config.json names becomes that of the tensors.
+        replaces its config.json. The dtype and the quantization that config.json names become those of the tensors.
         Raises: ConversionError listing the tensors that are incomplete; then nothing is renamed.
         """
         self._merge_notes()
@@ -183,6 +185,8 @@ class HFWriter:
             raise ConversionError(
                 f"{plan.hf_name}: {piece} needs shape {plan.piece_shape(piece)}, got {tuple(tensor.shape)}"
             )
+        if plan.dtype == FP8 and tensor.dtype != FP8:
+            raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before it is written")
         if piece.start in self._written.get(plan.hf_name, ()):
             raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
 
@@ -224,9 +228,7 @@ class HFWriter:
                         _sync_file(self.partial / file.name)
             config = config or read_hf_config(Path(source))
         if config is not None:
-            name = str(next(iter(self._plans.values())).dtype).removeprefix("torch.")
-            kept = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
-            _write_json(self.partial / "config.json", kept)
+            _write_json(self.partial / "config.json", exported_config(config, self._plans.values()))
 
 
 def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[TensorPlan]]:

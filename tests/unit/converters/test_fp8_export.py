@@ -1,0 +1,175 @@
+"""What is exported in FP8 is what transformers, the releases and we ourselves read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.fp8_export import encoded, exported_config, fp8_plans, is_quantised_from
+from model_converters.io import HFCheckpoint, HFWriter
+from model_converters.layout import TrainLayout
+from model_converters.plan import export_plan
+from model_converters.quant import FP8, quantise, scale_shape
+from model_converters.table import bind
+from tests.tiny_models import tiny_fields, write_tiny_model
+
+# Multiples of 128, as transformers' own dequantisation asks for.
+SIZES = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [0]}
+MODELS = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "qwen3_moe": ("qwen3_moe", EXPERTS)}
+
+
+def plans_of(config, dtype=torch.bfloat16):
+    """(bound table, plans of whole bfloat16 tensors)."""
+    bound = bind(family_for(config).rows(config), config, dtype)
+    return bound, export_plan(bound, TrainLayout(1))
+
+
+def export(source, target, *, fp8):
+    with HFCheckpoint(source) as checkpoint, HFWriter(target, max_shard_bytes=2**18) as writer:
+        bound, plans = plans_of(checkpoint.config)
+        names = [plan.hf_name for plan in plans]
+        plans = fp8_plans(plans, bound) if fp8 else plans
+        by_name = {plan.hf_name: plan for plan in plans}
+        writer.begin(plans)
+        for name in names:
+            for item in encoded(by_name, name, checkpoint.read(name).bfloat16()):
+                writer.write(*item)
+        writer.finish(source)
+    return target
+
+
+def stored(directory):
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request, tmp_path_factory):
+    """(source in float32, its FP8 export) of a tiny model."""
+    directory = tmp_path_factory.mktemp("fp8")
+    kind, changes = MODELS[request.param]
+    source = write_tiny_model(directory / "source", kind, **SIZES, **changes)
+    return source, export(source, directory / "out", fp8=True)
+
+
+def test_transformers_loads_the_values_that_we_read(exported):
+    _, out = exported
+    plain = export(out, out.with_name("plain"), fp8=False)
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    assert {value.dtype for value in stored(plain).values()} == {torch.bfloat16}
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval() for path in (out, plain))
+    values = ours.state_dict()
+    assert set(theirs.state_dict()) == set(values)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        logits = ours(tokens).logits
+        assert torch.equal(theirs(tokens).logits, logits)
+    assert logits.float().std() > 0.1
+
+
+def test_projections_are_fp8_and_nothing_else_is(exported):
+    source, out = exported
+    tensors = stored(out)
+    config = json.loads((out / "config.json").read_text())
+    skipped = config["quantization_config"]["modules_to_not_convert"]
+    with HFCheckpoint(source) as checkpoint:
+        for name, shape in checkpoint.shapes.items():
+            weight = checkpoint.read(name).bfloat16()
+            if name.endswith("_proj.weight"):
+                assert tensors[name].dtype == FP8
+                assert tensors[name + "_scale_inv"].dtype == torch.float32
+                assert tuple(tensors[name + "_scale_inv"].shape) == scale_shape(shape, (128, 128))
+                assert is_quantised_from(weight, tensors[name], tensors[name + "_scale_inv"])
+                assert name.removesuffix(".weight") not in skipped
+            else:
+                assert torch.equal(tensors[name], weight)
+                assert (name.removesuffix(".weight") in skipped) == (len(shape) == 2)
+
+
+def test_an_export_of_the_export_is_the_same_byte_for_byte(exported, tmp_path):
+    _, out = exported
+    again = export(out, tmp_path / "again", fp8=True)
+    names = {file.name for file in out.iterdir()}
+    assert names == {file.name for file in again.iterdir()}
+    for name in names:
+        assert (again / name).read_bytes() == (out / name).read_bytes(), name
+
+
+def test_config_json_says_what_the_tensors_are():
+    config = tiny_fields("qwen3_moe", torch_dtype="float32", quantization_config={"quant_method": "fp8"})
+    bound, plans = plans_of(config | {"quantization_config": None})
+    plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"torch_dtype": "bfloat16"}
+    assert exported_config(config, plans) == plain
+    quantised = exported_config(config, fp8_plans(plans, bound))
+    described = quantised.pop("quantization_config")
+    assert quantised == plain
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
+    assert described == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.embed_tokens", *gates, "lm_head"],
+    }
+
+
+def test_the_weights_of_a_row_that_is_cut_are_planned_whole():
+    config = tiny_fields("qwen3_moe")
+    bound = bind(family_for(config).rows(config), config, torch.bfloat16)
+    plans = {plan.hf_name: plan for plan in fp8_plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)), bound)}
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert plans[name].shape == (32, 64)
+    (piece,) = plans[name].pieces
+    assert (piece.dim, piece.start, piece.length) == (0, 0, 32)
+    assert plans[name + "_scale_inv"].shape == (1, 1)
+    assert plans["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert len(plans["model.embed_tokens.weight"].pieces) == 2
+
+
+def test_a_weight_that_was_not_quantised_is_refused_by_the_writer(tmp_path):
+    config = tiny_fields("qwen3")
+    bound, plans = plans_of(config)
+    by_name = {plan.hf_name: plan for plan in fp8_plans(plans, bound)}
+    name = "model.layers.0.mlp.up_proj.weight"
+    with HFWriter(tmp_path / "out") as writer:
+        writer.begin(list(by_name.values()))
+        with pytest.raises(ConversionError, match=f"{name} is planned in FP8; quantise it"):
+            writer.write(by_name[name], by_name[name].pieces[0], torch.ones(48, 32))
+        with pytest.raises(ConversionError, match=f"{name}: a tensor with NaN"):
+            list(encoded(by_name, name, torch.full((48, 32), float("nan"))))
+        writer.abort()
+
+
+def test_a_changed_bit_is_not_certified():
+    weight = torch.randn(130, 140, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, scales = quantise(weight)
+    assert is_quantised_from(weight, codes, scales)
+    assert not is_quantised_from(weight, codes, None)
+    assert not is_quantised_from(weight, codes, scales * (1 + 2**-20))
+    codes.view(torch.uint8)[129, 139] ^= 1
+    assert not is_quantised_from(weight, codes, scales)
+
+
+HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
+def test_the_published_fp8_model_leaves_the_same_modules_unquantised():
+    config = json.loads((HUB / "Qwen--Qwen3-30B-A3B-FP8_config.json").read_text())
+    bound, plans = plans_of(config)
+    ours = exported_config(config, fp8_plans(plans, bound))["quantization_config"]
+    theirs = config["quantization_config"]
+    # They also list norms, which are no linear layers, and we the embedding, which is none.
+    kept = {name for name in theirs["modules_to_not_convert"] if not name.endswith("norm")}
+    assert set(ours["modules_to_not_convert"]) - {"model.embed_tokens"} == kept
+    lists = {"modules_to_not_convert": None}
+    assert ours | lists == theirs | lists
