@@ -4,7 +4,8 @@
 its name the factor to multiply with: value = fp8 * scale of its block. The product is taken in float32 and rounded
 once, to the dtype of the target, so a slice has the values of the whole tensor whatever its borders.
 
-What a round trip keeps, for weights that are bfloat16 once dequantised (u = 2^-8, its rounding unit):
+What a round trip keeps, for weights that are bfloat16 once dequantised (u = 2^-8, its rounding unit) and no block of
+which is all below 1e-35:
 - quantise() is a function of the tensor alone, so an export can be proved by quantising again.
 - FP8 -> bfloat16 -> FP8 of what quantise() wrote from bfloat16 gives the same bytes, codes and scales: the largest
   code of a block is 448, and 448 * (amax / 448) rounds back to amax.
