@@ -53,8 +53,10 @@ class VllmEngine:
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
         self._version = 0
-        arguments = {"model": str(model_dir), "dtype": dtype, "seed": seed}
-        arguments["load_format"] = "auto" if load_weights else "dummy"
+        arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
+        if not load_weights:
+            # The trainer sends its own weights, which are not quantised whatever the directory's are.
+            arguments |= {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
         self._engine = _start(arguments, rollout_config)
         self._core = self._engine.engine_core
         if not torch.cuda.is_available():

@@ -1,0 +1,34 @@
+"""A run that starts from an FP8 release: the trainer dequantises, so the engine must not expect FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.weights.verify import compare
+from tests.contract.engines import KINDS, start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.contract.test_weight_sync import check_greedy
+from tests.tiny_models import tiny_model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_of_an_fp8_release_takes_the_weights_of_the_trainer(kind: str, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", head_dim=32, num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = start_engine(kind, tmp_path, load_weights=False)
+    try:
+        trainer = HFTrainer(model, 1 << 20, 2)
+        engine.call("attach_buckets", trainer.spec)
+        trainer.buckets.unlink()
+        trainer.publish(engine, 1)
+        check_greedy(engine, model, 1)
+        held = engine.call("weight_checksums")
+        assert compare(trainer.digests(), held) == len(held)
+    finally:
+        engine.shutdown()
