@@ -9,8 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
+import torch
+
+from model_converters.checkpoint import to_mcore
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config, weights_dtype
@@ -49,7 +53,24 @@ def build_parser() -> argparse.ArgumentParser:
     families.add_argument("--markdown", action="store_true", help="as Markdown tables")
     families.add_argument("--into", type=Path, metavar="PAGE", help="write the tables between the markers of a page")
     families.set_defaults(verb=families_verb)
+    _add_to_mcore(verbs)
     return parser
+
+
+def _add_to_mcore(verbs: Any) -> None:
+    verb = verbs.add_parser("to-mcore", help="HF directory -> megatron-core distributed checkpoint")
+    verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint; must not exist")
+    verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
+    add_layout_flags(verb)
+    verb.set_defaults(verb=to_mcore_verb)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +103,12 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
         first_stage_layers=parsed.first_stage_layers,
         last_stage_layers=parsed.last_stage_layers,
     )
+
+
+def to_mcore_verb(parsed: argparse.Namespace) -> int:
+    to_mcore(parsed.hf, parsed.out, layout_from(parsed), max_file_bytes=int(parsed.max_file_gib * 2**30))
+    print(f"wrote {parsed.out}")
+    return 0
 
 
 def show_verb(parsed: argparse.Namespace) -> int:

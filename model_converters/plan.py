@@ -22,6 +22,7 @@ __all__ = [
     "TensorLoad",
     "TensorPlan",
     "check_complete",
+    "check_redundant",
     "export_pieces",
     "export_plan",
     "load_plan",
@@ -175,13 +176,14 @@ def load_tensors(
             reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
         for hf_name in load.bound.row.redundant:
             if hf_name in checkpoint.shapes:
-                _check_redundant(checkpoint, hf_name, load)
+                check_redundant(checkpoint, hf_name, load)
     # In the order of the files, so that a disk reads forward only.
     for _, _, hf_name, piece, target in sorted(reads, key=lambda read: read[:2]):
         checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
 
 
-def _check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
+def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
+    """Raises: ConversionError when a tensor that may be there a second time differs from the row's own."""
     for own_name, piece in load.sources:
         own, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
         if not torch.equal(own, other):

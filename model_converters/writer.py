@@ -20,19 +20,10 @@ from model_converters.hf_config import read_hf_config
 from model_converters.placement import Piece, TensorPlan
 from model_converters.quant import FP8
 from model_converters.shards import StoredTensor, as_bytes, layout_shard, write_exactly
+from model_converters.side_files import copy_side_files, sync
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
-)
 
 
 class HFWriter:
@@ -133,9 +124,9 @@ class HFWriter:
             self._sync_files()
             self._write_index()
             self._add_files(source, config)
-            _sync_directory(self.partial)
+            sync(self.partial)
             os.rename(self.partial, self.directory)
-            _sync_directory(self.directory.parent)
+            sync(self.directory.parent)
         except OSError as error:
             raise ConversionError(f"{self.directory} cannot be written: {error}") from error
 
@@ -221,11 +212,7 @@ class HFWriter:
 
     def _add_files(self, source: Path | str | None, config: Mapping[str, Any] | None) -> None:
         if source is not None:
-            for pattern in _COPIED:
-                for file in Path(source).glob(pattern):
-                    if file.is_file():
-                        shutil.copyfile(file, self.partial / file.name)
-                        _sync_file(self.partial / file.name)
+            copy_side_files(source, self.partial)
             config = config or read_hf_config(Path(source))
         if config is not None:
             _write_json(self.partial / "config.json", exported_config(config, self._plans.values()))
@@ -250,16 +237,3 @@ def _write_json(file: Path, value: Any) -> None:
         opened.write("\n")
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync_file(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -179,7 +179,8 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
-    return model.cuda() if torch.cuda.is_available() else model
+    on_meta = next(model.parameters()).is_meta
+    return model.cuda() if torch.cuda.is_available() and not on_meta else model
 
 
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:

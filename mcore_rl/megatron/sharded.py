@@ -1,0 +1,127 @@
+"""What a rank of any layout writes to a distributed checkpoint, asked of megatron's own model without its ranks,
+its memory or its weights: the model is built on the meta device, in a process group that only counts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mcore_rl.config.schema import ActorConfig, ModelConfig
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron import cpu, parallel
+from mcore_rl.megatron.model import build_model
+from mcore_rl.megatron.names import canonical_tensors
+from mcore_rl.megatron.output import PolicyModel
+from model_converters.chunks import Box, Chunk, Naming, RankState, StateObject
+from model_converters.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
+
+
+def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default") -> RankState:
+    """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
+    A model that a naming does not concern is named by its default.
+
+    Raises: ConfigError for a model that cannot be built; McoreRLError when this process is in a process group.
+    """
+    with _counted_world(layout, rank):
+        with torch.device("meta"):
+            chunks = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="bfloat16"), layout)
+        tensors = canonical_tensors(chunks)
+        entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
+        return RankState(
+            chunks=tuple(_chunks(entries, tensors)),
+            objects=tuple(_object(entry) for entry in entries if isinstance(entry, ShardedObject)),
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        )
+
+
+def write_format_files(directory: str) -> None:
+    """Adds what marks a directory as a distributed checkpoint of megatron's: metadata.json, and no common state."""
+    strategy = get_default_save_sharded_strategy()
+    torch.save({}, f"{directory}/{COMMON_STATE_FNAME}")
+    save_config(CheckpointingConfig(strategy.backend, strategy.version), directory)
+
+
+@contextmanager
+def _counted_world(layout: TrainLayout, rank: int) -> Iterator[None]:
+    """A process group in which this process is `rank` and whose collectives move nothing."""
+    if dist.is_initialized():
+        raise McoreRLError("a checkpoint cannot be planned in a process that is in a process group already")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        parallel.initialize_groups(layout, timeout_seconds=60, seed=0, gloo_groups=False)
+        yield
+    finally:
+        parallel.destroy()
+
+
+def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | ShardedObject]:
+    metadata: dict[str, Any] = {}
+    if naming == "by layer":
+        metadata["non_homogeneous_layers"] = True
+    if naming == "by expert":
+        metadata["singleton_local_shards"] = True
+    if naming == "stacked layers" and set(_frequency(chunk)) == {1}:
+        chunk.config.moe_layer_freq = 1
+    state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(metadata))
+    apply_factories(state)
+    return [entry for entry in nested_values(state) if is_main_replica(entry.replica_id)]
+
+
+def _frequency(chunk: PolicyModel) -> Sequence[int]:
+    frequency = chunk.config.moe_layer_freq
+    return frequency if isinstance(frequency, list) else (frequency,)
+
+
+def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+    """A shard is a view of the tensor that it is part of: the storage tells which, the offset where."""
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    for entry in entries:
+        if not isinstance(entry, ShardedTensor):
+            continue
+        name = owners.get(entry.data.untyped_storage()._cdata)
+        assert name is not None, f"{entry.key} is part of no tensor that has a canonical name"
+        yield Chunk(
+            key=entry.key,
+            global_shape=tuple(entry.global_shape),
+            stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
+            mcore_name=name,
+            local=_block(entry.data, tensors[name]),
+            padded=entry.allow_shape_mismatch,
+        )
+
+
+def _block(view: torch.Tensor, whole: torch.Tensor) -> Box:
+    assert view.stride() == whole.stride(), "a shard is no block of its tensor"
+    left = int(view.storage_offset())
+    offset = []
+    for stride in whole.stride():
+        start, left = divmod(left, stride) if stride else (0, left)
+        offset.append(start)
+    return Box(tuple(offset), tuple(view.shape))
+
+
+def _object(entry: ShardedObject) -> StateObject:
+    # The format of megatron's own writer: a list, as one rank may hold several objects of one key.
+    stream = io.BytesIO()
+    torch.save([entry.data], stream)
+    return StateObject(entry.unique_key, stream.getvalue())

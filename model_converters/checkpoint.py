@@ -1,0 +1,159 @@
+"""HF directories to megatron-core distributed checkpoints, and back.
+
+Keys, global shapes and offsets are megatron's own, asked of its model in the layout, so that any other layout loads
+what is written here, and what a trainer saved in any layout is read here. This module's functions are the only place
+of the converters that knows mcore_rl.megatron.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_converters.chunk_source import ChunkSource, stored_dtypes
+from model_converters.chunks import Naming, RankState
+from model_converters.dcp_writer import PlannedFile, plan_files, plan_metadata, space_needed, write_file, write_metadata
+from model_converters.errors import ConversionError
+from model_converters.io import HFCheckpoint
+from model_converters.layout import TrainLayout
+from model_converters.partial import PartialCheckpoint, Span
+from model_converters.plan import check_complete, check_redundant, load_plan
+from model_converters.progress import Progress
+from model_converters.side_files import HF_FOLDER, copy_side_files
+from model_converters.table import BoundRow, bind
+
+MAX_FILE_BYTES = 2 * 2**30
+
+
+def to_mcore(hf: Path, out: Path, layout: TrainLayout, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Writes the HF directory `hf` as a distributed checkpoint `out`, as the ranks of `layout` would, one after the
+    other; tensors keep their dtype. In memory is one tensor of one rank at a time.
+
+    A killed conversion leaves `.<out>.partial`, and the same call finishes it; after an error in the input nothing is
+    left.
+
+    Raises: ConversionError; LayoutError.
+    """
+    with HFCheckpoint(hf) as source:
+        conversion = _plan(source, layout, max_file_bytes)
+        partial = PartialCheckpoint(out)
+        spans = partial.open(_identity(conversion, max_file_bytes))
+        try:
+            _check_space(partial, conversion.files, spans)
+            _write(partial, conversion, spans)
+            write_metadata(partial.directory, plan_metadata(conversion.files), conversion.files, spans)
+            copy_side_files(hf, partial.directory / HF_FOLDER)
+            _write_format_files(partial.directory)
+            partial.publish()
+        except ConversionError:
+            partial.discard()
+            raise
+        except OSError as error:
+            raise ConversionError(
+                f"{out} cannot be written: {error.strerror or error}; {partial.directory} keeps what is done, "
+                "and the same command continues"
+            ) from error
+        finally:
+            partial.close()
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    source: HFCheckpoint
+    bound: Sequence[BoundRow]
+    layout: TrainLayout
+    dtypes: Mapping[str, torch.dtype]
+    states: Sequence[RankState]
+    files: Sequence[PlannedFile]
+
+
+def _plan(source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int) -> _Conversion:
+    """Everything that can be wrong with the input is found here, before anything is written."""
+    bound = bind(source.family.rows(source.config), source.config, torch.bfloat16)
+    check_complete(bound, source.shapes)
+    loads = load_plan(bound, TrainLayout(1), 0)
+    for load in loads:
+        for name in load.bound.row.redundant:
+            if name in source.shapes:
+                check_redundant(source, name, load)
+    load_plan(bound, layout, 0)  # refuses a layout that does not divide the model
+    dtypes = stored_dtypes(source, bound)
+    states = rank_states(source.config, layout)
+    files = [f for rank, state in enumerate(states) for f in plan_files(rank, state, dtypes, max_file_bytes)]
+    plan_metadata(files)
+    return _Conversion(source, bound, layout, dtypes, states, files)
+
+
+def _identity(conversion: _Conversion, max_file_bytes: int) -> dict[str, Any]:
+    """What a conversion must have in common with the one that it continues."""
+    source = conversion.source
+    kinds = {source.directory / "config.json", *source.directory.glob("*.safetensors*")}
+    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(kinds)}
+    return {
+        "source": {"directory": str(source.directory.absolute()), "files": files},
+        "layout": asdict(conversion.layout),
+        "files": {"max_bytes": max_file_bytes, "planned": {file.name: file.num_bytes for file in conversion.files}},
+    }
+
+
+def _check_space(
+    partial: PartialCheckpoint, files: Sequence[PlannedFile], finished: Mapping[str, Sequence[Span]]
+) -> None:
+    needed = space_needed(file for file in files if file.name not in finished)
+    # A file that was cut off is written anew in its place.
+    reused = sum(f.stat().st_size for f in partial.directory.glob("*.distcp") if f.name not in finished)
+    free = shutil.disk_usage(partial.directory).free + reused
+    if needed > free:
+        raise ConversionError(
+            f"{partial.target}: {needed / 2**30:.2f} GiB are needed, the disk has {free / 2**30:.2f} GiB free"
+        )
+
+
+def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str, list[Span]]) -> None:
+    """Writes the files that are not in `spans`, and adds them."""
+    files = conversion.files
+    done = sum(file.num_bytes for file in files if file.name in spans)
+    if spans:
+        print(f"{partial.target}: {len(spans)} of {len(files)} files are there already", file=sys.stderr)
+    with Progress("to-mcore", sum(file.num_bytes for file in files), done) as progress:
+        rank = -1
+        for file in files:
+            if file.name in spans:
+                continue
+            if file.rank != rank:
+                rank = file.rank
+                loads = load_plan(conversion.bound, conversion.layout, rank)
+                chunks = ChunkSource(conversion.source, loads, conversion.dtypes, conversion.states[rank])
+            spans[file.name] = write_file(partial.directory, file, chunks.read, progress.advance)
+            partial.note(file.name, spans[file.name])
+
+
+def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[RankState]:
+    """What every rank of `layout` writes, in megatron's names; see mcore_rl.megatron.sharded.rank_state.
+
+    Raises: ConversionError.
+    """
+    from mcore_rl.errors import McoreRLError
+
+    try:
+        with warnings.catch_warnings():
+            # megatron's: every optional package that is absent, every option of the model that has no effect.
+            warnings.simplefilter("ignore")
+            from mcore_rl.megatron.sharded import rank_state
+
+            return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
+    except McoreRLError as error:
+        raise ConversionError(str(error)) from error
+
+
+def _write_format_files(directory: Path) -> None:
+    from mcore_rl.megatron.sharded import write_format_files
+
+    write_format_files(str(directory))

@@ -1,0 +1,57 @@
+"""One line on a terminal: how far, how fast, how long still."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+_SECONDS_BETWEEN_LINES = 0.2
+
+
+class Progress:
+    """Counts bytes and shows them when `stream` is a terminal; elsewhere it prints nothing.
+
+    `done_bytes` were there before the start and do not count for the speed.
+    """
+
+    def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0, stream: TextIO | None = None) -> None:
+        self.verb, self.total_bytes, self.done_bytes = verb, total_bytes, done_bytes
+        self._first_bytes = done_bytes
+        self._stream = stream or sys.stderr
+        self._started = time.monotonic()
+        self._shown_at = 0.0
+
+    def advance(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        now = time.monotonic()
+        if self._stream.isatty() and now - self._shown_at >= _SECONDS_BETWEEN_LINES:
+            self._shown_at = now
+            self._stream.write(f"\r{self.line(now - self._started)}\033[K")
+            self._stream.flush()
+
+    def line(self, seconds: float) -> str:
+        """What is shown after `seconds` of work."""
+        total = max(self.total_bytes, 1)
+        speed = (self.done_bytes - self._first_bytes) / seconds if seconds > 0 else 0.0
+        left = _duration((total - self.done_bytes) / speed) if speed > 0 else "?"
+        return (
+            f"{self.verb} {self.done_bytes / total:4.0%}  {self.done_bytes / 2**30:.2f} of {total / 2**30:.2f} GiB  "
+            f"{speed / 1e9:.2f} GB/s  {left} left"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown_at:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
