@@ -13,16 +13,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from model_converters.chunk_source import ChunkSource, stored_dtypes
-from model_converters.chunks import Naming, RankState
+from model_converters.chunks import Chunk, Naming, RankState
+from model_converters.dcp_metadata import read_metadata
+from model_converters.dcp_reader import DcpReader
 from model_converters.dcp_writer import PlannedFile, plan_files, plan_metadata, space_needed, write_file, write_metadata
 from model_converters.errors import ConversionError
-from model_converters.io import HFCheckpoint
+from model_converters.families import family_for
+from model_converters.hf_config import read_hf_config
+from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
+from model_converters.mcore_checkpoint import McoreCheckpoint, plan_bytes
 from model_converters.partial import PartialCheckpoint, Span
 from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
@@ -30,6 +35,7 @@ from model_converters.side_files import HF_FOLDER, copy_side_files
 from model_converters.table import BoundRow, bind
 
 MAX_FILE_BYTES = 2 * 2**30
+MAX_SHARD_BYTES = 5 * 2**30
 
 
 def to_mcore(hf: Path, out: Path, layout: TrainLayout, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -157,3 +163,56 @@ def _write_format_files(directory: Path) -> None:
     from mcore_rl.megatron.sharded import write_format_files
 
     write_format_files(str(directory))
+
+
+def to_hf(ckpt: Path, out: Path, *, hf: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes a distributed checkpoint of any layout as an HF directory `out`, one tensor in memory at a time; tensors
+    keep their dtype. Optimizer state beside the model is left out.
+
+    hf: the directory that holds config.json and the tokenizer files; None: the one inside the checkpoint.
+
+    Raises: ConversionError; then there is no `out`.
+    """
+    side_files = side_files_of(ckpt, hf)
+    checkpoint = open_checkpoint(ckpt, read_hf_config(side_files))
+    checkpoint.require_complete()
+    plans = checkpoint.plans
+    with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, plans))) as progress:
+        writer.begin(plans)
+        for plan in plans:
+            writer.write(plan, plan.pieces[0], checkpoint.read(plan.hf_name))
+            progress.advance(plan_bytes(plan))
+        writer.finish(side_files)
+
+
+def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
+    """The directory with the config.json of a checkpoint: `hf` when given, else the checkpoint's own.
+
+    Raises: ConversionError.
+    """
+    if hf is None and not (ckpt / HF_FOLDER / "config.json").is_file():
+        read_metadata(ckpt)  # what is no checkpoint at all is refused as such
+        raise ConversionError(
+            f"{ckpt / HF_FOLDER / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
+            "give the HF directory with --hf"
+        )
+    return hf or ckpt / HF_FOLDER
+
+
+def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
+    """The checkpoint, in whichever naming of layers and experts fits it best.
+
+    Raises: ConversionError.
+    """
+    metadata = read_metadata(ckpt)
+    bound = bind(family_for(config).rows(config), config, torch.bfloat16)
+    best: tuple[int, Sequence[Chunk]] | None = None
+    for naming in get_args(Naming):
+        (state,) = rank_states(config, TrainLayout(1), naming=naming)
+        absent = sum(chunk.key not in metadata.state_dict_metadata for chunk in state.chunks)
+        if best is None or absent < best[0]:
+            best = absent, state.chunks
+        if absent == 0:
+            break
+    assert best is not None
+    return McoreCheckpoint(bound, best[1], DcpReader(ckpt, metadata))

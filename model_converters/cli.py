@@ -14,7 +14,7 @@ from typing import Any
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 import torch
 
-from model_converters.checkpoint import to_mcore
+from model_converters.checkpoint import to_hf, to_mcore
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config, weights_dtype
@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     families.add_argument("--into", type=Path, metavar="PAGE", help="write the tables between the markers of a page")
     families.set_defaults(verb=families_verb)
     _add_to_mcore(verbs)
+    _add_to_hf(verbs)
     return parser
 
 
@@ -64,6 +65,15 @@ def _add_to_mcore(verbs: Any) -> None:
     verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
     add_layout_flags(verb)
     verb.set_defaults(verb=to_mcore_verb)
+
+
+def _add_to_hf(verbs: Any) -> None:
+    verb = verbs.add_parser("to-hf", help="distributed checkpoint of any layout -> HF directory")
+    verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the HF directory; must not exist")
+    verb.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
+    verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="size of its files (default 5)")
+    verb.set_defaults(verb=to_hf_verb)
 
 
 def _positive(text: str) -> float:
@@ -107,6 +117,12 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
 def to_mcore_verb(parsed: argparse.Namespace) -> int:
     to_mcore(parsed.hf, parsed.out, layout_from(parsed), max_file_bytes=int(parsed.max_file_gib * 2**30))
+    print(f"wrote {parsed.out}")
+    return 0
+
+
+def to_hf_verb(parsed: argparse.Namespace) -> int:
+    to_hf(parsed.ckpt, parsed.out, hf=parsed.hf, max_shard_bytes=int(parsed.max_shard_gib * 2**30))
     print(f"wrote {parsed.out}")
     return 0
 

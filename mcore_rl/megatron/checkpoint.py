@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron import cpu
+from model_converters.side_files import HF_FOLDER, copy_side_files
 
 cpu.install()
 
@@ -38,7 +39,8 @@ filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def save_checkpoint(directory: str, actor: MegatronActor) -> None:
-    """Writes the state of all ranks into the existing, empty `directory`.
+    """Writes the state of all ranks into the existing, empty `directory`, and the configuration and tokenizer files
+    that make its weights a model again (`python -m model_converters to-hf`).
 
     Collective: all ranks.
     Raises: OSError when the disk is full; CheckpointError for any other failure to write.
@@ -51,6 +53,8 @@ def save_checkpoint(directory: str, actor: MegatronActor) -> None:
         if shutil.disk_usage(directory).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory) from error
         raise CheckpointError(f"{directory} could not be written: {error}") from error
+    if actor.rank == 0:
+        copy_side_files(actor.config.model.hf_path, Path(directory) / HF_FOLDER)
 
 
 def load_checkpoint(directory: str, actor: MegatronActor) -> None:
