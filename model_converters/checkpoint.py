@@ -11,7 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +33,7 @@ from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
 from model_converters.side_files import HF_FOLDER, copy_side_files
 from model_converters.table import BoundRow, bind
+from model_converters.verify import Certificate, LogitDifference, compare
 
 MAX_FILE_BYTES = 2 * 2**30
 MAX_SHARD_BYTES = 5 * 2**30
@@ -216,3 +217,31 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
             break
     assert best is not None
     return McoreCheckpoint(bound, best[1], DcpReader(ckpt, metadata))
+
+
+def verify(hf: Path, ckpt: Path, *, logits: bool = False) -> Certificate:
+    """Compares every tensor of an HF directory with a distributed checkpoint; with `logits` also what the two models
+    compute, when every tensor is there.
+
+    Raises: ConversionError when either side is no model at all.
+    """
+    with HFCheckpoint(hf) as source:
+        own = ckpt / HF_FOLDER
+        config = read_hf_config(own) if own.is_dir() else source.config
+        certificate = compare(source, open_checkpoint(ckpt, config))
+    if not logits or certificate.missing:
+        return certificate
+    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt)))
+
+
+def _compare_logits(hf: Path, ckpt: Path) -> tuple[float, float]:
+    from mcore_rl.errors import McoreRLError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from mcore_rl.megatron.parity import compare_logits
+
+            return compare_logits(hf, ckpt)
+    except McoreRLError as error:
+        raise ConversionError(str(error)) from error

@@ -14,7 +14,7 @@ from typing import Any
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 import torch
 
-from model_converters.checkpoint import to_hf, to_mcore
+from model_converters.checkpoint import to_hf, to_mcore, verify
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config, weights_dtype
@@ -24,7 +24,7 @@ from model_converters.table import bind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 bad input."""
+    """Exit code: 0 done, 1 a difference that verify found, 2 bad input, 130 interrupted."""
     parsed = build_parser().parse_args(arguments)
     verb: Callable[[argparse.Namespace], int] = parsed.verb
     try:
@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader (head, less) has seen enough; python would complain once more when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     families.set_defaults(verb=families_verb)
     _add_to_mcore(verbs)
     _add_to_hf(verbs)
+    _add_verify(verbs)
     return parser
 
 
@@ -74,6 +78,15 @@ def _add_to_hf(verbs: Any) -> None:
     verb.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
     verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="size of its files (default 5)")
     verb.set_defaults(verb=to_hf_verb)
+
+
+def _add_verify(verbs: Any) -> None:
+    verb = verbs.add_parser("verify", help="certify that both hold the same model; exit code 1 and a list otherwise")
+    verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory")
+    verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--logits", action="store_true", help="run both models in float32 on random tokens as well")
+    verb.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    verb.set_defaults(verb=verify_verb)
 
 
 def _positive(text: str) -> float:
@@ -125,6 +138,16 @@ def to_hf_verb(parsed: argparse.Namespace) -> int:
     to_hf(parsed.ckpt, parsed.out, hf=parsed.hf, max_shard_bytes=int(parsed.max_shard_gib * 2**30))
     print(f"wrote {parsed.out}")
     return 0
+
+
+def verify_verb(parsed: argparse.Namespace) -> int:
+    certificate = verify(parsed.hf, parsed.ckpt, logits=parsed.logits)
+    if parsed.json:
+        print(json.dumps(certificate.as_json()))
+    else:
+        for line in certificate.as_table():
+            print(line)
+    return 0 if certificate.holds else 1
 
 
 def show_verb(parsed: argparse.Namespace) -> int:
