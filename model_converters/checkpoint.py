@@ -7,6 +7,7 @@ of the converters that knows mcore_rl.megatron.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import warnings
@@ -157,7 +158,8 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
 
             return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
     except McoreRLError as error:
-        raise ConversionError(str(error)) from error
+        flags = re.sub(r"actor\.parallel\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
+        raise ConversionError(flags) from error
 
 
 def _write_format_files(directory: Path) -> None:
@@ -221,7 +223,7 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
 
 def verify(hf: Path, ckpt: Path, *, logits: bool = False) -> Certificate:
     """Compares every tensor of an HF directory with a distributed checkpoint; with `logits` also what the two models
-    compute, when every tensor is there.
+    compute, each by its own config.json, when every tensor is there.
 
     Raises: ConversionError when either side is no model at all.
     """
@@ -231,10 +233,10 @@ def verify(hf: Path, ckpt: Path, *, logits: bool = False) -> Certificate:
         certificate = compare(source, open_checkpoint(ckpt, config))
     if not logits or certificate.missing:
         return certificate
-    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt)))
+    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt, config)))
 
 
-def _compare_logits(hf: Path, ckpt: Path) -> tuple[float, float]:
+def _compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> tuple[float, float]:
     from mcore_rl.errors import McoreRLError
 
     try:
@@ -242,6 +244,6 @@ def _compare_logits(hf: Path, ckpt: Path) -> tuple[float, float]:
             warnings.simplefilter("ignore")
             from mcore_rl.megatron.parity import compare_logits
 
-            return compare_logits(hf, ckpt)
+            return compare_logits(hf, ckpt, config)
     except McoreRLError as error:
         raise ConversionError(str(error)) from error

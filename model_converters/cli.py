@@ -122,7 +122,7 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
         pp=parsed.pp,
         ep=parsed.ep,
         etp=etp,
-        vpp=parsed.vpp,
+        vpp=parsed.vpp if parsed.vpp != 1 else None,
         first_stage_layers=parsed.first_stage_layers,
         last_stage_layers=parsed.last_stage_layers,
     )

@@ -135,10 +135,21 @@ class HFCheckpoint:
             return
         outer = prod(stored.shape[:dim])
         if outer != 1 and tuple(out.shape) != stored.shape:
-            out.copy_(self.view(name, dim, start, out.shape[dim]))
+            self._read_columns(name, out, dim, start)
             return
         skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
         self._files.fill(name, stored, out, skipped=skipped)
+
+    def _read_columns(self, name: str, out: torch.Tensor, dim: int, start: int) -> None:
+        """Through a mapping of its own: the pages that a view has touched stay in memory until the file is closed."""
+        stored = self._find(name)
+        first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
+        descriptor = self._descriptor(stored.file)
+        num_bytes = stored.offset - first + stored.num_bytes
+        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=first)
+        count = prod(stored.shape)
+        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=count, offset=stored.offset - first)
+        out.copy_(whole.view(stored.shape).narrow(dim, start, out.shape[dim]))
 
     def _find(self, name: str) -> StoredTensor:
         stored = self._stored.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,6 @@ from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.output import PolicyModel, logits_emitted
-from model_converters.hf_config import read_hf_config
 from model_converters.layout import TrainLayout
 
 cpu.install()
@@ -25,21 +25,23 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 _LENGTHS = (17, 5, 42)
 
 
-def compare_logits(hf_directory: str | Path, checkpoint: str | Path, *, seed: int = 0) -> tuple[float, float]:
-    """(largest absolute difference, largest absolute logit) on random tokens, both models in float32: megatron's with
-    the weights that its own reader finds in `checkpoint`, transformers' with those of `hf_directory`.
+def compare_logits(
+    hf_directory: str | Path, checkpoint: str | Path, hf_config: dict[str, Any], *, seed: int = 0
+) -> tuple[float, float]:
+    """(largest absolute difference, largest absolute logit) on random tokens, both models in float32: megatron's, of
+    `hf_config`, with the weights that its own reader finds in `checkpoint`; transformers' of `hf_directory`.
 
     Raises: CheckpointError when the checkpoint is not of this model.
     """
-    vocabulary = int(read_hf_config(hf_directory)["vocab_size"])
+    vocabulary = int(hf_config["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _LENGTHS]
-    ours = _megatron_logits(hf_directory, checkpoint, sequences)[:, :vocabulary]
+    ours = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
     theirs = _transformers_logits(hf_directory, sequences)
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
-def _megatron_logits(hf_directory: str | Path, checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
+def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout = TrainLayout(1)
     with tempfile.TemporaryDirectory() as store:
@@ -47,8 +49,7 @@ def _megatron_logits(hf_directory: str | Path, checkpoint: str | Path, sequences
             layout, rank=0, init_method=f"file://{store}/store", device=device, timeout_seconds=60, seed=0
         )
         try:
-            config = read_hf_config(hf_directory)
-            (model,) = build_model(config, ActorConfig(), ModelConfig(hf_path="", dtype="float32"), layout)
+            (model,) = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="float32"), layout)
             _load(model, checkpoint)
             tokens = torch.cat(sequences)[None].to(device)
             packed = pack_sequences([len(sequence) for sequence in sequences])

@@ -6,15 +6,17 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig
+from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu, parallel
+from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.output import PolicyModel
@@ -40,8 +42,11 @@ def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, nam
     """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
     A model that a naming does not concern is named by its default.
 
-    Raises: ConfigError for a model that cannot be built; McoreRLError when this process is in a process group.
+    Raises: ConfigError for a model that cannot be built or does not fit the layout; McoreRLError when this process is
+    in a process group.
     """
+    sizes = {field.name: getattr(layout, field.name) for field in fields(ParallelConfig)}
+    layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
     with _counted_world(layout, rank):
         with torch.device("meta"):
             chunks = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="bfloat16"), layout)

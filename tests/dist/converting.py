@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,21 @@ def there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> No
 def _there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> None:
     _to_mcore(hf, ckpt, sizes, 30_000)
     _to_hf(ckpt, out, None)
+
+
+def cli(*arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `python -m model_converters arguments`, in a process of its own. What a traceback
+    would end fails the test."""
+    result: tuple[int, str, str] = alone(_cli, tuple(map(str, arguments)))
+    return result
+
+
+def _cli(arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    from model_converters.cli import main
+
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        code = main(arguments)
+    return code, stdout.getvalue(), stderr.getvalue()
 
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
