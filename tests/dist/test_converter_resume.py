@@ -169,14 +169,14 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(hf: Path, 
 LARGE = {
     "vocab_size": 512,
     "hidden_size": 2048,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "head_dim": 128,
-    "intermediate_size": 6144,
+    "intermediate_size": 9216,
 }
-LARGEST_BYTES = 2048 * 6144 * 4
-# Python's own objects, and what malloc keeps of freed blocks (below 32 MiB it may keep some).
-SLACK_BYTES = 64 * 2**20
+LARGEST_BYTES = 2048 * 9216 * 4
+# Half of it, a chunk with tp 2, is above the 32 MiB below which malloc may keep what is freed.
+SLACK_BYTES = 32 * 2**20
 
 
 def _growth(verb: str, arguments: tuple[str, ...]) -> int:
@@ -192,7 +192,7 @@ def _growth(verb: str, arguments: tuple[str, ...]) -> int:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of ten times its largest tensor."""
+    """A model of six times its largest tensor."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = tiny_fields("qwen3", **LARGE)
@@ -200,7 +200,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     tensors = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    assert total > 10 * LARGEST_BYTES
+    assert total > 6 * LARGEST_BYTES
     hf, mcore = tmp_path / "hf", tmp_path / "mcore"
     hf.mkdir()
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
