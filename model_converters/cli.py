@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
-import torch
-
 from model_converters.checkpoint import to_hf, to_mcore, verify
 from model_converters.errors import ConversionError
 from model_converters.families import family_for

@@ -144,7 +144,7 @@ class HFCheckpoint:
         """Through a mapping of its own: the pages that a view has touched stay in memory until the file is closed."""
         stored = self._find(name)
         first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
-        descriptor = self._descriptor(stored.file)
+        descriptor = self._files.descriptor(stored.file)
         num_bytes = stored.offset - first + stored.num_bytes
         mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=first)
         count = prod(stored.shape)
