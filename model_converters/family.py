@@ -23,13 +23,19 @@ from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
 @dataclass(frozen=True)
 class ModelArguments:
     """What a GPTModel is built from. `transformer` holds keyword arguments of megatron's TransformerConfig as plain
-    values; activation_func is a name ("silu") that the megatron side turns into the function."""
+    values; activation_func is a name ("silu") that the megatron side turns into the function.
+
+    `mtp_num_layers` counts multi-token-prediction layers. `latent_norm_epsilon` is that of the two norms inside
+    multi-head latent attention, which megatron would give the model's own; None where there are no such norms.
+    """
 
     transformer: dict[str, Any]
     vocab_size: int
     max_position_embeddings: int
     rotary: Rotary
     tied_embeddings: bool
+    mtp_num_layers: int = 0
+    latent_norm_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,16 @@ class AttentionSizes:
     head_dim: int
 
 
-def attention_sizes(config: HFConfig, default_head_dim: int | None = None) -> AttentionSizes:
-    """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for."""
+def attention_sizes(
+    config: HFConfig, default_head_dim: int | None = None, *, bias_of_qkv_only: bool = False
+) -> AttentionSizes:
+    """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for.
+
+    `bias_of_qkv_only`: attention_bias of this family leaves o_proj without one.
+    """
     refuse_unsupported(config)
     refuse_sliding_window(config)
-    if config.get("attention_bias"):
+    if config.get("attention_bias") and not bias_of_qkv_only:
         raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
     num_heads = integer(config, "num_attention_heads")
     num_groups = integer(config, "num_key_value_heads", default=num_heads)
@@ -172,7 +183,7 @@ def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
 def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
     """A dense gated MLP."""
     prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
-    return _gated(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
+    return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -201,10 +212,10 @@ def expert_rows(
     prefixes = (f"{ours}experts.", f"{theirs}experts.{{e}}.")
     sharing: dict[str, Any] = {"axis": "etp", "split_by": names.size_key, "num_experts": num_experts}
     parts = (names.gate, names.up, names.down)
-    return [router, *_gated(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
+    return [router, *gated_rows(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
 
 
-def _gated(
+def gated_rows(
     prefixes: tuple[str, str],
     suffix: str,
     hidden: int,
@@ -212,6 +223,7 @@ def _gated(
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     **sharing: Any,
 ) -> list[Row]:
+    """A gated MLP under the given (mcore, HF) prefixes; `sharing` says how its rows are divided and bound."""
     ours, theirs = prefixes
     up, down = (intermediate, hidden), (hidden, intermediate)
     return [
@@ -275,13 +287,18 @@ def softmax_routing(config: HFConfig, *, normalised: bool) -> dict[str, Any]:
 
 
 def model_arguments(
-    config: HFConfig, transformer: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)
+    config: HFConfig,
+    transformer: dict[str, Any],
+    *,
+    rope_types: tuple[str, ...] = ("default",),
+    default_rotary_fraction: float | None = None,
 ) -> ModelArguments:
-    """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows."""
+    """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows, and
+    `default_rotary_fraction` is as in `rotary`."""
     return ModelArguments(
         transformer=transformer,
         vocab_size=integer(config, "vocab_size"),
         max_position_embeddings=integer(config, "max_position_embeddings"),
-        rotary=rotary(config, known=rope_types),
+        rotary=rotary(config, known=rope_types, default_fraction=default_rotary_fraction),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
     )

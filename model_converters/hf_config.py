@@ -48,36 +48,53 @@ def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
     return default
 
 
+def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
+    """Refuses, by name, a setting that changes the maths; `expressed` are the values that do not (None: not set).
+
+    Raises: ConversionError.
+    """
+    value = config.get(key)
+    if not any(value is known or (known is not None and value == known) for known in expressed):
+        allowed = " or ".join("unset" if known is None else json.dumps(known) for known in expressed)
+        raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
+
+
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding. `scaling_factor` is that of Llama 3.1, None for unscaled frequencies."""
+    """Rotary position embedding of the first `fraction` of each head. `scaling_factor` is that of Llama 3.1, None for
+    unscaled frequencies."""
 
     base: float
     scaling_factor: float | None = None
+    fraction: float = 1.0
 
 
 # megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
-def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",)) -> Rotary:
+def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), default_fraction: float | None = None) -> Rotary:
     """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
 
+    `default_fraction`: of each head that the family rotates when config.json does not say; None: it rotates all of it.
+
     Raises: ConversionError for rope types that are not in `known`, for scaling that megatron cannot express and for
-    partial rotation.
+    partial rotation in a family that has none.
     """
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = nested.get("rope_type", nested.get("type", "default"))
     if rope_type not in known:
         names = " and ".join(repr(name) for name in known)
         raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only {names}")
-    partial = nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial is not None and partial != 1:
-        raise ConversionError(f"config.json: partial_rotary_factor {partial} is not supported, only 1")
+    fraction = nested.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction is None:
+        fraction = 1.0 if default_fraction is None else default_fraction
+    if fraction != 1 and default_fraction is None:
+        raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only 1")
     theta = nested.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ConversionError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return Rotary(float(theta), _llama3_factor(nested) if rope_type == "llama3" else None)
+    return Rotary(float(theta), _llama3_factor(nested) if rope_type == "llama3" else None, float(fraction))
 
 
 def _llama3_factor(scaling: Mapping[str, Any]) -> float:

@@ -81,6 +81,17 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class Heads(Same):
+    """The mcore tensor is the HF tensor, and only whole attention heads can be dealt to shards."""
+
+    num_parts: int = 1
+    num_heads: int = 1
+
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return _indivisible(self.num_heads, num_shards)
+
+
+@dataclass(frozen=True)
 class GateUp:
     """Gated linear unit: every shard holds [its rows of gate; its rows of up]."""
 

@@ -16,7 +16,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""rope_parameters of Llama 3.1, the only scaling that megatron-core 0.16.1 expresses."""
+"""rope_parameters of Llama 3.1, the only scaling of grouped-query attention that megatron-core 0.16.1 expresses."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+"""rope_parameters of DeepSeek V3, small; the two scales differ, so that both places where they enter show."""
 
 
 def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
@@ -46,7 +57,35 @@ def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
         }
     if kind == "mixtral":
         fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24}
+    if kind == "deepseek_v3":
+        fields |= _DEEPSEEK_V3
     return fields | changes
+
+
+_LATENT_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+_SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+_DEEPSEEK_V3 = {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS}
+GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+"""Group-limited routing as in DeepSeek V3: the two best groups, ranked by the sum of their two best scores."""
 
 
 def tiny_config(kind: str, **changes: Any) -> Any:
@@ -68,6 +107,10 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -
             if "embed_tokens" in name or "lm_head" in name:
                 deviation = 0.4
             parameter.normal_(mean, deviation, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # As wide as the scores themselves: many choices are others than without it.
+                buffer.normal_(0.0, 0.3, generator=generator)
     return model
 
 

@@ -73,6 +73,8 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
         "attention heads": sizes["num_attention_heads"],
         "units of the feed-forward layer": sizes["ffn_hidden_size"],
     }
+    if sizes.get("moe_shared_expert_intermediate_size"):
+        divided["units of the shared experts"] = sizes["moe_shared_expert_intermediate_size"]
     if _all_layers_sparse(sizes):
         del divided["units of the feed-forward layer"]
     for what, count in divided.items():

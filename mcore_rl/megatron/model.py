@@ -24,8 +24,10 @@ cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -64,8 +66,9 @@ def transformer_config(
     given = dict(arguments.transformer)
     if isinstance(given.get("activation_func"), str):
         given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
-    unknown = set(given) - {f.name for f in fields(TransformerConfig)}
-    assert not unknown, f"TransformerConfig has no {sorted(unknown)}"
+    kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+    unknown = set(given) - {f.name for f in fields(kind)}
+    assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
     groups = (
         _parallel_arguments(layout),
         _numeric_arguments(model_config),
@@ -75,7 +78,7 @@ def transformer_config(
     )
     for group in groups:
         given.update(group)
-    return TransformerConfig(**given)
+    return kind(**given)
 
 
 def _parallel_arguments(layout: TrainLayout) -> dict[str, Any]:
@@ -131,6 +134,8 @@ def _expert_arguments(actor_config: ActorConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": coefficient,
         # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
         "moe_router_dtype": "fp32",
+        # megatron would move the bias that chooses experts after every update; the loss is no reason to.
+        "moe_router_bias_update_rate": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
     }
 
@@ -173,14 +178,33 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arguments.tied_embeddings,
         position_embedding_type="rope",
+        rotary_percent=arguments.rotary.fraction,
         rotary_base=arguments.rotary.base,
         rope_scaling=arguments.rotary.scaling_factor is not None,
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
+    for module in model.modules():
+        if isinstance(module, MultiLatentAttention):
+            _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
     on_meta = next(model.parameters()).is_meta
     return model.cuda() if torch.cuda.is_available() and not on_meta else model
+
+
+def _finish_latent_attention(
+    attention: MultiLatentAttention, config: TransformerConfig, norm_epsilon: float | None
+) -> None:
+    """megatron 0.16.1 gives the latent norms, which TransformerEngine fuses into the projections behind them, the
+    model's epsilon, and the replicated projections torch's initial values."""
+    for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+        module: Any = getattr(attention, name, None)
+        if hasattr(module, "eps") and norm_epsilon is not None:
+            module.eps = norm_epsilon
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        projection = getattr(attention, name, None)
+        if isinstance(projection, Linear):
+            config.init_method(projection.weight)
 
 
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
@@ -193,5 +217,10 @@ def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConf
         parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = SDPACoreAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
+            # A column-parallel one is gathered, and the gradient of the key's shared part is then that of one rank's
+            # heads (0.16.1). Replicated, with sequence parallelism, it is summed over the ranks.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm

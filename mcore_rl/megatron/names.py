@@ -4,6 +4,7 @@
 |---|---|
 | `decoder.layers.{local}` | `decoder.layers.{global}` |
 | `self_attention.linear_qkv.layer_norm_weight` (TransformerEngine fuses the norm) | `input_layernorm.weight` |
+| `self_attention.linear_q_up_proj.layer_norm_weight` | `self_attention.q_layernorm.weight`; `kv` likewise |
 | `mlp.linear_fc1.layer_norm_weight` | `pre_mlp_layernorm.weight` |
 | `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
 | `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}` |
@@ -29,13 +30,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
 _OUTSIDE_LAYERS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
 _IN_LAYER = re.compile(
-    r"(input_layernorm|pre_mlp_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj)"
-    r"|mlp\.(linear_fc1|linear_fc2|router))\.(weight|bias)|mlp\.router\.expert_bias"
+    r"(input_layernorm|pre_mlp_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj"
+    r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
+    r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
 )
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")

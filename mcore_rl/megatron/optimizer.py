@@ -35,12 +35,23 @@ def wrap_chunks(chunks: list[Any]) -> list[DistributedDataParallel]:
     # DDP reads it when it is built: without it gradients would be divided by the data-parallel size.
     assert config.calculate_per_token_loss
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    modules = [_in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = sum_gradients
+    return wrapped
+
+
+def _in_bfloat16(chunk: Any) -> Float16Module:
+    """Float16Module, which rounds buffers too, without rounding the bias that chooses experts (megatron 0.16.1 gives
+    it its dtype back at the next forward pass, not its bits)."""
+    kept = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+    wrapped = Float16Module(chunk.config, chunk)
+    for name, buffer in kept.items():
+        router, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(router), attribute, buffer)
     return wrapped
 
 

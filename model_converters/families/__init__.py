@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.qwen2 import QWEN2
@@ -15,6 +16,8 @@ from model_converters.hf_config import HFConfig
 __all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
     "llama": LLAMA,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,

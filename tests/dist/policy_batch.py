@@ -127,14 +127,18 @@ def reference_loss(
 
 
 def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by HF name where the old log-probabilities are `drift` away from the current ones."""
+    """Loss and gradients by HF name where the old log-probabilities are `drift` away from the current ones.
+
+    The routers' correction bias has no gradient: it stands with its value, which no update may change.
+    """
     model = reference_model(directory)
     with torch.no_grad():
         old = {s: reference_logp(model, s)[0] + torch.from_numpy(drift(s)).double() for s in samples}
     loss, _ = reference_loss(model, samples, old)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return float(loss.detach()), checkpoint_tensors(model, gradients)
+    fixed = {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    return float(loss.detach()), checkpoint_tensors(model, gradients | fixed)
 
 
 def hf_pieces(actor: Any) -> list[Any]:

@@ -14,13 +14,21 @@ import torch
 
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import VOCABULARY, write_tiny_model
+from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
 
 # Of the tensor's largest entry. Gradients are float32 sums of some hundred terms, in another order for each layout;
 # 2e-6 was the largest difference measured, against float64. A factor of the DP size, a lost or doubled token or a
 # missing reduction is off by 1e-2 or more.
 TOLERANCE = 1e-5
 ONE_MICROBATCH, SMALL = 10_000, 24  # SMALL is a little above the longest sequence
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
+    "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
+    "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
+}
 CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
     1: {
         "dense": ("qwen3", {}, ONE_MICROBATCH),
@@ -29,6 +37,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "moe": ("qwen3_moe", {}, ONE_MICROBATCH),
         "moe split": ("qwen3_moe", {}, SMALL),
         "mixtral split": ("mixtral", {}, SMALL),
+        "v3 split": ("v3", {}, SMALL),
     },
     2: {
         "dense dp2": ("qwen3", {}, SMALL),
@@ -44,11 +53,14 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "mixtral tp2": ("mixtral", {"tp": 2}, SMALL),
         "mixtral pp2": ("mixtral", {"pp": 2}, SMALL),
         "mixtral ep2": ("mixtral", {"ep": 2}, SMALL),
+        "v3 tp2": ("v3", {"tp": 2}, SMALL),
+        "v3 ep2": ("v3", {"ep": 2}, SMALL),
     },
     4: {
         "dense tp2 pp2": ("qwen3", {"tp": 2, "pp": 2}, SMALL),
         "moe tp2 ep4": ("qwen3_moe", {"tp": 2, "ep": 4}, SMALL),
         "moe pp2 ep2": ("qwen3_moe", {"pp": 2, "ep": 2}, SMALL),
+        "v3 tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL),
     },
 }
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
@@ -57,10 +69,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    written = {kind: write_tiny_model(root / kind, kind) for kind in ("qwen3", "qwen3_moe", "mixtral")}
-    # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
-    written["odd"] = write_tiny_model(root / "odd", "qwen3", num_key_value_heads=1, vocab_size=VOCABULARY + 1)
-    return {kind: str(directory) for kind, directory in written.items()}
+    return {name: str(write_tiny_model(root / name, kind, **changes)) for name, (kind, changes) in MODELS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -248,6 +248,20 @@ def test_split_sizes_reach_all_to_all_as_numbers() -> None:
         launch(_expert_parallel, 2, ["split_sizes"])
 
 
+def _latent_attention(_: int, skipped: list[str]) -> None:
+    if skipped:
+        with without(*skipped):
+            return _latent_attention(0, [])
+    _hidden(_model("deepseek_v3", {})).sum().backward()
+    return None
+
+
+def test_latent_attention_needs_no_transformer_engine() -> None:
+    launch(_latent_attention, 1, [])
+    with pytest.raises(RankFailedError, match="isinstance"):
+        launch(_latent_attention, 1, ["latent_attention"])
+
+
 def _reload_optimizer(_: int, directory: str) -> tuple[bool, str]:
     """Whether the moments and steps come back, and what happens without the fix."""
     from megatron.core import dist_checkpointing

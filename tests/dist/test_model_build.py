@@ -57,6 +57,10 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
         "mlp.experts.local_experts.3.linear_fc2.weight": "mlp.experts.linear_fc2.weight7",
         "self_attention.q_layernorm.weight": "self_attention.q_layernorm.weight",
         "mlp.router.expert_bias": "mlp.router.expert_bias",
+        "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
+        "self_attention.linear_kv_down_proj.weight": "self_attention.linear_kv_down_proj.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     }
     for live, canonical in spelled.items():
         assert _canonical_name(model, f"decoder.layers.1.{live}") == f"decoder.layers.6.{canonical}"
@@ -128,6 +132,20 @@ def test_random_weights_agree_where_ranks_replicate_and_differ_where_they_do_not
     assert not np.array_equal(front[qkv], back[qkv.replace("layers.0", "layers.2")])
     again, _ = launch(_initial_values, 2, {"pp": 2})
     assert all(np.array_equal(front[name], value) for name, value in again.items())
+
+
+def _initial_down_projection(_: int) -> np.ndarray:
+    (chunk,), _layout = _build(tiny_fields("deepseek_v3", initializer_range=0.5), {"tp": 2}, random_init=True)
+    attention = chunk.decoder.layers[2].self_attention
+    assert not np.array_equal(attention.linear_q_up_proj.weight.detach(), 0)
+    return torch.cat([attention.linear_q_down_proj.weight, attention.linear_kv_down_proj.weight]).detach().numpy()
+
+
+def test_replicated_projections_start_equal_and_as_wide_as_the_configuration_says() -> None:
+    """megatron leaves them to torch, which knows nothing of initializer_range."""
+    first, second = launch(_initial_down_projection, 2)
+    np.testing.assert_array_equal(first, second)
+    assert first.std() == pytest.approx(0.5, rel=0.1)
 
 
 # ---- bfloat16 ----

@@ -15,7 +15,7 @@ import torch
 
 from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from tests.dist.launch import launch
-from tests.tiny_models import LLAMA3, VOCABULARY, checkpoint_tensors, write_tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
@@ -28,6 +28,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # No tp divides this vocabulary, and there are fewer key-value heads than tensor-parallel ranks.
     "odd": ("qwen3", {"vocab_size": VOCABULARY + 1, "num_key_value_heads": 1}),
     "odd biased": ("qwen2", {"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True}),
+    "v3": ("deepseek_v3", {}),
+    "v3 yarn groups": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
+    # Without a query latent, and with an epsilon that the latent norms must not take from the model.
+    "v3 no q latent": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2}),
 }
 # Two micro-batches of different token counts; multiples of 4, because sequence parallelism divides them by tp.
 MICROBATCHES = [[5, 12, 1, 6], [9, 3, 16]]
@@ -55,6 +59,11 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "mixtral tp2": ("mixtral", {"tp": 2}),
         "mixtral pp2": ("mixtral", {"pp": 2}),
         "mixtral ep2": ("mixtral", {"ep": 2}),
+        "v3 tp2": ("v3", {"tp": 2}),
+        "v3 pp2": ("v3", {"pp": 2}),
+        "v3 ep2": ("v3 yarn groups", {"ep": 2}),
+        "v3 tp2 ep2": ("v3 yarn groups", {"tp": 2, "ep": 2}),
+        "v3 no q latent tp2": ("v3 no q latent", {"tp": 2}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),
@@ -112,7 +121,10 @@ def _reference(directory: str) -> dict[str, Any]:
         logp = torch.cat(rows).log_softmax(-1).gather(1, targets[:, None])
         total, count = total + logp.sum(), count + len(targets)
     (total / count).backward()
-    gradients = checkpoint_tensors(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # No gradient moves it: it must come back as it was loaded.
+    named |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    gradients = checkpoint_tensors(model, named)
     return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
 
 

@@ -29,10 +29,14 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
         *,
         mscale: float = 1.0,
         cp_group: Any = None,
+        multi_latent_attention: bool = False,
         **other_rotations: bool,
     ) -> torch.Tensor:
         if any(other_rotations.values()) or cp_group.size() > 1 or not takes(t):
-            return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **other_rotations)
+            options = other_rotations | {"multi_latent_attention": multi_latent_attention}
+            return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **options)
+        if multi_latent_attention:  # its heads hold neighbours that turn together; all of them turn
+            t = torch.cat((t[..., 0::2], t[..., 1::2]), -1)
         table = freqs.detach().flatten(1)
         cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
         return rotate(t, cos, sin, _positions(cu_seqlens, len(t)))

@@ -55,6 +55,12 @@ def _split_sizes(this: Fix, module: ModuleType) -> None:
     this.patch(module, "maybe_move_tensor_to_cpu", to_cpu)
 
 
+@fix("latent_attention", "transformer.multi_latent_attention")
+def _latent_attention(this: Fix, module: ModuleType) -> None:
+    """Without TransformerEngine TELinear is a mock, which isinstance refuses, and HAVE_TE is True all the same."""
+    this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))
+
+
 @fix("optimizer_step_state", "optimizer.distrib_optimizer")
 def _optimizer_step_state(this: Fix, module: ModuleType) -> None:
     """torch.optim.AdamW keeps `step` beside its moments for every parameter; loading a fully_reshardable state

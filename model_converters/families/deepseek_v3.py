@@ -1,0 +1,66 @@
+"""DeepSeek V3 and R1, and the same architecture in Kimi-K2 and Moonlight. Source: transformers models/deepseek_v3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_converters.experts import (
+    expert_sizes,
+    mlp_and_expert_rows,
+    sigmoid_routing,
+    sparse_arguments,
+    sparse_pattern,
+)
+from model_converters.family import (
+    Family,
+    ModelArguments,
+    decoder_arguments,
+    embedding_rows,
+    model_arguments,
+)
+from model_converters.hf_config import HFConfig, integer
+from model_converters.mla import (
+    LATENT_NORM_EPSILON,
+    as_attention_sizes,
+    latent_attention_arguments,
+    latent_attention_rows,
+    latent_sizes,
+)
+from model_converters.table import Row
+
+# What config.json leaves out, as transformers' DeepseekV3Config has it.
+_DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    config = {**_DEFAULTS, **config}
+    attention, experts = latent_sizes(config), expert_sizes(config)
+    layers = range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, attention.hidden),
+        *latent_attention_rows(attention, layers),
+        *mlp_and_expert_rows(experts, sparse_pattern(config), corrected=True),
+    ]
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = {**_DEFAULTS, **config}
+    attention, experts = latent_sizes(config), expert_sizes(config)
+    arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
+    transformer = {
+        **decoder_arguments(config, as_attention_sizes(attention)),
+        **latent_attention_arguments(config, attention, arguments.rotary.base),
+        **sparse_arguments(experts, sparse_pattern(config), sigmoid_routing(config, experts)),
+    }
+    return replace(arguments, transformer=transformer, latent_norm_epsilon=LATENT_NORM_EPSILON)
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", rows=_rows, model_arguments=_model_arguments)
+KIMI_K2 = Family("kimi_k2", rows=_rows, model_arguments=_model_arguments)

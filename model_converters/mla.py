@@ -1,0 +1,188 @@
+"""Multi-head latent attention (DeepSeek V2 and V3): rows and arguments. Source: transformers models/deepseek_v3.
+
+Queries and the joint latent of keys and values are projected down, normalised, and projected up to the heads; a part
+of each key that carries the position is shared by all heads. The down projections and norms are replicated over
+tensor-parallel ranks, the up projections divided by heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.family import AttentionSizes, norm_row
+from model_converters.hf_config import HFConfig, integer, refuse_unsupported, require
+from model_converters.table import Row
+from model_converters.transforms import Heads, Same, Shape
+
+# transformers and DeepSeek's own code build these norms without the model's rms_norm_eps.
+LATENT_NORM_EPSILON = 1e-6
+_YARN_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+}
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Units: heads, ranks of the latents, elements per head. `q_rank` is None where queries have no latent; a head's
+    query and key are `nope_dim` elements without and `rope_dim` with position."""
+
+    hidden: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+def latent_sizes(config: HFConfig) -> LatentSizes:
+    """Raises: ConversionError for what neither the rows nor megatron's attention express, by name."""
+    refuse_unsupported(config)
+    require(config, "attention_bias", False, None, why="it adds biases that no row holds")
+    require(config, "rope_interleave", True, None, why="megatron pairs neighbouring elements of a latent head")
+    for key in ("index_topk", "index_n_heads", "index_head_dim"):
+        require(config, key, None, why="the table has no row for the indexer of sparse attention")
+    num_heads = integer(config, "num_attention_heads")
+    require(config, "num_key_value_heads", num_heads, None, why="latent attention has no groups of heads")
+    return LatentSizes(
+        hidden=integer(config, "hidden_size"),
+        num_heads=num_heads,
+        q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        kv_rank=integer(config, "kv_lora_rank"),
+        nope_dim=integer(config, "qk_nope_head_dim"),
+        rope_dim=integer(config, "qk_rope_head_dim"),
+        value_dim=integer(config, "v_head_dim"),
+    )
+
+
+def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
+    """The two norms around attention, and all projections of latent attention."""
+    where: dict[str, Any] = {"layers": tuple(layers)}
+    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    return [
+        norm_row(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, **where),
+        *_query_rows(sizes, where),
+        _replicated("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), where),
+        _norm("kv_layernorm", "kv_a_layernorm", sizes.kv_rank, where),
+        _by_heads("linear_kv_up_proj", "kv_b_proj", sizes, (sizes.nope_dim + sizes.value_dim, sizes.kv_rank), where),
+        Row(
+            mcore=f"{ours}self_attention.linear_proj.weight",
+            hf=(f"{theirs}self_attn.o_proj.weight",),
+            shapes=((sizes.hidden, sizes.num_heads * sizes.value_dim),),
+            transform=Heads(num_heads=sizes.num_heads),
+            axis="tp",
+            dim=1,
+            split_by="num_attention_heads",
+            **where,
+        ),
+        norm_row(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", sizes.hidden, **where),
+    ]
+
+
+def _query_rows(sizes: LatentSizes, where: dict[str, Any]) -> list[Row]:
+    head = sizes.nope_dim + sizes.rope_dim
+    if sizes.q_rank is None:
+        return [_by_heads("linear_q_proj", "q_proj", sizes, (head, sizes.hidden), where)]
+    return [
+        _replicated("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), where),
+        _norm("q_layernorm", "q_a_layernorm", sizes.q_rank, where),
+        _by_heads("linear_q_up_proj", "q_b_proj", sizes, (head, sizes.q_rank), where),
+    ]
+
+
+def _names(ours: str, theirs: str) -> dict[str, Any]:
+    return {
+        "mcore": f"decoder.layers.{{l}}.self_attention.{ours}.weight",
+        "hf": (f"model.layers.{{l}}.self_attn.{theirs}.weight",),
+    }
+
+
+def _replicated(ours: str, theirs: str, shape: Shape, where: dict[str, Any]) -> Row:
+    return Row(**_names(ours, theirs), shapes=(shape,), transform=Same(), **where)
+
+
+def _norm(ours: str, theirs: str, size: int, where: dict[str, Any]) -> Row:
+    return Row(**_names(ours, theirs), shapes=((size,),), transform=Same(), **where)
+
+
+def _by_heads(ours: str, theirs: str, sizes: LatentSizes, per_head: Shape, where: dict[str, Any]) -> Row:
+    return Row(
+        **_names(ours, theirs),
+        shapes=((sizes.num_heads * per_head[0], per_head[1]),),
+        transform=Heads(num_heads=sizes.num_heads),
+        axis="tp",
+        split_by="num_attention_heads",
+        **where,
+    )
+
+
+def as_attention_sizes(sizes: LatentSizes) -> AttentionSizes:
+    """What decoder_arguments takes: as many groups as heads."""
+    return AttentionSizes(
+        hidden=sizes.hidden, num_heads=sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim
+    )
+
+
+def latent_attention_arguments(config: HFConfig, sizes: LatentSizes, rotary_base: float) -> dict[str, Any]:
+    """Arguments of megatron's MLATransformerConfig beside those of every decoder.
+
+    Raises: ConversionError for position scaling that megatron cannot express, by name.
+    """
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": sizes.q_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_head_dim": sizes.nope_dim,
+        "qk_pos_emb_head_dim": sizes.rope_dim,
+        "v_head_dim": sizes.value_dim,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+        "rotary_base": rotary_base,
+        **_position_arguments(config.get("rope_parameters") or config.get("rope_scaling") or {}),
+    }
+
+
+def _position_arguments(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    if scaling.get("rope_type", scaling.get("type", "default")) != "yarn":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
+    if scaling.get("truncate") is True:
+        unknown.remove("truncate")
+    if unknown:
+        raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
+    for key in ("factor", "original_max_position_embeddings"):
+        if not isinstance(scaling.get(key), int | float) or scaling[key] < 1:
+            raise ConversionError(
+                f"config.json: rope scaling 'yarn' has {key} {scaling.get(key)!r}; it must be at least 1"
+            )
+    mscale, mscale_all_dim = _mscales(scaling)
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(scaling["factor"]),
+        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+        "beta_fast": float(scaling.get("beta_fast") or 32),
+        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def _mscales(scaling: Mapping[str, Any]) -> tuple[float, float]:
+    """Both or none: with one of them transformers and megatron scale by different rules."""
+    given = {key: float(scaling[key]) for key in ("mscale", "mscale_all_dim") if scaling.get(key)}
+    if len(given) == 1 and given != {"mscale": 1.0}:
+        (key,) = given
+        other = "mscale_all_dim" if key == "mscale" else "mscale"
+        raise ConversionError(f"config.json: rope scaling 'yarn' has {key} {given[key]} without {other}; set both")
+    return given.get("mscale", 1.0), given.get("mscale_all_dim", 0.0)
