@@ -55,11 +55,7 @@ def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    if kind == "mixtral":
-        fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24}
-    if kind == "deepseek_v3":
-        fields |= _DEEPSEEK_V3
-    return fields | changes
+    return fields | _MORE_FIELDS.get(kind, {}) | changes
 
 
 _LATENT_ATTENTION: dict[str, Any] = {
@@ -83,7 +79,22 @@ _SIGMOID_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
-_DEEPSEEK_V3 = {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS}
+_SOFTMAX_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.3,
+    "first_k_dense_replace": 1,
+}
+_MORE_FIELDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
+    "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
+    "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
+}
 GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Group-limited routing as in DeepSeek V3: the two best groups, ranked by the sum of their two best scores."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from model_converters.families.glm4_moe import GLM4_MOE
 from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.qwen2 import QWEN2
@@ -16,7 +18,9 @@ from model_converters.hf_config import HFConfig
 __all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
     "kimi_k2": KIMI_K2,
     "llama": LLAMA,
     "mixtral": MIXTRAL,

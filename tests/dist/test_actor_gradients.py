@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Fewer key-value heads than tensor-parallel ranks, and a vocabulary that they do not divide.
     "odd": ("qwen3", {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
+    "glm": ("glm4_moe", {}),
 }
 CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
     1: {
@@ -55,6 +56,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "mixtral ep2": ("mixtral", {"ep": 2}, SMALL),
         "v3 tp2": ("v3", {"tp": 2}, SMALL),
         "v3 ep2": ("v3", {"ep": 2}, SMALL),
+        "glm tp2": ("glm", {"tp": 2}, SMALL),
     },
     4: {
         "dense tp2 pp2": ("qwen3", {"tp": 2, "pp": 2}, SMALL),

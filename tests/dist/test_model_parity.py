@@ -32,6 +32,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 yarn groups": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     # Without a query latent, and with an epsilon that the latent norms must not take from the model.
     "v3 no q latent": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2}),
+    "v2": ("deepseek_v2", {}),
+    # Three of four groups of two experts, ranked by the better one.
+    "v2 yarn groups": (
+        "deepseek_v2",
+        {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3},
+    ),
+    "glm": ("glm4_moe", {}),
+    "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
 }
 # Two micro-batches of different token counts; multiples of 4, because sequence parallelism divides them by tp.
 MICROBATCHES = [[5, 12, 1, 6], [9, 3, 16]]
@@ -64,6 +72,11 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "v3 ep2": ("v3 yarn groups", {"ep": 2}),
         "v3 tp2 ep2": ("v3 yarn groups", {"tp": 2, "ep": 2}),
         "v3 no q latent tp2": ("v3 no q latent", {"tp": 2}),
+        "v2 tp2 ep2": ("v2", {"tp": 2, "ep": 2}),
+        "glm tp2": ("glm", {"tp": 2}),
+        "glm pp2": ("glm", {"pp": 2}),
+        "glm ep2": ("glm", {"ep": 2}),
+        "glm tp2 ep2": ("glm groups", {"tp": 2, "ep": 2}),
     },
     4: {
         "moe tp2 ep2 etp2": ("moe", {"tp": 2, "ep": 2, "etp": 2}),

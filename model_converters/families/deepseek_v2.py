@@ -1,0 +1,83 @@
+"""DeepSeek V2 and V2-Lite: V3's attention, softmax scores without a correction bias. Source: transformers
+models/deepseek_v2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.experts import (
+    ExpertSizes,
+    expert_sizes,
+    group_limits,
+    mlp_and_expert_rows,
+    scaling_factor,
+    sparse_arguments,
+    sparse_pattern,
+)
+from model_converters.family import Family, ModelArguments, decoder_arguments, embedding_rows, model_arguments
+from model_converters.hf_config import HFConfig, integer, require
+from model_converters.mla import (
+    LATENT_NORM_EPSILON,
+    as_attention_sizes,
+    latent_attention_arguments,
+    latent_attention_rows,
+    latent_sizes,
+)
+from model_converters.table import Row
+
+# What config.json leaves out, as transformers' DeepseekV2Config has it.
+_DEFAULTS = {
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    config = {**_DEFAULTS, **config}
+    attention, experts = latent_sizes(config), expert_sizes(config)
+    require(config, "mlp_bias", False, None, why="the table has no row for MLP biases")
+    layers = range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, attention.hidden),
+        *latent_attention_rows(attention, layers),
+        *mlp_and_expert_rows(experts, sparse_pattern(config)),
+    ]
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = {**_DEFAULTS, **config}
+    attention, experts = latent_sizes(config), expert_sizes(config)
+    require(config, "mlp_bias", False, None, why="the table has no row for MLP biases")
+    arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
+    transformer = {
+        **decoder_arguments(config, as_attention_sizes(attention)),
+        **latent_attention_arguments(config, attention, arguments.rotary.base),
+        **sparse_arguments(experts, sparse_pattern(config), _routing(config, experts)),
+    }
+    return replace(arguments, transformer=transformer, latent_norm_epsilon=LATENT_NORM_EPSILON)
+
+
+def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
+    require(config, "scoring_func", "softmax", None, why="this family's scores are a softmax")
+    # DeepSeek's own code normalises then, transformers does not.
+    require(config, "norm_topk_prob", False, why="implementations of this family disagree on it")
+    method = config.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConversionError(
+            f"config.json: topk_method {method!r} is not supported, only 'greedy' and 'group_limited_greedy'"
+        )
+    limits = group_limits(config, sizes, best_of_group=1) if method == "group_limited_greedy" else {}
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": scaling_factor(config),
+        **limits,
+    }
+
+
+DEEPSEEK_V2 = Family("deepseek_v2", rows=_rows, model_arguments=_model_arguments)

@@ -1,0 +1,72 @@
+"""GLM-4.5 and GLM-4.6: grouped-query attention that rotates half of each head, DeepSeek V3's experts. Source:
+transformers models/glm4_moe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_converters.experts import (
+    expert_sizes,
+    mlp_and_expert_rows,
+    sigmoid_routing,
+    sparse_arguments,
+    sparse_pattern,
+)
+from model_converters.family import (
+    AttentionSizes,
+    Family,
+    ModelArguments,
+    attention_rows,
+    attention_sizes,
+    decoder_arguments,
+    embedding_rows,
+    model_arguments,
+    qk_norm_rows,
+    qkv_bias_row,
+)
+from model_converters.hf_config import HFConfig, integer
+from model_converters.table import Row
+
+# What config.json leaves out, as transformers' Glm4MoeConfig has it.
+_DEFAULTS = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+_ROTATED_FRACTION = 0.5
+
+
+def _sizes(config: HFConfig) -> AttentionSizes:
+    return attention_sizes(config, bias_of_qkv_only=True)
+
+
+def _rows(config: HFConfig) -> list[Row]:
+    config = {**_DEFAULTS, **config}
+    sizes = _sizes(config)
+    layers = range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, sizes.hidden),
+        *attention_rows(sizes, layers),
+        *([qkv_bias_row(sizes, layers)] if config.get("attention_bias") else []),
+        *(qk_norm_rows(sizes.head_dim, layers) if config.get("use_qk_norm") else []),
+        *mlp_and_expert_rows(expert_sizes(config), sparse_pattern(config), corrected=True),
+    ]
+
+
+def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = {**_DEFAULTS, **config}
+    experts = expert_sizes(config)
+    transformer: dict[str, Any] = {
+        **decoder_arguments(config, _sizes(config)),
+        "add_qkv_bias": bool(config.get("attention_bias")),
+        "qk_layernorm": bool(config.get("use_qk_norm")),
+        **sparse_arguments(experts, sparse_pattern(config), sigmoid_routing(config, experts)),
+    }
+    return model_arguments(config, transformer, default_rotary_fraction=_ROTATED_FRACTION)
+
+
+GLM4_MOE = Family("glm4_moe", rows=_rows, model_arguments=_model_arguments)
