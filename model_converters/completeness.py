@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from model_converters.errors import ConversionError, listing
 from model_converters.layout import TrainLayout
@@ -20,13 +20,14 @@ def check_complete(
     layout: TrainLayout | None = None,
     rank: int | None = None,
     plans: Sequence[TensorPlan] | None = None,
+    dropped: Collection[str] = (),
 ) -> None:
     """Compares the table with whatever is given; both ways, everything at once.
 
     hf_names: tensors of a checkpoint or an engine. model_names: canonical names of a model; of one rank when `rank`
     is given, else of all ranks of `layout` together (None: one rank). Either may map names to shapes, and then the
     shapes are compared too (of a model: the local ones, which needs `rank`). plans: must hold every HF tensor of the
-    table once, tiled exactly once.
+    table once, tiled exactly once. dropped: HF tensors that are not in the table on purpose.
 
     Raises: ConversionError, ONE, listing what is missing, unknown, claimed twice, of another shape or untiled.
     """
@@ -34,8 +35,8 @@ def check_complete(
     problems: list[str] = []
     hf_shapes = {name: shape for b in bound for name, shape in zip(b.hf, b.row.shapes, strict=True)}
     if hf_names is not None:
-        redundant = {name for b in bound for name in b.row.redundant}
-        problems += _compare("HF tensors", hf_shapes, hf_names, optional=redundant)
+        optional = {*dropped, *(name for b in bound for name in b.row.redundant)}
+        problems += _compare("HF tensors", hf_shapes, hf_names, optional=optional)
     if model_names is not None:
         problems += _compare("model tensors", _model_shapes(bound, layout, rank), model_names)
     if plans is not None:

@@ -13,6 +13,7 @@ import torch
 from model_converters.errors import ConversionError
 from model_converters.family import expert_rows, gated_rows, mlp_rows
 from model_converters.hf_config import HFConfig, integer, require
+from model_converters.mtp import num_mtp_layers
 from model_converters.table import Row
 from model_converters.transforms import Same
 
@@ -60,15 +61,28 @@ def sparse_pattern(config: HFConfig) -> list[bool]:
     return [is_sparse(config, layer) for layer in range(integer(config, "num_hidden_layers"))]
 
 
-def mlp_and_expert_rows(
-    sizes: ExpertSizes, pattern: Sequence[bool], *, first_layer: int = 0, corrected: bool = False
-) -> list[Row]:
-    """Dense MLPs, routers, routed and shared experts of the layers from `first_layer` on that `pattern` describes.
+def mtp_pattern(config: HFConfig) -> list[bool]:
+    """sparse_pattern of one multi-token-prediction layer: megatron builds it like the last layer of the decoder.
+
+    Raises: ConversionError when the configuration has it otherwise.
+    """
+    last = integer(config, "num_hidden_layers") - 1
+    for layer in range(last + 1, last + 1 + num_mtp_layers(config)):
+        if is_sparse(config, layer) != is_sparse(config, last):
+            raise ConversionError(
+                f"config.json: num_nextn_predict_layers: by first_k_dense_replace and moe_layer_freq layer {layer} and "
+                f"the last layer of the decoder differ in having experts, which is not supported; set it to 0"
+            )
+    return [is_sparse(config, last)]
+
+
+def mlp_and_expert_rows(sizes: ExpertSizes, pattern: Sequence[bool], *, corrected: bool = False) -> list[Row]:
+    """Dense MLPs, routers, routed and shared experts; `pattern` says of every layer whether it has experts.
 
     `corrected`: routers have an e_score_correction_bias.
     """
-    dense = [first_layer + index for index, sparse in enumerate(pattern) if not sparse]
-    sparse = [first_layer + index for index, sparse in enumerate(pattern) if sparse]
+    dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
+    sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
     rows: list[Row] = []
     if dense:
         rows += mlp_rows(sizes.hidden, sizes.dense_intermediate, dense)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from math import prod
@@ -34,12 +34,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorLoad:
-    """What one rank reads for one local mcore tensor: sources are (HF name, piece), what they leave is padding."""
+    """What one rank reads for one local mcore tensor: sources are (HF name, piece), what they leave is padding.
+    `copies` are HF tensors that, where the checkpoint has them, must hold the same values."""
 
     mcore_name: str
     shape: Shape
     bound: BoundRow
     sources: tuple[tuple[str, Piece], ...]
+    copies: tuple[str, ...] = ()
 
     @property
     def padded(self) -> bool:
@@ -97,20 +99,25 @@ def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list
 
     Raises: LayoutError listing everything that does not divide.
     """
-    placement = Placement(bound, layout)
-    at = layout.coordinates(rank)
-    loads = []
+    placement, at = Placement(bound, layout), layout.coordinates(rank)
+    held: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
     for row in bound:
-        held = placement.shard_at(row, at)
-        if held is None:
-            continue
-        shard, num_shards = held
-        sources = tuple(
-            (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
-            for part, start, local_start, length in segments_of(row.row, shard, num_shards)
-        )
-        loads.append(TensorLoad(row.mcore, local_shape(row.row, num_shards), row, sources))
-    return loads
+        shard = placement.shard_at(row, at)
+        if shard is not None:
+            held.setdefault(row.mcore, []).append((row, shard))
+    return [_load(rank, rows) for rows in held.values()]
+
+
+def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> TensorLoad:
+    """Of several rows with one mcore tensor the first is read; a row that others repeat stands before them."""
+    row, (shard, num_shards) = rows[0]
+    sources = tuple(
+        (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
+        for part, start, local_start, length in segments_of(row.row, shard, num_shards)
+    )
+    named = (name for other, _ in rows for name in (*other.row.redundant, other.row.repeats, *other.hf))
+    copies = tuple(name for name in named if name and name not in row.hf)
+    return TensorLoad(row.mcore, local_shape(row.row, num_shards), row, sources, copies)
 
 
 def local_slice(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -159,14 +166,17 @@ def load_tensors(
     layout: TrainLayout,
     rank: int,
     tensors: Mapping[str, torch.Tensor],
+    *,
+    dropped: Collection[str] = (),
 ) -> None:
     """Fills this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
 
-    The table must agree with the checkpoint and with `tensors`, names and shapes, before a byte is read.
+    The table must agree with the checkpoint and with `tensors`, names and shapes, before a byte is read; `dropped` are
+    tensors of the checkpoint that are left out on purpose (see mtp.settle_mtp).
     Raises: ConversionError listing all that disagrees; LayoutError.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_complete(bound, checkpoint.shapes, shapes, layout=layout, rank=rank)
+    check_complete(bound, checkpoint.shapes, shapes, layout=layout, rank=rank, dropped=dropped)
     reads = []
     for load in load_plan(bound, layout, rank):
         target = tensors[load.mcore_name].detach()
@@ -174,7 +184,7 @@ def load_tensors(
             target.zero_()
         for hf_name, piece in load.sources:
             reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
-        for hf_name in load.bound.row.redundant:
+        for hf_name in load.copies:
             if hf_name in checkpoint.shapes:
                 check_redundant(checkpoint, hf_name, load)
     # In the order of the files, so that a disk reads forward only.
@@ -183,11 +193,11 @@ def load_tensors(
 
 
 def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
-    """Raises: ConversionError when a tensor that may be there a second time differs from the row's own."""
+    """Raises: ConversionError when a tensor that is stored a second time differs from the one that is read."""
     for own_name, piece in load.sources:
         own, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
         if not torch.equal(own, other):
-            raise ConversionError(
-                f"{checkpoint.directory}: {hf_name} differs from {own_name}, but config.json says that they are tied; "
-                "set tie_word_embeddings to false or remove the tensor"
-            )
+            why = "config.json says that they are tied; set tie_word_embeddings to false or remove the tensor"
+            if hf_name not in load.bound.row.redundant:
+                why = "multi-token prediction shares one tensor with the model"
+            raise ConversionError(f"{checkpoint.directory}: {hf_name} differs from {own_name}, but {why}")

@@ -12,7 +12,7 @@ from model_converters.errors import ConversionError, listing
 from model_converters.transforms import Shape, Transform
 
 Axis = Literal["tp", "etp", "none"]
-Place = Literal["embedding", "layer", "head"]
+Place = Literal["embedding", "layer", "head", "mtp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class Row:
     (for messages). `copy_of_embedding` marks the head of a model with tied embeddings: with more than one pipeline
     stage the last one holds its own copy, which is loaded but never exported. `redundant` HF names may be in a
     checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
-    quantised blocks.
+    quantised blocks. `repeats` names an HF tensor that this row's must equal: another row has the same mcore tensor,
+    which is loaded through whichever of the two its rank holds, and written to both.
     """
 
     mcore: str
@@ -42,11 +43,12 @@ class Row:
     copy_of_embedding: bool = False
     redundant: tuple[str, ...] = ()
     fp8: bool = False
+    repeats: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row with exact names. group is "embedding", "layer.<l>" or "head"; dtype is that of the HF tensors."""
+    """A row with exact names. group is "embedding", "layer.<l>", "head" or "mtp"; dtype is that of the HF tensors."""
 
     row: Row
     mcore: str
@@ -58,7 +60,7 @@ class BoundRow:
 
 
 def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) -> list[BoundRow]:
-    """Binds every placeholder; rows of one layer are consecutive, embedding first and head last.
+    """Binds every placeholder; rows of one group are consecutive: embedding, layers, head, multi-token prediction.
 
     Raises: ConversionError listing every name that two rows claim and every layer that the model does not have.
     """
@@ -67,6 +69,7 @@ def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) 
         "embedding": [],
         **{f"layer.{layer}": [] for layer in range(num_layers)},
         "head": [],
+        "mtp": [],
     }
     problems = []
     for row in rows:
@@ -105,7 +108,8 @@ def _claimed_twice(bound_rows: Sequence[BoundRow]) -> list[str]:
     problems = []
     for bound in bound_rows:
         hf_names = () if bound.row.copy_of_embedding else bound.hf
-        for name in (f"mcore {bound.mcore}", *(f"HF {name}" for name in hf_names)):
+        mcore_names = () if bound.row.repeats else (bound.mcore,)
+        for name in (*(f"mcore {name}" for name in mcore_names), *(f"HF {name}" for name in hf_names)):
             if name in owners:
                 problems.append(f"{name} is claimed by {owners[name]} and {bound.row.mcore}")
             owners[name] = bound.row.mcore

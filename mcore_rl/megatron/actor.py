@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from mcore_rl.types import Mean, Metric, RankShare, Total, TrajectoryBuffers, me
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config
+from model_converters.mtp import num_mtp_layers, without_mtp
 from model_converters.placement import TensorPlan
 from model_converters.plan import export_plan
 from model_converters.table import bind
@@ -39,6 +41,8 @@ cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
 
@@ -59,7 +63,7 @@ class MegatronActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.hf_config = _hf_config(config.model.hf_path)
+        self.hf_config = _hf_config(config.model.hf_path, speaks=rank == 0)
         self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
         if self.layout.cp > 1:
             raise ConfigError("actor.parallel.cp: micro-batches are not split over context ranks; set it to 1")
@@ -240,13 +244,22 @@ class MegatronActor:
 _CPU = torch.device("cpu")
 
 
-def _hf_config(directory: str) -> dict[str, Any]:
+def _hf_config(directory: str, *, speaks: bool) -> dict[str, Any]:
+    """config.json without multi-token-prediction layers, which are not trained; `speaks`: say so when there are any."""
     try:
         hf_config = read_hf_config(directory)
         family_for(hf_config)
+        mtp_layers = num_mtp_layers(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={directory}: {error}") from error
-    return hf_config
+    if mtp_layers and speaks:
+        logger.warning(
+            "model.hf_path=%s has %d multi-token-prediction layers, which are not trained: their tensors are left out "
+            "of training, checkpoints and exports",
+            directory,
+            mtp_layers,
+        )
+    return without_mtp(hf_config)
 
 
 def _scale(tokens: int, value: torch.Tensor) -> torch.Tensor:

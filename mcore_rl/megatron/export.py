@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
-    """Writes `directory` atomically, with configuration and tokenizer files copied from `source`.
+    """Writes `directory` atomically, with tokenizer files copied from `source` and the configuration that was trained.
 
     Collective: all ranks; they must see the same file system.
     Raises: ConversionError.
@@ -32,5 +32,5 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
             writer.close()
         dist.barrier()
         if actor.rank == 0:
-            writer.finish(source)
+            writer.finish(source, actor.hf_config)
     dist.barrier()

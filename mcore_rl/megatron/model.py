@@ -23,7 +23,10 @@ from model_converters.layout import TrainLayout
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
@@ -66,6 +69,8 @@ def transformer_config(
     given = dict(arguments.transformer)
     if isinstance(given.get("activation_func"), str):
         given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    # None and 0 differ: at 0 megatron would still look for the layers.
+    given["mtp_num_layers"] = arguments.mtp_num_layers or None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     unknown = set(given) - {f.name for f in fields(kind)}
     assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
@@ -169,6 +174,13 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
     )
     if not engine:
         _use_local_modules(spec, config)
+    mtp_spec = None
+    if config.mtp_num_layers:
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+    if mtp_spec is not None and not engine:
+        for layer in mtp_spec.layer_specs:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
     model = PolicyModel(
         config,
         spec,
@@ -182,6 +194,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         rotary_base=arguments.rotary.base,
         rope_scaling=arguments.rotary.scaling_factor is not None,
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
+        mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size

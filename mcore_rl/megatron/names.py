@@ -9,6 +9,9 @@
 | `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
 | `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}` |
 
+Multi-token-prediction layers are `mtp.layers.{m}`, with an ordinary layer under `transformer_layer`; the last of
+several stages then has a copy of the embedding.
+
 `output_layer.weight` exists where the live model has one: with tied embeddings that is the copy on the last of
 several stages.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -42,6 +46,8 @@ _IN_LAYER = re.compile(
     r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
 )
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
+_IN_MTP = re.compile(r"mtp\.layers\.\d+\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
@@ -71,22 +77,29 @@ def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _canonical_name(model: PolicyModel, live_name: str) -> str:
-    if live_name in _OUTSIDE_LAYERS:
+    if live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
         return live_name
-    matched = _LAYER.fullmatch(live_name)
-    if matched:
+    canonical = None
+    if matched := _LAYER.fullmatch(live_name):
         layer = model.decoder.layers[int(matched[1])]
-        prefix = f"decoder.layers.{layer.layer_number - 1}."
-        inner = _FUSED_NORMS.get(matched[2], matched[2])
-        if _IN_LAYER.fullmatch(inner):
-            return prefix + inner
-        expert = _SEQUENTIAL_EXPERT.fullmatch(inner)
-        if expert:
-            return f"{prefix}mlp.experts.{expert[2]}.weight{_global_expert(layer.mlp, int(expert[1]))}"
-        expert = _GROUPED_EXPERT.fullmatch(inner)
-        if expert:
-            return f"{prefix}mlp.experts.{expert[1]}.weight{_global_expert(layer.mlp, int(expert[2]))}"
-    raise KeyError(f"no canonical name is known for {live_name}; add it to mcore_rl/megatron/names.py")
+        canonical = _in_layer(f"decoder.layers.{layer.layer_number - 1}.", layer, matched[2])
+    elif matched := _MTP_LAYER.fullmatch(live_name):
+        layer = model.mtp.layers[int(matched[1])].transformer_layer
+        canonical = _in_layer(f"mtp.layers.{matched[1]}.transformer_layer.", layer, matched[2])
+    if canonical is None:
+        raise KeyError(f"no canonical name is known for {live_name}; add it to mcore_rl/megatron/names.py")
+    return canonical
+
+
+def _in_layer(prefix: str, layer: Any, inner: str) -> str | None:
+    inner = _FUSED_NORMS.get(inner, inner)
+    if _IN_LAYER.fullmatch(inner):
+        return prefix + inner
+    if expert := _SEQUENTIAL_EXPERT.fullmatch(inner):
+        return f"{prefix}mlp.experts.{expert[2]}.weight{_global_expert(layer.mlp, int(expert[1]))}"
+    if expert := _GROUPED_EXPERT.fullmatch(inner):
+        return f"{prefix}mlp.experts.{expert[1]}.weight{_global_expert(layer.mlp, int(expert[2]))}"
+    return None
 
 
 def _global_expert(layer: MoELayer, local: int) -> int:

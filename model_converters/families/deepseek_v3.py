@@ -7,6 +7,7 @@ from dataclasses import replace
 from model_converters.experts import (
     expert_sizes,
     mlp_and_expert_rows,
+    mtp_pattern,
     sigmoid_routing,
     sparse_arguments,
     sparse_pattern,
@@ -26,6 +27,7 @@ from model_converters.mla import (
     latent_attention_rows,
     latent_sizes,
 )
+from model_converters.mtp import mtp_rows, num_mtp_layers
 from model_converters.table import Row
 
 # What config.json leaves out, as transformers' DeepseekV3Config has it.
@@ -41,12 +43,17 @@ _DEFAULTS = {
 
 def _rows(config: HFConfig) -> list[Row]:
     config = {**_DEFAULTS, **config}
-    attention, experts = latent_sizes(config), expert_sizes(config)
-    layers = range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, attention.hidden),
-        *latent_attention_rows(attention, layers),
-        *mlp_and_expert_rows(experts, sparse_pattern(config), corrected=True),
+        *embedding_rows(config, integer(config, "hidden_size")),
+        *_layer_rows(config, sparse_pattern(config)),
+        *mtp_rows(config, _layer_rows(config, mtp_pattern(config))),
+    ]
+
+
+def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
+    return [
+        *latent_attention_rows(latent_sizes(config), range(len(pattern))),
+        *mlp_and_expert_rows(expert_sizes(config), pattern, corrected=True),
     ]
 
 
@@ -59,7 +66,12 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
         **latent_attention_arguments(config, attention, arguments.rotary.base),
         **sparse_arguments(experts, sparse_pattern(config), sigmoid_routing(config, experts)),
     }
-    return replace(arguments, transformer=transformer, latent_norm_epsilon=LATENT_NORM_EPSILON)
+    return replace(
+        arguments,
+        transformer=transformer,
+        mtp_num_layers=num_mtp_layers(config),
+        latent_norm_epsilon=LATENT_NORM_EPSILON,
+    )
 
 
 DEEPSEEK_V3 = Family("deepseek_v3", rows=_rows, model_arguments=_model_arguments)

@@ -3,11 +3,13 @@ transformers models/glm4_moe."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from model_converters.experts import (
     expert_sizes,
     mlp_and_expert_rows,
+    mtp_pattern,
     sigmoid_routing,
     sparse_arguments,
     sparse_pattern,
@@ -25,6 +27,7 @@ from model_converters.family import (
     qkv_bias_row,
 )
 from model_converters.hf_config import HFConfig, integer
+from model_converters.mtp import mtp_rows, num_mtp_layers
 from model_converters.table import Row
 
 # What config.json leaves out, as transformers' Glm4MoeConfig has it.
@@ -46,14 +49,20 @@ def _sizes(config: HFConfig) -> AttentionSizes:
 
 def _rows(config: HFConfig) -> list[Row]:
     config = {**_DEFAULTS, **config}
-    sizes = _sizes(config)
-    layers = range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, sizes.hidden),
+        *embedding_rows(config, integer(config, "hidden_size")),
+        *_layer_rows(config, sparse_pattern(config)),
+        *mtp_rows(config, _layer_rows(config, mtp_pattern(config))),
+    ]
+
+
+def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
+    sizes, layers = _sizes(config), range(len(pattern))
+    return [
         *attention_rows(sizes, layers),
         *([qkv_bias_row(sizes, layers)] if config.get("attention_bias") else []),
         *(qk_norm_rows(sizes.head_dim, layers) if config.get("use_qk_norm") else []),
-        *mlp_and_expert_rows(expert_sizes(config), sparse_pattern(config), corrected=True),
+        *mlp_and_expert_rows(expert_sizes(config), pattern, corrected=True),
     ]
 
 
@@ -66,7 +75,8 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
         "qk_layernorm": bool(config.get("use_qk_norm")),
         **sparse_arguments(experts, sparse_pattern(config), sigmoid_routing(config, experts)),
     }
-    return model_arguments(config, transformer, default_rotary_fraction=_ROTATED_FRACTION)
+    arguments = model_arguments(config, transformer, default_rotary_fraction=_ROTATED_FRACTION)
+    return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 
 GLM4_MOE = Family("glm4_moe", rows=_rows, model_arguments=_model_arguments)

@@ -52,7 +52,8 @@ def _cuda_calls(this: Fix, _: None) -> None:
     allocated on current_device()."""
     stream = _Stream()
     answers = {
-        "current_device": lambda: "cpu",
+        # "cpu", or within `with torch.device("meta")` that: models are built without memory there.
+        "current_device": lambda: torch.get_default_device().type,
         "synchronize": _nothing,
         "empty_cache": _nothing,
         "set_device": _nothing,
