@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model_converters.layout import TrainLayout
+from tests.unit.converters import deepseek_oracle
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,6 +57,7 @@ FAMILY_CONFIGS = {
     "qwen2": {**DENSE, "model_type": "qwen2"},
     "llama": {**DENSE, "model_type": "llama"},
     "mixtral": MIXTRAL,
+    **deepseek_oracle.CONFIGS,
 }
 
 
@@ -77,6 +79,8 @@ def moe_config() -> dict:
 
 def _random_hf(config: dict, seed: int = 0) -> Tensors:
     """HF tensors of a model of any family, written down without the table."""
+    if config["model_type"] in deepseek_oracle.CONFIGS:
+        return deepseek_oracle.random_hf(config, seed)
     generator = torch.Generator().manual_seed(seed)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -155,6 +159,8 @@ def _gated(hf: Tensors, ours: tuple[str, str], theirs: str, index: int, size: in
 
 def _local_mcore(hf: Tensors, config: dict, layout: TrainLayout, rank: int) -> Tensors:
     """What Megatron's parallel layers would hold on `rank`."""
+    if config["model_type"] in deepseek_oracle.CONFIGS:
+        return deepseek_oracle.local_mcore(hf, config, layout, rank)
     at = layout.coordinates(rank)
     embedding = hf["model.embed_tokens.weight"]
     head = embedding if config["tie_word_embeddings"] else hf["lm_head.weight"]

@@ -50,9 +50,10 @@ def assert_same(found, wanted):
 def cases():
     """Every layout with experts; for dense families those whose experts take no part."""
     for sizes in grid():
-        yield from ((family, sizes) for family in ("qwen3_moe", "mixtral"))
+        sparse = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+        yield from ((family, sizes) for family in sparse)
         if sizes.get("ep", 1) == sizes.get("etp", 1) == 1:
-            yield from ((family, sizes) for family in ("qwen3", "qwen2", "llama"))
+            yield from ((family, sizes) for family in ("qwen3", "qwen2", "llama", "deepseek_v2", "kimi_k2"))
 
 
 def case_name(value):

@@ -1,0 +1,215 @@
+"""Tiny DeepSeek and GLM models, and every rank's tensors built by hand: what conftest has for the other families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_converters.layout import Coordinates, TrainLayout
+
+Tensors = dict[str, torch.Tensor]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 4,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+_SIGMOID: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "num_nextn_predict_layers": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_COMMON, **_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "deepseek_v3"},
+    "glm4_moe": {
+        **_COMMON,
+        **_SIGMOID,
+        "model_type": "glm4_moe",
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
+}
+
+
+def random_hf(config: dict[str, Any], seed: int = 0) -> Tensors:
+    """HF tensors, written down without the table."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, layers, mtp = config["hidden_size"], config["num_hidden_layers"], _mtp_layers(config)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+    for layer in range(layers + len(mtp)):
+        named = _attention_shapes(config) | _mlp_shapes(config, sparse=layer >= config["first_k_dense_replace"])
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in named.items()}
+    for layer in mtp:
+        for name, shape in {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+        shapes[f"model.layers.{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for layer in mtp:
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors
+
+
+def _mtp_layers(config: dict[str, Any]) -> range:
+    layers = config["num_hidden_layers"]
+    return range(layers, layers + config.get("num_nextn_predict_layers", 0))
+
+
+def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if "kv_lora_rank" not in config:
+        d, groups = config["head_dim"], config["num_key_value_heads"]
+        rows = {"q": heads * d, "k": groups * d, "v": groups * d}
+        return {
+            **norms,
+            **{f"self_attn.{part}_proj.weight": (size, hidden) for part, size in rows.items()},
+            **{f"self_attn.{part}_proj.bias": (size,) for part, size in rows.items() if config["attention_bias"]},
+            **{f"self_attn.{part}_norm.weight": (d,) for part in "qk" if config["use_qk_norm"]},
+            "self_attn.o_proj.weight": (hidden, heads * d),
+        }
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
+    query = {"q_proj": (heads * (nope + rope), hidden)}
+    if q_rank:
+        query = {"q_a_proj": (q_rank, hidden), "q_b_proj": (heads * (nope + rope), q_rank)}
+        norms["self_attn.q_a_layernorm.weight"] = (q_rank,)
+    norms["self_attn.kv_a_layernorm.weight"] = (kv_rank,)
+    projections = query | {
+        "kv_a_proj_with_mqa": (kv_rank + rope, hidden),
+        "kv_b_proj": (heads * (nope + value), kv_rank),
+        "o_proj": (hidden, heads * value),
+    }
+    return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
+
+
+def _mlp_shapes(config: dict[str, Any], *, sparse: bool) -> dict[str, tuple[int, ...]]:
+    hidden, experts, size = config["hidden_size"], config["n_routed_experts"], config["moe_intermediate_size"]
+    sizes = {"mlp.": config["intermediate_size"]}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if sparse:
+        sizes = {f"mlp.experts.{expert}.": size for expert in range(experts)}
+        sizes["mlp.shared_experts."] = size * config["n_shared_experts"]
+        shapes["mlp.gate.weight"] = (experts, hidden)
+        if config["model_type"] != "deepseek_v2":
+            shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    for prefix, width in sizes.items():
+        shapes[f"{prefix}gate_proj.weight"] = shapes[f"{prefix}up_proj.weight"] = (width, hidden)
+        shapes[f"{prefix}down_proj.weight"] = (hidden, width)
+    return shapes
+
+
+def local_mcore(hf: Tensors, config: dict[str, Any], layout: TrainLayout, rank: int) -> Tensors:
+    """What Megatron's parallel layers would hold on `rank`."""
+    at, mtp = layout.coordinates(rank), _mtp_layers(config)
+    local: Tensors = {}
+    if at.pp == 0:
+        local["embedding.word_embeddings.weight"] = _rows(hf["model.embed_tokens.weight"], at.tp, layout.tp)
+    for layers in layout.stage_layers(config["num_hidden_layers"])[at.pp]:
+        for layer in layers:
+            local |= _layer(hf, f"model.layers.{layer}.", f"decoder.layers.{layer}.", layout, at)
+    if at.pp == layout.pp - 1:
+        local["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+        local["output_layer.weight"] = _rows(hf["lm_head.weight"], at.tp, layout.tp)
+        for depth, layer in enumerate(mtp):
+            ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{layer}."
+            local["embedding.word_embeddings.weight"] = _rows(hf[f"{theirs}embed_tokens.weight"], at.tp, layout.tp)
+            local[f"{ours}enorm.weight"] = hf[f"{theirs}enorm.weight"]
+            local[f"{ours}hnorm.weight"] = hf[f"{theirs}hnorm.weight"]
+            local[f"{ours}eh_proj.weight"] = _rows(hf[f"{theirs}eh_proj.weight"], at.tp, layout.tp)
+            local[f"{ours}final_layernorm.weight"] = hf[f"{theirs}shared_head.norm.weight"]
+            local |= _layer(hf, theirs, f"{ours}transformer_layer.", layout, at)
+    return local
+
+
+def _rows(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim=0)[index]
+
+
+def _columns(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim=1)[index]
+
+
+def _layer(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    local = {
+        f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
+        f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
+    }
+    attention = _latent_attention if f"{theirs}self_attn.kv_b_proj.weight" in hf else _grouped_attention
+    local |= attention(hf, f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
+    return local | _mlp(hf, f"{theirs}mlp.", f"{ours}mlp.", layout, at)
+
+
+def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    whole = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+    }
+    by_heads = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
+    local = {f"{ours}{mine}.weight": hf.get(f"{theirs}{name}.weight") for mine, name in whole.items()}
+    for mine, name in by_heads.items():
+        if f"{theirs}{name}.weight" in hf:
+            local[f"{ours}{mine}.weight"] = _rows(hf[f"{theirs}{name}.weight"], at.tp, layout.tp)
+    local[f"{ours}linear_proj.weight"] = _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)
+    return {name: tensor for name, tensor in local.items() if tensor is not None}
+
+
+def _grouped_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    groups = CONFIGS["glm4_moe"]["num_key_value_heads"]
+    local = {f"{ours}linear_proj.weight": _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)}
+    for kind in ("weight", "bias"):
+        parts = [hf[f"{theirs}{part}_proj.{kind}"].unflatten(0, (groups, -1)) for part in "qkv"]
+        local[f"{ours}linear_qkv.{kind}"] = _rows(torch.cat(parts, 1).flatten(0, 1), at.tp, layout.tp)
+    for part in "qk":
+        local[f"{ours}{part}_layernorm.weight"] = hf[f"{theirs}{part}_norm.weight"]
+    return local
+
+
+def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    def gated(name: str, fc1: str, fc2: str, index: int, size: int) -> Tensors:
+        gate, up = (_rows(hf[f"{theirs}{name}{part}_proj.weight"], index, size) for part in ("gate", "up"))
+        down = _columns(hf[f"{theirs}{name}down_proj.weight"], index, size)
+        return {f"{ours}{fc1}": torch.cat([gate, up]), f"{ours}{fc2}": down}
+
+    if f"{theirs}gate.weight" not in hf:
+        return gated("", "linear_fc1.weight", "linear_fc2.weight", at.tp, layout.tp)
+    shared = ("shared_experts.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
+    local = gated(*shared, at.tp, layout.tp)
+    local[f"{ours}router.weight"] = hf[f"{theirs}gate.weight"]
+    if f"{theirs}gate.e_score_correction_bias" in hf:
+        local[f"{ours}router.expert_bias"] = hf[f"{theirs}gate.e_score_correction_bias"]
+    held = len(hf[f"{theirs}gate.weight"]) // layout.ep
+    for e in range(at.ep * held, (at.ep + 1) * held):
+        names = (f"experts.linear_fc1.weight{e}", f"experts.linear_fc2.weight{e}")
+        local |= gated(f"experts.{e}.", *names, at.etp, layout.etp)
+    return local
