@@ -1,0 +1,103 @@
+"""Multi-token-prediction layers in megatron's own model: named, loaded and exported bit by bit, or left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_converters.families import family_for
+from model_converters.table import bind
+from tests.dist import policy_batch
+from tests.dist.launch import launch
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What transformers saves, and a layer for multi-token prediction beside it."""
+    path = write_tiny_model(tmp_path_factory.mktemp("models") / "mtp", request.param, num_hidden_layers=2)
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for row in bind(family_for(config).rows(config), config, torch.float32):
+        if row.row.place == "mtp":
+            for name, shape in zip(row.hf, row.row.shapes, strict=True):
+                original = tensors.get(row.row.repeats)
+                tensors[name] = torch.randn(shape, generator=generator) if original is None else original.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
+    """Names of what a rank holds, and the HF slices that it exports after loading."""
+    import torch.distributed as dist
+
+    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.megatron import loading, model, parallel
+    from mcore_rl.megatron.layout import train_layout
+    from mcore_rl.megatron.names import canonical_tensors
+    from model_converters.plan import export_pieces, export_plan
+
+    hf_config = json.loads((Path(directory) / "config.json").read_text())
+    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=60, seed=1)
+    chunks = model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path=directory), layout)
+    loading.load_hf(chunks, directory, layout)
+    tensors = canonical_tensors(chunks)
+    plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)
+    return sorted(tensors), [
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.numpy().copy())
+        for plan, piece, view in export_pieces(plans, tensors, rank)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "ep": 2}, {"pp": 2}], ids=str)
+def test_a_model_with_the_layers_takes_and_returns_every_bit(sizes: dict[str, int], directory: str) -> None:
+    ranks = launch(_through_the_model, 2 if sizes else 1, directory, sizes)
+    exported = policy_batch.assemble([pieces for _, pieces in ranks])
+    stored = load_file(Path(directory) / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(exported[name].float().numpy(), tensor.numpy(), err_msg=name)
+    last = ranks[-1][0]
+    assert "mtp.layers.0.eh_proj.weight" in last
+    assert "embedding.word_embeddings.weight" in last
+
+
+def _train_and_export(rank: int, directory: str, target: str) -> tuple[list[str], list[str]]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.export import export_hf
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_rl.megatron.actor").addHandler(handler)
+    actor = MegatronActor(policy_batch.config(directory, {"tp": 2}, 24), rank, dist.get_world_size(), None)
+    share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
+    actor.annotate([share], policy_batch.chunks())
+    actor.update(share, policy_batch.chunks(), 0)
+    export_hf(actor, target, directory)
+    return sorted(actor.tensors()), records
+
+
+def test_the_trainer_leaves_the_layers_out_and_says_so_once(directory: str, tmp_path: Path) -> None:
+    ranks = launch(_train_and_export, 2, directory, str(tmp_path / "exported"))
+    assert not any(name.startswith("mtp.") for names, _ in ranks for name in names)
+    first, second = (records for _, records in ranks)
+    assert len(first) == 1
+    assert "1 multi-token-prediction layers, which are not trained" in first[0]
+    assert second == []
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert not any(name.startswith("model.layers.2.") for name in exported)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    policy_batch.reference_model(tmp_path / "exported")

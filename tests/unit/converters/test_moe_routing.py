@@ -1,0 +1,148 @@
+"""What the routers of DeepSeek and GLM compute, and what of it megatron cannot: refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+
+SIGMOID = ("deepseek_v3", "glm4_moe")
+
+
+def arguments(config, **changes):
+    return family_for(config | changes).model_arguments(config | changes)
+
+
+@pytest.mark.parametrize("family", SIGMOID)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob False with num_experts_per_tok 4"),
+        ({"num_experts_per_tok": 1, "topk_group": 4}, "norm_topk_prob True with num_experts_per_tok 1"),
+        ({"scoring_func": "softmax"}, 'scoring_func "softmax"'),
+        ({"topk_method": "greedy"}, 'topk_method "greedy"'),
+        ({"topk_group": 1}, "topk_group 1 with num_experts_per_tok 4.* = 4"),
+        ({"num_experts_per_tok": 6}, "topk_group 2 with num_experts_per_tok 6.* = 3"),
+        ({"topk_group": 5}, "topk_group 5 exceeds n_group 4"),
+        ({"n_group": 3}, "n_routed_experts 8 is not a multiple of n_group 3"),
+        ({"n_group": 8}, "n_group 8 leaves 1 experts in a group"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds n_routed_experts 8"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0"),
+    ],
+)
+def test_routing_that_megatron_computes_otherwise_is_refused(family, changes, message, family_configs):
+    with pytest.raises(ConversionError, match=message):
+        arguments(family_configs[family], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": True}, "norm_topk_prob true"),
+        ({"scoring_func": "sigmoid"}, 'scoring_func "sigmoid"'),
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ({"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "its best 1, megatron by its best"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+    ],
+)
+def test_softmax_routing_that_megatron_computes_otherwise_is_refused(changes, message, family_configs):
+    with pytest.raises(ConversionError, match=message):
+        arguments(family_configs["deepseek_v2"], **changes)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"rope_interleave": False}, "rope_interleave false"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported, only 8"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "'llama3' is not supported, only 'default' and 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings None"),
+    ],
+)
+def test_latent_attention_that_megatron_computes_otherwise_is_refused(family, changes, message, family_configs):
+    with pytest.raises(ConversionError, match=message):
+        arguments(family_configs[family], **changes)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mscale": 0.7}, "mscale 0.7 without mscale_all_dim"),
+        ({"mscale_all_dim": 0.7}, "mscale_all_dim 0.7 without mscale"),
+        ({"attention_factor": 1.1}, "attention_factor"),
+        ({"truncate": False}, "truncate"),
+        ({"factor": None}, "factor None"),
+    ],
+)
+def test_yarn_that_megatron_computes_otherwise_is_refused(changes, message, family_configs):
+    with pytest.raises(ConversionError, match=message):
+        arguments(family_configs["deepseek_v3"], rope_scaling=YARN | changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expressed"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"mscale": 1.0}, (1.0, 0.0)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.8, "truncate": True, "beta_fast": None}, (0.7, 0.8)),
+    ],
+)
+def test_scales_of_yarn_multiply_attention_as_transformers_does(given, expressed, family_configs):
+    """transformers' own function is the oracle of the factor on cosines, its attention of that on the scores."""
+    import math
+
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = family_configs["deepseek_v3"]
+    transformer = arguments(config, rope_scaling=YARN | given).transformer
+    assert (transformer["mscale"], transformer["mscale_all_dim"]) == expressed
+    rope = {"rope_type": "yarn", "rope_theta": 1e4} | {k: v for k, v in (YARN | given).items() if k != "type"}
+    theirs = transformers.DeepseekV3Config(**{**config, "rope_parameters": rope})
+    _, on_cosines = ROPE_INIT_FUNCTIONS["yarn"](theirs, None)
+
+    def mscale(scale: float) -> float:  # megatron's _yarn_get_mscale
+        return 0.1 * scale * math.log(transformer["rotary_scaling_factor"]) + 1
+
+    assert mscale(expressed[0]) / mscale(expressed[1]) == pytest.approx(on_cosines)
+    attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(theirs, 0)
+    assert mscale(expressed[1]) ** 2 / math.sqrt(6) == pytest.approx(attention.scaling)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", *SIGMOID])
+def test_every_moe_layer_freqth_layer_has_experts(family, family_configs):
+    """DeepSeek's own rule; transformers knows frequency 1 only."""
+    config = family_configs[family] | {"num_nextn_predict_layers": 0, "first_k_dense_replace": 1, "moe_layer_freq": 2}
+    assert arguments(config).transformer["moe_layer_freq"] == [0, 0, 1, 0]
+    routers = [row.layers for row in family_for(config).rows(config) if row.mcore.endswith("router.weight")]
+    assert routers == [(2,)]
+
+
+def test_a_model_without_sparse_layers_has_no_router(family_configs):
+    config = family_configs["deepseek_v3"] | {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0}
+    assert "num_moe_experts" not in arguments(config).transformer
+    assert not any(".router." in row.mcore for row in family_for(config).rows(config))
+
+
+def test_the_correction_bias_is_float32_in_every_model(family_configs):
+    for family in SIGMOID:
+        config = family_configs[family]
+        biases = [row for row in family_for(config).rows(config) if row.mcore.endswith("expert_bias")]
+        assert {row.dtype for row in biases} == {torch.float32}
+
+
+@pytest.mark.parametrize(("set_to", "expressed"), [(None, 0.5), (0.25, 0.25), (1.0, 1.0)])
+def test_glm_rotates_half_of_each_head_unless_told_otherwise(set_to, expressed, family_configs):
+    changes = {} if set_to is None else {"partial_rotary_factor": set_to}
+    assert arguments(family_configs["glm4_moe"], **changes).rotary.fraction == expressed

@@ -1,0 +1,130 @@
+"""Multi-token-prediction layers: kept whole, or dropped on purpose, and what they share stays one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model_converters.completeness import check_complete
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.io import HFCheckpoint
+from model_converters.layout import TrainLayout
+from model_converters.mtp import num_mtp_layers, settle_mtp, without_mtp
+from model_converters.plan import load_plan, load_tensors, local_shapes
+from model_converters.table import bind
+
+FAMILIES = ("deepseek_v3", "glm4_moe")
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def bound_rows(config):
+    return bind(family_for(config).rows(config), config, torch.float32)
+
+
+def write_hf(directory, config, tensors):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_with_the_tensors_keeps_them_or_drops_exactly_them(family, family_configs, random_hf):
+    config = family_configs[family]
+    hf = random_hf(config)
+    ordinary = random_hf(config | {"num_nextn_predict_layers": 0})
+    assert settle_mtp(config, hf) == (config, ())
+    check_complete(bound_rows(config), list(hf))
+    settled, dropped = settle_mtp(config, hf, keep=False)
+    assert settled == without_mtp(config) == config | {"num_nextn_predict_layers": 0}
+    assert set(dropped) == set(hf) - set(ordinary)
+    check_complete(bound_rows(settled), list(hf), dropped=dropped)
+    with pytest.raises(ConversionError, match=r"unknown: .*model\.layers\.4\.enorm\.weight"):
+        check_complete(bound_rows(settled), list(hf))
+
+
+def test_a_checkpoint_without_the_tensors_has_no_layer_whatever_config_json_says(family_configs, random_hf):
+    """transformers leaves them out when it saves, and num_nextn_predict_layers as it was."""
+    config = family_configs["deepseek_v3"]
+    saved = random_hf(without_mtp(config))
+    for keep in (True, False):
+        settled, dropped = settle_mtp(config, saved, keep=keep)
+        assert (num_mtp_layers(settled), dropped) == (0, ())
+        check_complete(bound_rows(settled), list(saved), dropped=dropped)
+
+
+def test_half_of_the_tensors_are_missing_ones_and_strangers_stay_unknown(family_configs, random_hf):
+    config = family_configs["deepseek_v3"]
+    hf = random_hf(config)
+    del hf["model.layers.4.eh_proj.weight"]
+    settled, dropped = settle_mtp(config, hf)
+    with pytest.raises(ConversionError, match=r"1 HF tensors missing: model\.layers\.4\.eh_proj\.weight"):
+        check_complete(bound_rows(settled), list(hf), dropped=dropped)
+    hf["model.layers.5.enorm.weight"] = hf["model.layers.4.enorm.weight"]
+    settled, dropped = settle_mtp(config, hf, keep=False)
+    with pytest.raises(ConversionError, match=r"1 HF tensors unknown: model\.layers\.5\.enorm\.weight"):
+        check_complete(bound_rows(settled), list(hf), dropped=dropped)
+
+
+def test_a_layer_number_that_begins_like_the_dropped_one_is_another(family_configs):
+    config = family_configs["deepseek_v3"]
+    names = ["model.layers.4.enorm.weight", "model.layers.40.enorm.weight"]
+    assert settle_mtp(config, names, keep=False)[1] == ("model.layers.4.enorm.weight",)
+
+
+@pytest.mark.parametrize(("pp", "read"), [(1, "model.embed_tokens"), (2, "model.layers.4.embed_tokens")])
+def test_the_last_stage_reads_the_embedding_that_lies_beside_the_layer(pp, read, family_configs):
+    layout = TrainLayout(pp, pp=pp)
+    loads = {load.mcore_name: load for load in load_plan(bound_rows(family_configs["deepseek_v3"]), layout, pp - 1)}
+    assert [name for name, _ in loads[EMBEDDING].sources] == [f"{read}.weight"]
+    assert [name for name, _ in loads["output_layer.weight"].sources] == ["lm_head.weight"]
+    assert loads["output_layer.weight"].copies == ("model.layers.4.shared_head.head.weight",)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("shared", ["embed_tokens", "shared_head.head"])
+def test_a_copy_that_differs_from_its_original_is_refused(shared, pp, family_configs, random_hf, tmp_path):
+    config = family_configs["deepseek_v3"]
+    layout = TrainLayout(2 * pp, tp=2, pp=pp)
+    hf = random_hf(config)
+    hf[f"model.layers.4.{shared}.weight"][-1, 3] += 1  # in the last rank's half
+    bound = bound_rows(config)
+    last = layout.world_size - 1
+    local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, last).items()}
+    with (
+        HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint,
+        pytest.raises(ConversionError, match=rf"model\.layers\.4\.{shared}\.weight.*multi-token prediction shares"),
+    ):
+        load_tensors(checkpoint, bound, layout, last, local)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers is True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings with num_nextn_predict_layers 1"),
+        ({"first_k_dense_replace": 4}, "layer 4 and the last layer of the decoder differ"),
+        ({"moe_layer_freq": 2}, "layer 4 and the last layer of the decoder differ"),
+    ],
+)
+def test_layers_that_megatron_would_build_otherwise_are_refused(changes, message, family_configs):
+    config = family_configs["deepseek_v3"] | changes
+    with pytest.raises(ConversionError, match=message):
+        family_for(config).rows(config)
+
+
+def test_several_depths_follow_each_other(family_configs, random_hf):
+    config = family_configs["glm4_moe"] | {"num_nextn_predict_layers": 2}
+    bound = bound_rows(config)
+    check_complete(bound, list(random_hf(config)))
+    assert family_for(config).model_arguments(config).mtp_num_layers == 2
+    names = {row.mcore: row.hf for row in bound}
+    assert names["mtp.layers.1.final_layernorm.weight"] == ("model.layers.5.shared_head.norm.weight",)
+    # Last stage of two: one embedding, read once.
+    loads = [load.mcore_name for load in load_plan(bound, TrainLayout(2, pp=2), 1)]
+    assert loads.count(EMBEDDING) == 1

@@ -1,0 +1,254 @@
+"""The published DeepSeek, Kimi and GLM models: every field of config.json has its effect, and every tensor its row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.table import BoundRow, bind
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+IGNORED_BY_THE_MATHS = {
+    "architectures": ["OtherForCausalLM"],
+    "auto_map": {},
+    "bos_token_id": 7,
+    "eos_token_id": 7,
+    "use_cache": False,
+    "transformers_version": "0",
+    "torch_dtype": "float32",  # of the file; the caller says in what dtype he wants the model
+    "ep_size": 4,
+    "pretraining_tp": 4,
+    "seq_aux": False,  # of DeepSeek's own auxiliary loss, with aux_loss_alpha
+    "aux_loss_alpha": 0.5,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **LATENT,
+    **{key: value for key, value in IGNORED_BY_THE_MATHS.items() if key not in ("seq_aux", "aux_loss_alpha")},
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    **LATENT,
+    **IGNORED_BY_THE_MATHS,
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+HUB = {
+    "deepseek-ai--DeepSeek-V3": {},
+    "deepseek-ai--DeepSeek-R1": {},
+    "moonshotai--Kimi-K2-Instruct": {},
+    "glm-4.5-355b": {"model_type": "glm4_moe"},
+}
+BILLIONS = {
+    "DeepSeek-V3": 684.490,  # multi-token prediction included, with its copies of embedding and head
+    "DeepSeek-V2-Lite": 15.706,
+    "deepseek-ai--DeepSeek-V3": 684.490,
+    "deepseek-ai--DeepSeek-R1": 684.490,
+    "moonshotai--Kimi-K2-Instruct": 1026.408,
+    "glm-4.5-355b": 352.798,
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    known = {"DeepSeek-V3": DEEPSEEK_V3, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE}
+    if name in known:
+        return dict(known[name])
+    if not SHARED.is_dir():
+        pytest.skip("needs the hub's own config.json files")
+    config = json.loads((SHARED / "hf_configs" / f"{name}_config.json").read_text()) | HUB[name]
+    config.pop("quantization_config", None)
+    return config
+
+
+def bound_rows(config: Mapping[str, Any]) -> list[BoundRow]:
+    return bind(family_for(config).rows(config), config, torch.bfloat16)
+
+
+def meaning(config: Mapping[str, Any]) -> Any:
+    """All that a configuration decides, or the error that it is refused with."""
+    try:
+        return family_for(config).rows(config), family_for(config).model_arguments(config)
+    except ConversionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_published_sizes(name):
+    bound = bound_rows(published(name))
+    assert round(sum(prod(shape) for row in bound for shape in row.row.shapes) / 1e9, 3) == BILLIONS[name]
+
+
+def other_values(value: Any) -> list[Any]:
+    """Values of the same kind that a field might have instead."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1]
+    if isinstance(value, dict):
+        return [value | {key: other} for key, inner in value.items() for other in other_values(inner)]
+    return ["other"] if isinstance(value, str) else [16]
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_every_field_has_an_effect_or_is_refused_or_none_of_the_maths_knows_it(name):
+    config = published(name)
+    usual = meaning(config)
+    assert not isinstance(usual, str), usual
+    # Greedy routing has no groups.
+    unread = {"n_group", "topk_group"} if config.get("topk_method") == "greedy" else set()
+    for field, value in config.items():
+        if field in unread:
+            continue
+        if field in IGNORED_BY_THE_MATHS:
+            assert meaning(config | {field: IGNORED_BY_THE_MATHS[field]}) == usual, field
+            continue
+        for other in other_values(value):
+            assert meaning(config | {field: other}) != usual, f"{field}={other} changes nothing"
+
+
+@pytest.mark.parametrize("key", ["index_topk", "index_n_heads", "index_head_dim"])
+def test_sparse_attention_is_refused_under_any_model_type(key):
+    assert key in meaning(DEEPSEEK_V3 | {key: 64})
+
+
+def inclusive(bounds: list[int] | None) -> range:
+    return range(bounds[0], bounds[1] + 1) if bounds else range(1)
+
+
+def patterns() -> list[dict[str, Any]]:
+    """The tensors of DeepSeek-V3 as they are published, FP8 scales aside; layers and experts are inclusive."""
+    everywhere, sparse, dense = [0, 61], [3, 61], [0, 2]
+    h, heads, layer = 7168, 128, "model.layers.{L}."
+    gated = {
+        "gate_proj": lambda size: [size, h],
+        "up_proj": lambda size: [size, h],
+        "down_proj": lambda size: [h, size],
+    }
+    rows = [
+        ("model.embed_tokens.weight", None, None, [129280, h]),
+        ("model.norm.weight", None, None, [h]),
+        ("lm_head.weight", None, None, [129280, h]),
+        (f"{layer}input_layernorm.weight", everywhere, None, [h]),
+        (f"{layer}post_attention_layernorm.weight", everywhere, None, [h]),
+        (f"{layer}self_attn.q_a_proj.weight", everywhere, None, [1536, h]),
+        (f"{layer}self_attn.q_a_layernorm.weight", everywhere, None, [1536]),
+        (f"{layer}self_attn.q_b_proj.weight", everywhere, None, [heads * 192, 1536]),
+        (f"{layer}self_attn.kv_a_proj_with_mqa.weight", everywhere, None, [576, h]),
+        (f"{layer}self_attn.kv_a_layernorm.weight", everywhere, None, [512]),
+        (f"{layer}self_attn.kv_b_proj.weight", everywhere, None, [heads * 256, 512]),
+        (f"{layer}self_attn.o_proj.weight", everywhere, None, [h, heads * 128]),
+        (f"{layer}mlp.gate.weight", sparse, None, [256, h]),
+        (f"{layer}mlp.gate.e_score_correction_bias", sparse, None, [256]),
+        ("model.layers.61.embed_tokens.weight", None, None, [129280, h]),
+        ("model.layers.61.shared_head.head.weight", None, None, [129280, h]),
+        ("model.layers.61.eh_proj.weight", None, None, [h, 2 * h]),
+        *((f"model.layers.61.{norm}.weight", None, None, [h]) for norm in ("enorm", "hnorm", "shared_head.norm")),
+    ]
+    for part, shape in gated.items():
+        rows.append((f"{layer}mlp.{part}.weight", dense, None, shape(18432)))
+        rows.append((f"{layer}mlp.shared_experts.{part}.weight", sparse, None, shape(2048)))
+        rows.append((f"{layer}mlp.experts.{{E}}.{part}.weight", sparse, [0, 255], shape(2048)))
+    return [dict(zip(("pattern", "layers", "experts", "shape"), row, strict=True)) for row in rows]
+
+
+def expanded(rows: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
+    return {
+        row["pattern"].replace("{L}", str(layer)).replace("{E}", str(expert)): tuple(row["shape"])
+        for row in rows
+        for layer in inclusive(row["layers"])
+        for expert in inclusive(row["experts"])
+    }
+
+
+def claimed(bound: list[BoundRow]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, shape, row.dtype) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)]
+
+
+def test_every_tensor_of_deepseek_v3_has_exactly_one_row():
+    found = claimed(bound_rows(DEEPSEEK_V3))
+    assert len(found) == 46_183
+    assert {name: shape for name, shape, _ in found} == expanded(patterns())
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published table of tensors")
+def test_the_published_table_of_tensors_says_the_same():
+    table = json.loads((SHARED / "tensor_tables" / "deepseek_v3_671b.json").read_text())["rows"]
+    weights = [row for row in table if not row["pattern"].endswith("weight_scale_inv")]
+    found = claimed(bound_rows(published("deepseek-ai--DeepSeek-V3")))
+    assert {name: shape for name, shape, _ in found} == expanded(weights) == expanded(patterns())
+    wide = {row["pattern"].split(".")[-1] for row in weights if row["dtype"] == "float32"}
+    assert wide == {"e_score_correction_bias"}
+    assert {name.split(".")[-1] for name, _, dtype in found if dtype == torch.float32} == wide
