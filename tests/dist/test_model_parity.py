@@ -69,6 +69,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "mixtral ep2": ("mixtral", {"ep": 2}),
         "v3 tp2": ("v3", {"tp": 2}),
         "v3 pp2": ("v3", {"pp": 2}),
+        "v3 pp2 vpp2": ("v3 yarn groups", {"pp": 2, "vpp": 2}),
         "v3 ep2": ("v3 yarn groups", {"ep": 2}),
         "v3 tp2 ep2": ("v3 yarn groups", {"tp": 2, "ep": 2}),
         "v3 no q latent tp2": ("v3 no q latent", {"tp": 2}),

@@ -31,6 +31,23 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "head_dim": 2,
+}
+SHARED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+SIGMOID = {**SHARED_EXPERTS, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -42,7 +59,17 @@ MODELS = {
     "mixtral-moe": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-moe-tied": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": True, "head_dim": 4}),
     "moe-dense-layers": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "moe-deepseek-v2": ("DeepseekV2", {**LATENT, **SHARED_EXPERTS, "q_lora_rank": None}),
+    "moe-deepseek-v3": ("DeepseekV3", {**LATENT, **SIGMOID}),
+    "moe-glm4": ("Glm4Moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True}),
+    "moe-glm4-tied": ("Glm4Moe", {**SIGMOID, "tie_word_embeddings": True}),
 }
+
+
+def weights_of(model):
+    """Parameters, and the buffers that are saved with them."""
+    yield from model.parameters()
+    yield from (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
 
 
 def saved_by_transformers(name, directory):
@@ -51,8 +78,8 @@ def saved_by_transformers(name, directory):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SIZES | options))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # transformers starts biases at 0, where nothing would show
+    for tensor in weights_of(model):
+        torch.nn.init.normal_(tensor, std=0.3)  # transformers starts biases at 0, where nothing would show
     model.save_pretrained(directory)
     return model
 
@@ -70,7 +97,7 @@ def test_the_table_names_exactly_what_transformers_writes(name, tmp_path):
     bound = bound_rows(config)
     check_complete(bound, shapes)
     planned = sum(prod(plan.shape) for plan in export_plan(bound, TrainLayout(1)))
-    assert planned == sum(parameter.numel() for parameter in model.parameters())
+    assert planned == sum(tensor.numel() for tensor in weights_of(model))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import train_layout
 from tests.tiny_models import tiny_fields
 
-DENSE, SPARSE = tiny_fields("qwen3"), tiny_fields("qwen3_moe")
+DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,13 @@ DENSE, SPARSE = tiny_fields("qwen3"), tiny_fields("qwen3_moe")
         (DENSE, 2, {"tp": 2, "etp": 1}, r"actor\.parallel\.etp=1.*no experts"),
         (DENSE, 3, {"tp": 2}, r"actor\.parallel\.tp"),
         (DENSE | {"intermediate_size": 49}, 2, {"tp": 2}, r"actor\.parallel\.tp=2.*49 units"),
+        (
+            LATENT | {"moe_intermediate_size": 25},
+            2,
+            {"tp": 2},
+            r"actor\.parallel\.tp=2.*25 units of the shared experts",
+        ),
+        (LATENT, 8, {"tp": 8}, r"actor\.parallel\.tp=8.*4 attention heads"),
         (DENSE, 3, {"pp": 3}, r"actor\.parallel\.pp=3.*4 layers"),
         (DENSE, 2, {"pp": 2, "vpp": 3}, r"actor\.parallel\.pp=2 with vpp=3"),
         (DENSE, 2, {"pp": 2, "first_stage_layers": 4}, r"actor\.parallel\..*first_stage_layers"),
