@@ -20,9 +20,9 @@ def _attention(context_parallel_size: int = 1) -> attention.SDPACoreAttention:
     return attention.SDPACoreAttention(config, 1, attention.AttnMaskType.causal, "self")
 
 
-def _inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
+def _inputs(num_tokens: int, value_width: int = WIDTH) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(5)
-    shapes = [(num_tokens, HEADS, WIDTH), (num_tokens, GROUPS, WIDTH), (num_tokens, GROUPS, WIDTH)]
+    shapes = [(num_tokens, HEADS, WIDTH), (num_tokens, GROUPS, WIDTH), (num_tokens, GROUPS, value_width)]
     return tuple(torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
 
 
@@ -37,10 +37,14 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: lis
 
 
 # The first two are read from the row as they lie.
+@pytest.mark.parametrize("value_width", [WIDTH, 12], ids=["", "narrow values"])
 @pytest.mark.parametrize("lengths", [[7] * 5, [140, 9, 9, 9, 2], LENGTHS])
-def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone(lengths: list[int]) -> None:
-    inputs = _inputs(sum(lengths))
-    weights = torch.randn(sum(lengths), HEADS * WIDTH, generator=torch.Generator().manual_seed(6))
+def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone(
+    lengths: list[int], value_width: int
+) -> None:
+    """Narrow values: latent attention's heads are wider in queries and keys than in values."""
+    inputs = _inputs(sum(lengths), value_width)
+    weights = torch.randn(sum(lengths), HEADS * value_width, generator=torch.Generator().manual_seed(6))
     ours = _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths))
     theirs = _written_out(*inputs, lengths)
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)

@@ -104,6 +104,30 @@ def test_rotary_turns_the_leading_dimensions_of_every_head(rotated: int) -> None
     )
 
 
+def _rotate_packed(_: int, skipped: list[str], latent: bool) -> list[Any]:
+    """megatron's function on two packed sequences: what it returns, and the gradient of its input."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    with ExitStack() as stack:
+        for name in skipped:
+            stack.enter_context(without(name))
+        t = _random(9, 3, 8).float().requires_grad_()
+        freqs = _random(5, 4, seed=2).float().repeat(1, 2)[:, None, None]
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        options = {"multi_latent_attention": latent, "mscale": 1.3, "cp_group": dist.group.WORLD}
+        out = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, **options)
+        out.backward(_random(9, 3, 8, seed=3).float())
+    return [out.detach().numpy(), t.grad.numpy()]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_packed_rotation_is_megatrons_own(latent: bool) -> None:
+    """Latent attention pairs neighbours, where other heads pair halves."""
+    (ours,), (theirs,) = (launch(_rotate_packed, 1, skipped, latent) for skipped in ([], ["fused_rotary"]))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(reference), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_weighted_swiglu_over_several_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swiglu, "_BLOCK_ELEMENTS", 40)
