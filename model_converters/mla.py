@@ -19,6 +19,15 @@ from model_converters.transforms import Heads, Same, Shape
 
 # transformers and DeepSeek's own code build these norms without the model's rms_norm_eps.
 LATENT_NORM_EPSILON = 1e-6
+REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
+    "attention_bias": True,
+    "hidden_act": "gelu",
+    "index_topk": 2048,
+    "num_key_value_heads": 1,
+    "quantization_config": {"quant_method": "gptq"},
+    "rope_interleave": False,
+}
+"""What latent_sizes refuses for every family that calls it; see Description.refused."""
 _YARN_KEYS = {
     "rope_type",
     "type",
@@ -84,6 +93,7 @@ def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row
             axis="tp",
             dim=1,
             split_by="num_attention_heads",
+            fp8=True,
             **where,
         ),
         norm_row(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", sizes.hidden, **where),
@@ -109,7 +119,7 @@ def _names(ours: str, theirs: str) -> dict[str, Any]:
 
 
 def _replicated(ours: str, theirs: str, shape: Shape, where: dict[str, Any]) -> Row:
-    return Row(**_names(ours, theirs), shapes=(shape,), transform=Same(), **where)
+    return Row(**_names(ours, theirs), shapes=(shape,), transform=Same(), fp8=True, **where)
 
 
 def _norm(ours: str, theirs: str, size: int, where: dict[str, Any]) -> Row:
@@ -123,6 +133,7 @@ def _by_heads(ours: str, theirs: str, sizes: LatentSizes, per_head: Shape, where
         transform=Heads(num_heads=sizes.num_heads),
         axis="tp",
         split_by="num_attention_heads",
+        fp8=True,
         **where,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from model_converters.description import REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
 from model_converters.experts import (
     ExpertSizes,
@@ -20,6 +21,7 @@ from model_converters.family import Family, ModelArguments, decoder_arguments, e
 from model_converters.hf_config import HFConfig, integer, require
 from model_converters.mla import (
     LATENT_NORM_EPSILON,
+    REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
     latent_attention_arguments,
     latent_attention_rows,
@@ -80,4 +82,21 @@ def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", rows=_rows, model_arguments=_model_arguments)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="DeepSeek-V2-Lite",
+        covers="latent attention with or without q_lora_rank, yarn with mscale, softmax scores, shared experts, dense "
+        "first layers; expert groups where topk_group is above half of num_experts_per_tok (not DeepSeek-V2: 3 of 6)",
+        refused={
+            "mlp_bias": True,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            **REFUSED_BY_LATENT_ATTENTION,
+            **REFUSED_ROTATIONS,
+        },
+    ),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from model_converters.description import REFUSED_ROTATIONS, Description
 from model_converters.experts import (
     expert_sizes,
     mlp_and_expert_rows,
@@ -22,6 +23,7 @@ from model_converters.family import (
 from model_converters.hf_config import HFConfig, integer
 from model_converters.mla import (
     LATENT_NORM_EPSILON,
+    REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
     latent_attention_arguments,
     latent_attention_rows,
@@ -74,5 +76,26 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     )
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", rows=_rows, model_arguments=_model_arguments)
-KIMI_K2 = Family("kimi_k2", rows=_rows, model_arguments=_model_arguments)
+_COVERS = (
+    "latent attention with or without q_lora_rank, yarn with mscale, sigmoid scores with correction bias, expert "
+    "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, not trained)"
+)
+_REFUSED = {
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    **REFUSED_BY_LATENT_ATTENTION,
+    **REFUSED_ROTATIONS,
+}
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(models="DeepSeek-V3, R1, Moonlight", covers=_COVERS, refused=_REFUSED),
+)
+KIMI_K2 = Family(
+    "kimi_k2",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED),
+)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from model_converters.description import Description
 from model_converters.experts import (
     expert_sizes,
     mlp_and_expert_rows,
@@ -79,4 +80,22 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 
-GLM4_MOE = Family("glm4_moe", rows=_rows, model_arguments=_model_arguments)
+GLM4_MOE = Family(
+    "glm4_moe",
+    rows=_rows,
+    model_arguments=_model_arguments,
+    description=Description(
+        models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
+        "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, not trained)",
+        refused={
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "hidden_act": "gelu",
+            "layer_types": ["sliding_attention"],
+            "quantization_config": {"quant_method": "gptq"},
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        },
+    ),
+)

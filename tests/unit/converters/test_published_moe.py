@@ -249,6 +249,9 @@ def test_the_published_table_of_tensors_says_the_same():
     weights = [row for row in table if not row["pattern"].endswith("weight_scale_inv")]
     found = claimed(bound_rows(published("deepseek-ai--DeepSeek-V3")))
     assert {name: shape for name, shape, _ in found} == expanded(weights) == expanded(patterns())
+    blocks = {row["pattern"] for row in weights if row["dtype"] == "float8_e4m3fn"}
+    fp8 = {name for row in bound_rows(DEEPSEEK_V3) if row.row.fp8 for name in row.hf}
+    assert fp8 == expanded([row for row in weights if row["pattern"] in blocks]).keys()
     wide = {row["pattern"].split(".")[-1] for row in weights if row["dtype"] == "float32"}
     assert wide == {"e_score_correction_bias"}
     assert {name.split(".")[-1] for name, _, dtype in found if dtype == torch.float32} == wide
