@@ -230,6 +230,8 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
             "ir_op_priority": IR_OP_PRIORITY,
             # vLLM's default of 128 spreads short sequences over memory that no cache holds.
             "block_size": 32,
+            # Of latent attention alone. Its AMX kernels want bfloat16 and drop kv_b_proj, which a reload needs.
+            "attention_backend": "CPU_MLA",
         }
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))

@@ -19,8 +19,12 @@ IR_OP_PRIORITY = {"rms_norm": [PROVIDER, "native"], "fused_add_rms_norm": [PROVI
 """vLLM registers its compiled norms for GPUs alone, though its CPU build contains them."""
 
 
+_LANES = 8
+"""Elements that the kernels take at a time; they refuse rows of another multiple."""
+
+
 def _plain(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _LANES == 0
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.rollout import vllm_cpu  # noqa: F401  (every engine rank registers its kernels)
-from mcore_rl.rollout.vllm_weights import HeldTensor, held_modules, held_tensors, tied_head
+from mcore_rl.rollout.vllm_weights import HeldTensor, derived_parameters, held_modules, held_tensors, tied_head
 from mcore_rl.weights.buckets import SHARED_MEMORY, BucketSpec, SharedBuckets
 from mcore_rl.weights.receive import BucketReceiver, NamedTensors
 
@@ -57,7 +57,7 @@ class BucketReceiverExtension:
     def begin_bucket_update(self) -> None:
         self._bucket_receiver.begin()
         model = self._bucket_model
-        self._bucket_params = {name for name, _ in model.named_parameters()}
+        self._bucket_params = {name for name, _ in model.named_parameters()} - derived_parameters(model)
         with self._bucket_context():
             for module in model.modules():
                 # vLLM 0.32 repacks experts only when it builds their kernel: without this the second load leaves

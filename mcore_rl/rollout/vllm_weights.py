@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -34,7 +35,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from mcore_rl.errors import WeightSyncError
 
-PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 """HF modules inside vLLM's fused ones, in the order of their rows."""
 
 _PROBE_ROWS = 1024
@@ -64,6 +69,10 @@ def held_tensors(model: torch.nn.Module, name: str) -> list[HeldTensor]:
     if module is tied_head(model):
         # Reported under the embedding's name, so that a stale head is found as a difference there.
         name = next(n for n, m in model.named_modules() if isinstance(m, VocabParallelEmbedding) and m is not module)
+    if isinstance(module, MLAAttention):
+        # And copies of kv_b_proj, which decode with latent attention reads, under that one's name.
+        name = next(n for n, m in model.named_modules() if m is module.kv_b_proj)
+        return [_absorbed(module, name)]
     return list(_read(module, name))
 
 
@@ -74,6 +83,28 @@ def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
         return None
     tables = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and m is not head]
     return head if any(m.weight is head.weight for m in tables) else None
+
+
+def derived_parameters(model: torch.nn.Module) -> set[str]:
+    """Names of parameters that vLLM computes from others once those have come; no update brings them."""
+    return {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, MLAAttention)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
+    """Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> kv_b_proj.weight [heads * (P + V), L]."""
+    held = {key for key, parameter in module._parameters.items() if parameter is not None}
+    if held != {"W_UK_T", "W_UV"}:
+        raise WeightSyncError(
+            f"{name}: how latent attention keeps {', '.join(sorted(held))} is not known; set weights.verify_every to 0"
+        )
+    weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
+    return HeldTensor(f"{name}.weight", weight.flatten(0, 1), dim=0)
 
 
 def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
@@ -109,6 +140,9 @@ def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
     if len(parts) != len(sizes):
         raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
     bias = getattr(module, "bias", None)
+    for key, parameter in module._parameters.items():
+        if parameter is not None and key not in ("weight", "bias"):  # the correction bias of a router
+            yield HeldTensor(f"{name}.{key}", parameter.detach())
     weights = _weight(module).split(sizes, dim=0)
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         yield HeldTensor(f"{prefix}.{part}.weight", weight, dim, replicas[index])
@@ -126,7 +160,7 @@ def _sharding(module: LinearBase) -> tuple[int | None, tuple[int, ...], list[int
         return 0, (1, module.num_kv_head_replicas, module.num_kv_head_replicas), sizes
     if isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]
-        return 0, (1,) * len(sizes), sizes
+        return None if module.disable_tp else 0, (1,) * len(sizes), sizes
     if isinstance(module, ColumnParallelLinear):
         return 0, (1,), [module.output_size_per_partition]
     if isinstance(module, RowParallelLinear):

@@ -20,7 +20,7 @@ def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
     assert kind == "vllm"
     from mcore_rl.rollout.vllm import VllmEngine
 
-    return VllmEngine(directory, settings.pop("rollout"), **settings)
+    return VllmEngine(directory, **settings)
 
 
 def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any]) -> None:
@@ -30,7 +30,11 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
     while True:
         method, args = connection.recv()
         try:
-            if method == "generate":
+            if method == "restart":
+                engine.shutdown()
+                engine = result = None
+                engine = _build(kind, *args, settings)
+            elif method == "generate":
                 result: Any = []
                 engine.generate(*args, result.append)
             elif callable(method):
@@ -68,6 +72,10 @@ class RemoteEngine:
         kind, message, trace = result
         raise kind(message) from RuntimeError(trace)
 
+    def restart(self, directory: Path) -> None:
+        """Ends the engine and starts one of another model in the same process: imports take longer than either."""
+        self.call("restart", str(directory))
+
     @property
     def weight_version(self) -> int:
         return self.call("weight_version")
@@ -95,5 +103,5 @@ def start_engine(
         **rollout,
     )
     return RemoteEngine(
-        kind, directory, rollout=config, dtype=dtype, eos_token_ids=[1], seed=1, load_weights=load_weights
+        kind, directory, rollout_config=config, dtype=dtype, eos_token_ids=[1], seed=1, load_weights=load_weights
     )

@@ -181,9 +181,27 @@ def test_an_update_out_of_order_is_refused(session: Session) -> None:
         session.engine.call("finish_weight_update", 9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module", params=KINDS)
+def family_engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Starts an engine from a directory; all in one process, one after the other."""
+    engines: list[RemoteEngine] = []
+
+    def start(directory: Path) -> RemoteEngine:
+        if engines:
+            engines[0].restart(directory)
+        else:
+            engines.append(start_engine(request.param, directory))
+        return engines[0]
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_loaded_from_our_export_and_then_updated(kind: str, family: str, tmp_path: Path) -> None:
+def test_each_family_is_loaded_from_our_export_and_then_updated(
+    family_engine: Any, family: str, tmp_path: Path
+) -> None:
     """vLLM's Qwen2 divides hidden_size by the heads, and its CPU attention wants heads of 32."""
     changes, layout = FAMILIES[family]
 
@@ -192,22 +210,19 @@ def test_each_family_is_loaded_from_our_export_and_then_updated(kind: str, famil
 
     first = model(seed=0)
     first.save_pretrained(tmp_path / "saved")
-    engine = start_engine(kind, export_through(tmp_path / "saved", tmp_path / "exported", layout))
-    try:
-        check_greedy(engine, first, version=0)
-        trainer = HFTrainer(model(seed=8), 40 << 10, 2)
-        engine.call("attach_buckets", trainer.spec)
-        trainer.buckets.unlink()
-        for version in (1, 2):
-            trainer.publish(engine, version)
-            check_greedy(engine, trainer.model, version)
-            held = engine.call("weight_checksums")
-            assert compare(trainer.digests(), held) == len(held)
-            trainer.perturb(version)
-            with pytest.raises(WeightSyncError, match="differ"):
-                compare(trainer.digests(), held)
-    finally:
-        engine.shutdown()
+    engine = family_engine(export_through(tmp_path / "saved", tmp_path / "exported", layout))
+    check_greedy(engine, first, version=0)
+    trainer = HFTrainer(model(seed=8), 40 << 10, 2)
+    engine.call("attach_buckets", trainer.spec)
+    trainer.buckets.unlink()
+    for version in (1, 2):
+        trainer.publish(engine, version)
+        check_greedy(engine, trainer.model, version)
+        held = engine.call("weight_checksums")
+        assert compare(trainer.digests(), held) == len(held)
+        trainer.perturb(version)
+        with pytest.raises(WeightSyncError, match="differ"):
+            compare(trainer.digests(), held)
 
 
 @pytest.mark.parametrize("kind", KINDS)
