@@ -28,6 +28,7 @@ __all__ = [
     "load_plan",
     "load_tensors",
     "local_shapes",
+    "local_shapes_by_rank",
     "local_slice",
 ]
 
@@ -52,6 +53,21 @@ class TensorLoad:
 def local_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> dict[str, Shape]:
     """Canonical name -> shape of everything that `rank` holds."""
     return {load.mcore_name: load.shape for load in load_plan(bound, layout, rank)}
+
+
+def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list[dict[str, Shape]]:
+    """local_shapes of every rank, in one pass over the table.
+
+    Raises: LayoutError listing everything that does not divide.
+    """
+    placement = Placement(bound, layout)
+    held: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
+    for row in bound:
+        for holding in placement.holdings(row):
+            shape = local_shape(row.row, holding.num_shards)
+            for rank in holding.ranks:
+                held[rank][row.mcore] = shape
+    return held
 
 
 def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPlan]:
