@@ -23,6 +23,7 @@ from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
+from model_converters.mtp import settle_mtp
 from model_converters.table import bind
 
 # Of a checkpoint: a float32 parameter, its float32 main copy and two Adam moments.
@@ -90,9 +91,11 @@ def _check_weights(config: Config) -> int:
         return 0
     try:
         with HFCheckpoint(config.model.hf_path) as checkpoint:
-            rows = checkpoint.family.rows(checkpoint.config)
-            check_complete(bind(rows, checkpoint.config, torch.float32), checkpoint.shapes)
-            return sum(math.prod(shape) for shape in checkpoint.shapes.values())
+            # Multi-token prediction is not trained.
+            hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=False)
+            bound = bind(checkpoint.family.rows(hf_config), hf_config, torch.float32)
+            check_complete(bound, checkpoint.shapes, dropped=dropped)
+            return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
 

@@ -29,6 +29,7 @@ from model_converters.hf_config import read_hf_config
 from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
 from model_converters.mcore_checkpoint import McoreCheckpoint, plan_bytes
+from model_converters.mtp import settle_mtp, without_mtp
 from model_converters.partial import PartialCheckpoint, Span
 from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
@@ -84,16 +85,17 @@ class _Conversion:
 
 def _plan(source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int) -> _Conversion:
     """Everything that can be wrong with the input is found here, before anything is written."""
-    bound = bind(source.family.rows(source.config), source.config, torch.bfloat16)
-    check_complete(bound, source.shapes)
+    config, dropped = settle_mtp(source.config, source.shapes)
+    bound = bind(source.family.rows(config), config, torch.bfloat16)
+    check_complete(bound, source.shapes, dropped=dropped)
     loads = load_plan(bound, TrainLayout(1), 0)
     for load in loads:
-        for name in load.bound.row.redundant:
+        for name in load.copies:
             if name in source.shapes:
                 check_redundant(source, name, load)
     load_plan(bound, layout, 0)  # refuses a layout that does not divide the model
     dtypes = stored_dtypes(source, bound)
-    states = rank_states(source.config, layout)
+    states = rank_states(config, layout)
     files = [f for rank, state in enumerate(states) for f in plan_files(rank, state, dtypes, max_file_bytes)]
     plan_metadata(files)
     return _Conversion(source, bound, layout, dtypes, states, files)
@@ -177,7 +179,8 @@ def to_hf(ckpt: Path, out: Path, *, hf: Path | None = None, max_shard_bytes: int
     Raises: ConversionError; then there is no `out`.
     """
     side_files = side_files_of(ckpt, hf)
-    checkpoint = open_checkpoint(ckpt, read_hf_config(side_files))
+    config = _stored_config(ckpt, read_hf_config(side_files))
+    checkpoint = open_checkpoint(ckpt, config)
     checkpoint.require_complete()
     plans = checkpoint.plans
     with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, plans))) as progress:
@@ -185,7 +188,7 @@ def to_hf(ckpt: Path, out: Path, *, hf: Path | None = None, max_shard_bytes: int
         for plan in plans:
             writer.write(plan, plan.pieces[0], checkpoint.read(plan.hf_name))
             progress.advance(plan_bytes(plan))
-        writer.finish(side_files)
+        writer.finish(side_files, config)
 
 
 def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
@@ -200,6 +203,13 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
             "give the HF directory with --hf"
         )
     return hf or ckpt / HF_FOLDER
+
+
+def _stored_config(ckpt: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of what the checkpoint holds: trainers leave multi-token prediction out, and so did whoever
+    wrote an HF directory without its tensors."""
+    kept = any(key.startswith("mtp.") for key in read_metadata(ckpt).state_dict_metadata)
+    return config if kept else without_mtp(config)
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
@@ -229,7 +239,7 @@ def verify(hf: Path, ckpt: Path, *, logits: bool = False) -> Certificate:
     """
     with HFCheckpoint(hf) as source:
         own = ckpt / HF_FOLDER
-        config = read_hf_config(own) if own.is_dir() else source.config
+        config = _stored_config(ckpt, read_hf_config(own) if own.is_dir() else source.config)
         certificate = compare(source, open_checkpoint(ckpt, config))
     if not logits or certificate.missing:
         return certificate

@@ -132,6 +132,28 @@ def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: fl
     return directory
 
 
+def add_mtp_layer(directory: Path, *, seed: int = 4) -> None:
+    """A multi-token-prediction layer beside what transformers saves, which has none: random, with the copies that
+    published checkpoints have."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from model_converters.families import family_for
+
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for row in family_for(config).rows(config):
+        for name, shape in zip(row.hf, row.shapes, strict=True) if row.place == "mtp" else ():
+            for bound in [name.replace("{e}", str(expert)) for expert in range(max(row.num_experts, 1))]:
+                original = tensors.get(row.repeats)
+                fresh = torch.randn(shape, generator=generator) if original is None else original.clone()
+                tensors.setdefault(bound, fresh)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights or gradients by the names of `model`'s modules -> by those of its checkpoint: transformers 5 fuses a
     layer's experts in memory, and takes them apart here as when it saves them."""

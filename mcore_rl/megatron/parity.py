@@ -15,6 +15,7 @@ from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.output import PolicyModel, logits_emitted
 from model_converters.layout import TrainLayout
+from model_converters.mtp import without_mtp
 
 cpu.install()
 
@@ -49,7 +50,9 @@ def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequence
             layout, rank=0, init_method=f"file://{store}/store", device=device, timeout_seconds=60, seed=0
         )
         try:
-            (model,) = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="float32"), layout)
+            # Logits are those of the next token only.
+            settings = ModelConfig(hf_path="", dtype="float32")
+            (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout)
             _load(model, checkpoint)
             tokens = torch.cat(sequences)[None].to(device)
             packed = pack_sequences([len(sequence) for sequence in sequences])

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from model_converters.hf_config import read_hf_config
 from tests.dist import converting, policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 Sizes = dict[str, Any]
 
@@ -32,6 +32,7 @@ ALL: Sizes = {"world_size": 8, "tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2}
 REPLICATED: Sizes = {"world_size": 4, "tp": 2, "etp": 2}
 DENSE_LAYOUTS = (ONE, TP2, VPP2, UNEVEN)
 EXPERT_LAYOUTS = (ONE, TP2, PP2, VPP2, UNEVEN, EP2, TP2_EP2, ETP2, ALL, REPLICATED)
+MTP = {"num_nextn_predict_layers": 1}
 MIXED = {"mlp_only_layers": [1], "num_experts": 4}
 
 
@@ -40,6 +41,9 @@ def cases() -> list[Any]:
     found += [("qwen3_moe", MIXED, sizes) for sizes in (ONE, ALL)]
     found += [(family, {}, sizes) for family in ("qwen3", "llama", "qwen2") for sizes in DENSE_LAYOUTS]
     found += [("qwen2", {"tie_word_embeddings": True}, sizes) for sizes in (ONE, TP2, PP2)]
+    found += [("deepseek_v3", MTP, sizes) for sizes in (ONE, PP2, ALL)]
+    found += [("glm4_moe", MTP, sizes) for sizes in (TP2, UNEVEN, ETP2)]
+    found += [("deepseek_v2", {}, sizes) for sizes in (VPP2, TP2_EP2)]
     return [pytest.param(*case, id=_name(case)) for case in found]
 
 
@@ -57,6 +61,8 @@ def source(tmp_path_factory: pytest.TempPathFactory):
         key = json.dumps([family, changes])
         if key not in written:
             written[key] = write_tiny_model(tmp_path_factory.mktemp(family), family, **changes)
+            if changes.get("num_nextn_predict_layers"):
+                add_mtp_layer(written[key])
         return written[key]
 
     return write

@@ -10,29 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model_converters.families import family_for
 from model_converters.table import bind
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
 def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What transformers saves, and a layer for multi-token prediction beside it."""
     path = write_tiny_model(tmp_path_factory.mktemp("models") / "mtp", request.param, num_hidden_layers=2)
-    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(4)
-    for row in bind(family_for(config).rows(config), config, torch.float32):
-        if row.row.place == "mtp":
-            for name, shape in zip(row.hf, row.row.shapes, strict=True):
-                original = tensors.get(row.row.repeats)
-                tensors[name] = torch.randn(shape, generator=generator) if original is None else original.clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    add_mtp_layer(path)
     return str(path)
 
 
