@@ -29,6 +29,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 )
 from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    MultiTokenPredictionBlockSubmodules,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
@@ -177,13 +180,6 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
     )
     if not engine:
         _use_local_modules(spec, config)
-    mtp_spec = None
-    if config.mtp_num_layers:
-        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
-    if mtp_spec is not None and not engine:
-        for layer in mtp_spec.layer_specs:
-            parts = layer.submodules
-            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
     model = PolicyModel(
         config,
         spec,
@@ -197,7 +193,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         rotary_base=arguments.rotary.base,
         rope_scaling=arguments.rotary.scaling_factor is not None,
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
-        mtp_block_spec=mtp_spec,
+        mtp_block_spec=_mtp_spec(config, spec, vp_stage),
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
@@ -206,6 +202,20 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
             _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
     on_meta = next(model.parameters()).is_meta
     return model.cuda() if torch.cuda.is_available() and not on_meta else model
+
+
+def _mtp_spec(
+    config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Multi-token-prediction layers like the last layer of `spec`, where this chunk has any."""
+    if not config.mtp_num_layers:
+        return None
+    engine = has_transformer_engine()
+    found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+    for layer in found.layer_specs if found is not None and not engine else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
+    return found
 
 
 def _finish_latent_attention(

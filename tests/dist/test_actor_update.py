@@ -27,6 +27,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "dense tp2": ("qwen3", {"tp": 2}),
         "dense pp2": ("qwen3", {"pp": 2}),
         "moe ep2": ("qwen3_moe", {"ep": 2}),
+        "v3 tp2": ("deepseek_v3", {"tp": 2}),
     },
 }
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
@@ -35,7 +36,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: str(write_tiny_model(root / kind, kind)) for kind in ("qwen3", "qwen3_moe")}
+    return {kind: str(write_tiny_model(root / kind, kind)) for kind in ("qwen3", "qwen3_moe", "deepseek_v3")}
 
 
 def _config(directory: str, parallel: dict[str, int]) -> Any:
@@ -129,6 +130,7 @@ def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         optimizer.step()
         metrics.append(figures)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     return checkpoint_tensors(model, weights), metrics
 
 
@@ -294,17 +296,20 @@ def _rates(rank: int, directories: dict[str, str]) -> list[float]:
     return rates
 
 
-def test_a_resumed_actor_takes_the_very_same_step(directories: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"tp": 2})])
+def test_a_resumed_actor_takes_the_very_same_step(
+    kind: str, sizes: dict[str, int], directories: dict[str, str], tmp_path: Path
+) -> None:
     """Bit by bit. 0.16.1 loads one step count into all parameters, which would then advance once per parameter."""
-    assert all(launch(_resume, 2, directories["qwen3_moe"], str(tmp_path)))
+    assert all(launch(_resume, 2, directories[kind], sizes, str(tmp_path)))
 
 
-def _resume(rank: int, directory: str, checkpoint: str) -> bool:
+def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -> bool:
     from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):
-        actor, shares = _actor(rank, directory, {"ep": 2})
+        actor, shares = _actor(rank, directory, sizes)
         if resumed:
             load_checkpoint(checkpoint, actor)
         else:

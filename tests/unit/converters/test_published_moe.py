@@ -128,9 +128,7 @@ def published(name: str) -> dict[str, Any]:
         return dict(known[name])
     if not SHARED.is_dir():
         pytest.skip("needs the hub's own config.json files")
-    config = json.loads((SHARED / "hf_configs" / f"{name}_config.json").read_text()) | HUB.get(name, {})
-    config.pop("quantization_config", None)
-    return config
+    return json.loads((SHARED / "hf_configs" / f"{name}_config.json").read_text()) | HUB.get(name, {})
 
 
 def bound_rows(config: Mapping[str, Any]) -> list[BoundRow]:
