@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from model_converters.description import Description
@@ -41,7 +41,8 @@ class ModelArguments:
 @dataclass(frozen=True)
 class Family:
     """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
-    supported families says of it.
+    supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
+    writes nothing or null.
 
     Raises (both): ConversionError for a configuration that the family cannot represent.
     """
@@ -50,6 +51,7 @@ class Family:
     rows: Callable[[HFConfig], list[Row]]
     model_arguments: Callable[[HFConfig], ModelArguments]
     description: Description
+    engine_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from model_converters.errors import ConversionError, listing
+from model_converters.families import missing_engine_fields
 from model_converters.fp8_export import exported_config
 from model_converters.hf_config import read_hf_config
 from model_converters.placement import Piece, TensorPlan
@@ -215,7 +216,8 @@ class HFWriter:
             copy_side_files(source, self.partial)
             config = config or read_hf_config(Path(source))
         if config is not None:
-            _write_json(self.partial / "config.json", exported_config(config, self._plans.values()))
+            exported = exported_config(config, self._plans.values())
+            _write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
 
 
 def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[TensorPlan]]:

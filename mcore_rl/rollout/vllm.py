@@ -20,6 +20,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError, DataError, WeightSyncError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from mcore_rl.weights.buckets import BucketSpec
+from mcore_rl.weights.engine_config import engine_overrides
 from mcore_rl.weights.verify import digest
 
 
@@ -53,10 +54,13 @@ class VllmEngine:
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
         self._version = 0
-        arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
-        if not load_weights:
-            # The trainer sends its own weights, which are not quantised whatever the directory's are.
-            arguments |= {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
+        arguments: dict[str, Any] = {
+            "model": str(model_dir),
+            "dtype": dtype,
+            "seed": seed,
+            "load_format": "auto" if load_weights else "dummy",
+            "hf_overrides": engine_overrides(model_dir, load_weights=load_weights),
+        }
         self._engine = _start(arguments, rollout_config)
         self._core = self._engine.engine_core
         if not torch.cuda.is_available():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
@@ -15,7 +17,7 @@ from model_converters.families.refused import REFUSED
 from model_converters.family import Family, ModelArguments
 from model_converters.hf_config import HFConfig
 
-__all__ = ["FAMILIES", "Family", "ModelArguments", "family_for"]
+__all__ = ["FAMILIES", "Family", "ModelArguments", "family_for", "missing_engine_fields"]
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
@@ -41,3 +43,12 @@ def family_for(hf_config: HFConfig) -> Family:
     if model_type not in FAMILIES:
         raise ConversionError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
+
+
+def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
+    """What inference engines read, and this configuration, as transformers writes it, lacks or has null.
+
+    Raises: ConversionError as family_for.
+    """
+    fields = family_for(hf_config).engine_fields
+    return {key: value for key, value in fields.items() if hf_config.get(key) is None}

@@ -98,5 +98,8 @@ DEEPSEEK_V2 = Family(
             **REFUSED_BY_LATENT_ATTENTION,
             **REFUSED_ROTATIONS,
         },
+        vllm_cpu="runs",
     ),
+    # One group is no grouping; vLLM's routing on CPU stops where they are null.
+    engine_fields={"n_group": 1, "topk_group": 1},
 )

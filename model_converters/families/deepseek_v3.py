@@ -87,15 +87,19 @@ _REFUSED = {
     **REFUSED_BY_LATENT_ATTENTION,
     **REFUSED_ROTATIONS,
 }
+# transformers has no other routing; without them vLLM takes softmax scores and no correction bias.
+_ENGINE_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     rows=_rows,
     model_arguments=_model_arguments,
-    description=Description(models="DeepSeek-V3, R1, Moonlight", covers=_COVERS, refused=_REFUSED),
+    description=Description(models="DeepSeek-V3, R1, Moonlight", covers=_COVERS, refused=_REFUSED, vllm_cpu="runs"),
+    engine_fields=_ENGINE_FIELDS,
 )
 KIMI_K2 = Family(
     "kimi_k2",
     rows=_rows,
     model_arguments=_model_arguments,
     description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED),
+    engine_fields=_ENGINE_FIELDS,
 )

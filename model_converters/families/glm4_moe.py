@@ -97,5 +97,6 @@ GLM4_MOE = Family(
             "quantization_config": {"quant_method": "gptq"},
             "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
         },
+        vllm_cpu="runs",
     ),
 )

@@ -17,7 +17,7 @@ from model_converters.layout import TrainLayout
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.exported import export_through
-from tests.tiny_models import LLAMA3, VOCABULARY, tiny_model
+from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, tiny_model
 
 MODELS = {
     # A tied head is packed apart from the embedding it shares; biases and grouped heads come with qwen3.
@@ -26,10 +26,15 @@ MODELS = {
     "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
     "moe_bf16": ("qwen3_moe", "bfloat16", {"num_hidden_layers": 2}),
 }
+# The latents that vLLM's kernel of latent attention on CPU is compiled for.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 FAMILIES = {
     "llama": ({"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
     "qwen2": ({}, TrainLayout(4, tp=2, pp=2)),
     "mixtral": ({}, TrainLayout(4, pp=2, ep=2)),
+    "glm4_moe": ({}, TrainLayout(4, tp=2, ep=2)),
+    "deepseek_v2": (LATENT, TrainLayout(4, tp=2, ep=2)),
+    "deepseek_v3": (LATENT | GROUPS | {"rope_parameters": YARN}, TrainLayout(4, pp=2, tp=2, ep=2)),
 }
 """Those that MODELS leaves out, with the layout whose ranks write the directory that an engine starts from."""
 TINY_BUCKET = 5 << 10
@@ -206,7 +211,7 @@ def test_each_family_is_loaded_from_our_export_and_then_updated(
     changes, layout = FAMILIES[family]
 
     def model(seed: int) -> Any:
-        return tiny_model(family, seed=seed, hidden_size=128, head_dim=32, num_hidden_layers=2, **changes)
+        return tiny_model(family, seed=seed, **({"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2} | changes))
 
     first = model(seed=0)
     first.save_pretrained(tmp_path / "saved")

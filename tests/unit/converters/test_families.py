@@ -111,6 +111,14 @@ def test_transformers_computes_the_same_logits_from_what_we_export(name, tmp_pat
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
 
 
+def test_an_export_says_what_engines_read_and_transformers_leaves_out(tmp_path):
+    saved_by_transformers("moe-deepseek-v3", tmp_path / "hf")
+    export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(2, tp=2))
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    assert after == before | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    assert not {"scoring_func", "topk_method"} & set(before)
+
+
 def test_arguments_of_a_dense_model(tmp_path):
     model = saved_by_transformers("dense-tied", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,0 +1,24 @@
+"""What an engine must be told of a model beside its config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import ConfigError
+from model_converters.errors import ConversionError
+from model_converters.families import missing_engine_fields
+from model_converters.hf_config import read_hf_config
+
+
+def engine_overrides(model_dir: str | Path, *, load_weights: bool) -> dict[str, Any]:
+    """Fields of config.json that an engine has to see with other values than `model_dir` gives them.
+
+    Raises: ConfigError for a directory or a model_type that is not supported.
+    """
+    try:
+        missing = missing_engine_fields(read_hf_config(model_dir))
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path: {error}") from error
+    # The trainer sends its own weights, which are not quantised whatever the directory's are.
+    return missing if load_weights else {**missing, "quantization_config": None}

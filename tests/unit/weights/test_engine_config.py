@@ -1,0 +1,37 @@
+"""What an engine is told beside config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.weights.engine_config import engine_overrides
+
+ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def written(directory: Path, **fields: object) -> Path:
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def test_only_what_config_json_leaves_out_is_added(tmp_path: Path) -> None:
+    of_transformers = written(tmp_path, model_type="deepseek_v3", topk_method=None)
+    assert engine_overrides(of_transformers, load_weights=True) == ROUTING
+    of_the_hub = written(tmp_path, model_type="deepseek_v3", scoring_func="softmax", topk_method="noaux_tc")
+    assert engine_overrides(of_the_hub, load_weights=True) == {}
+    assert engine_overrides(written(tmp_path, model_type="llama"), load_weights=True) == {}
+
+
+def test_an_engine_that_waits_for_the_trainer_expects_no_quantised_weights(tmp_path: Path) -> None:
+    directory = written(tmp_path, model_type="kimi_k2", quantization_config={"quant_method": "fp8"})
+    assert engine_overrides(directory, load_weights=False) == {**ROUTING, "quantization_config": None}
+
+
+def test_a_directory_without_a_supported_model_names_the_key(tmp_path: Path) -> None:
+    for fields in ({}, {"model_type": "gemma"}):
+        with pytest.raises(ConfigError, match=r"model\.hf_path: .*model_type"):
+            engine_overrides(written(tmp_path, **fields), load_weights=True)
