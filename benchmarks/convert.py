@@ -98,7 +98,7 @@ def load_pair(source: Path, tp: int) -> Pair:
                         part = opened.get_slice(name)
                         apart[name].copy_(part[rows] if dim == 0 else part[:, rows])
 
-    return Pair(ours, safetensors, sum(tensor.nbytes for tensor in local.values()))
+    return Pair(ours, safetensors, sum(tensor.nbytes for tensor in local.values()), local)
 
 
 def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], int, slice]]:

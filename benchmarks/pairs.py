@@ -6,7 +6,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ ROUNDS = 15
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways to move the same bytes."""
+    """Two ways to move the same bytes; `local` is what ours fills, for a look at the result."""
 
     ours: Callable[[], object]
     limit: Callable[[], object]
     num_bytes: int
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: Any) -> Result:

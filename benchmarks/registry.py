@@ -19,6 +19,7 @@ BENCHMARKS = {
     "driver": Benchmark("benchmarks.driver", 600, "the driver's own work per step, 8,192 prompts x 16 samples"),
     "logprobs": Benchmark("benchmarks.logprobs", 900, "log-probability + entropy in chunks, beside the bare product"),
     "convert": Benchmark("benchmarks.convert", 600, "HF files to megatron and back, beside safetensors and memcpy"),
+    "mbridge": Benchmark("benchmarks.mbridge", 600, "the same conversions beside mbridge"),
     "transforms": Benchmark("benchmarks.transforms", 300, "fused QKV and expert weights, beside one memcpy"),
     "handover": Benchmark("benchmarks.handover", 300, "weights through shared memory, beside one memcpy"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
