@@ -86,7 +86,7 @@ def test_the_trainer_leaves_the_layers_out_and_says_so_once(directory: str, tmp_
     assert not any(name.startswith("mtp.") for names, _ in ranks for name in names)
     first, second = (records for _, records in ranks)
     assert len(first) == 1
-    assert "1 multi-token-prediction layers, which are not trained" in first[0]
+    assert "multi-token prediction (num_nextn_predict_layers 1) is not trained" in first[0]
     assert second == []
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert not any(name.startswith("model.layers.2.") for name in exported)
