@@ -254,8 +254,8 @@ def _hf_config(directory: str, *, speaks: bool) -> dict[str, Any]:
         raise ConfigError(f"model.hf_path={directory}: {error}") from error
     if mtp_layers and speaks:
         logger.warning(
-            "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are left "
-            "out of training, checkpoints and exports",
+            "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
+            "left out of training, checkpoints and exports",
             directory,
             mtp_layers,
         )

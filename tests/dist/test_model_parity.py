@@ -33,10 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Without a query latent, and with an epsilon that the latent norms must not take from the model.
     "v3 no q latent": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2}),
     "v2": ("deepseek_v2", {}),
-    # Three of four groups of two experts, ranked by the better one.
+    # Two of four groups of two experts, ranked by the better one; then three of these four.
     "v2 yarn groups": (
         "deepseek_v2",
-        {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3},
+        {"rope_parameters": YARN, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
     "glm": ("glm4_moe", {}),
     "glm groups": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, **GROUPS}),
