@@ -100,6 +100,6 @@ KIMI_K2 = Family(
     "kimi_k2",
     rows=_rows,
     model_arguments=_model_arguments,
-    description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED),
+    description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED, vllm_cpu="runs"),
     engine_fields=_ENGINE_FIELDS,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.weights.verify import compare
+from model_converters.families import FAMILIES as REGISTRY
 from model_converters.layout import TrainLayout
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
@@ -29,14 +31,18 @@ MODELS = {
 # The latents that vLLM's kernel of latent attention on CPU is compiled for.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 FAMILIES = {
-    "llama": ({"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
-    "qwen2": ({}, TrainLayout(4, tp=2, pp=2)),
-    "mixtral": ({}, TrainLayout(4, pp=2, ep=2)),
-    "glm4_moe": ({}, TrainLayout(4, tp=2, ep=2)),
-    "deepseek_v2": (LATENT, TrainLayout(4, tp=2, ep=2)),
-    "deepseek_v3": (LATENT | GROUPS | {"rope_parameters": YARN}, TrainLayout(4, pp=2, tp=2, ep=2)),
+    "llama": ("llama", {"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
+    "qwen2": ("qwen2", {}, TrainLayout(4, tp=2, pp=2)),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}, TrainLayout(4, tp=2, pp=2)),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}, TrainLayout(4, pp=2, ep=2)),
+    "mixtral": ("mixtral", {}, TrainLayout(4, pp=2, ep=2)),
+    "glm4_moe": ("glm4_moe", {}, TrainLayout(4, tp=2, ep=2)),
+    "deepseek_v2": ("deepseek_v2", LATENT, TrainLayout(4, tp=2, ep=2)),
+    "deepseek_v3": ("deepseek_v3", LATENT | GROUPS | {"rope_parameters": YARN}, TrainLayout(4, pp=2, tp=2, ep=2)),
+    "kimi_k2": ("deepseek_v3", LATENT | {"q_lora_rank": None}, TrainLayout(4, pp=2, ep=2)),
 }
-"""Those that MODELS leaves out, with the layout whose ranks write the directory that an engine starts from."""
+"""The model_type that transformers has for a family, fields of the model, and the layout whose ranks write what an
+engine starts from."""
 TINY_BUCKET = 5 << 10
 """Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
 
@@ -203,18 +209,24 @@ def family_engine(request: pytest.FixtureRequest) -> Iterator[Any]:
         engine.shutdown()
 
 
+def test_what_the_table_says_to_run_is_run() -> None:
+    assert set(FAMILIES) == {name for name, family in REGISTRY.items() if family.description.vllm_cpu == "runs"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_loaded_from_our_export_and_then_updated(
     family_engine: Any, family: str, tmp_path: Path
 ) -> None:
     """vLLM's Qwen2 divides hidden_size by the heads, and its CPU attention wants heads of 32."""
-    changes, layout = FAMILIES[family]
+    kind, changes, layout = FAMILIES[family]
 
     def model(seed: int) -> Any:
-        return tiny_model(family, seed=seed, **({"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2} | changes))
+        return tiny_model(kind, seed=seed, **({"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2} | changes))
 
     first = model(seed=0)
     first.save_pretrained(tmp_path / "saved")
+    config = tmp_path / "saved" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
     engine = family_engine(export_through(tmp_path / "saved", tmp_path / "exported", layout))
     check_greedy(engine, first, version=0)
     trainer = HFTrainer(model(seed=8), 40 << 10, 2)
