@@ -79,6 +79,7 @@ def _transformers_logits(hf_directory: str | Path, sequences: list[torch.Tensor]
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(
         hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()

@@ -1,0 +1,191 @@
+"""Writes a tiny random HF checkpoint of any supported family: to try a conversion, and for the tests.
+
+    python scripts/tiny_checkpoint.py deepseek_v3 /tmp/tiny --mtp
+    python scripts/tiny_checkpoint.py qwen3 /tmp/tiny --set tie_word_embeddings=true --set vocab_size=97
+
+transformers writes it, so names and layout are those of its save_pretrained: an oracle that we did not write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families import FAMILIES, family_for
+
+VOCABULARY = 96
+
+
+_LATENT_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+_SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+_SOFTMAX_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.3,
+    "first_k_dense_replace": 1,
+}
+_MORE_FIELDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
+    "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
+    "glm4_moe": {**_SIGMOID_EXPERTS, "attention_bias": True, "use_qk_norm": True},
+}
+
+
+def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """What config.json says of a tiny model, without importing transformers; kind is a model_type."""
+    fields: dict[str, Any] = {
+        "model_type": kind,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    if kind == "qwen3_moe":
+        fields |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return fields | _MORE_FIELDS.get(kind, {}) | changes
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """The same as a transformers configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**tiny_fields(kind, **changes))
+
+
+def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Any:
+    """A float32 model with peaky logits and norms away from 1, so that a weight in the wrong place shows."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, std)
+            if "embed_tokens" in name or "lm_head" in name:
+                deviation = 0.4
+            parameter.normal_(mean, deviation, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # As wide as the scores themselves: many choices are others than without it.
+                buffer.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Path:
+    """Saves tiny_model(...) as an HF directory (config.json, safetensors with one tensor per expert)."""
+    directory = Path(directory)
+    tiny_model(kind, seed=seed, std=std, **changes).save_pretrained(directory)
+    return directory
+
+
+def add_mtp_layer(directory: Path, *, seed: int = 4) -> None:
+    """A multi-token-prediction layer beside what transformers saves, which has none: random, with the copies that
+    published checkpoints have."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for row in family_for(config).rows(config):
+        for name, shape in zip(row.hf, row.shapes, strict=True) if row.place == "mtp" else ():
+            for bound in [name.replace("{e}", str(expert)) for expert in range(max(row.num_experts, 1))]:
+                original = tensors.get(row.repeats)
+                fresh = torch.randn(shape, generator=generator) if original is None else original.clone()
+                tensors.setdefault(bound, fresh)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 bad input."""
+    parser = argparse.ArgumentParser(description="Writes a tiny random HF checkpoint.")
+    parser.add_argument("family", choices=sorted(FAMILIES), metavar="FAMILY", help=", ".join(sorted(FAMILIES)))
+    parser.add_argument("out", type=Path, metavar="DIR", help="must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="a field of config.json")
+    parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
+    parsed = parser.parse_args(arguments)
+    try:
+        write(parsed.family, parsed.out, changes=_changes(parsed.set), seed=parsed.seed, mtp=parsed.mtp)
+    except ConversionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {parsed.out}")
+    return 0
+
+
+def write(family: str, out: Path, *, changes: dict[str, Any], seed: int, mtp: bool) -> None:
+    """Raises: ConversionError when `out` exists, or the family refuses the changed configuration."""
+    if out.exists():
+        raise ConversionError(f"{out} exists already; remove it or choose another directory")
+    known_to_transformers = "deepseek_v3" if family == "kimi_k2" else family
+    fields = tiny_fields(known_to_transformers, **changes) | {"model_type": family}
+    family_for(fields).model_arguments(fields)
+    write_tiny_model(out, known_to_transformers, seed=seed, **changes)
+    if family != known_to_transformers:
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"model_type": family}, indent=2))
+    if mtp:
+        add_mtp_layer(out)
+
+
+def _changes(settings: Sequence[str]) -> dict[str, Any]:
+    changes = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        try:
+            changes[key] = json.loads(value) if equals else None
+        except ValueError:
+            changes[key] = value
+        if not equals:
+            raise ConversionError(f"--set {setting}: write KEY=VALUE")
+    return changes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
