@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch.distributed.checkpoint import Metadata
 
 from model_converters.chunk_source import ChunkSource, stored_dtypes
 from model_converters.chunks import Chunk, Naming, RankState
@@ -25,12 +26,14 @@ from model_converters.dcp_reader import DcpReader
 from model_converters.dcp_writer import PlannedFile, plan_files, plan_metadata, space_needed, write_file, write_metadata
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
+from model_converters.fp8_export import encoded, fp8_plans
 from model_converters.hf_config import read_hf_config
 from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
 from model_converters.mcore_checkpoint import McoreCheckpoint, plan_bytes
 from model_converters.mtp import settle_mtp, without_mtp
 from model_converters.partial import PartialCheckpoint, Span
+from model_converters.placement import TensorPlan
 from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
 from model_converters.side_files import HF_FOLDER, copy_side_files
@@ -41,33 +44,37 @@ MAX_FILE_BYTES = 2 * 2**30
 MAX_SHARD_BYTES = 5 * 2**30
 
 
-def to_mcore(hf: Path, out: Path, layout: TrainLayout, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def to_mcore(
+    hf: Path, out: Path, layout: TrainLayout, *, lora: Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Writes the HF directory `hf` as a distributed checkpoint `out`, as the ranks of `layout` would, one after the
-    other; tensors keep their dtype. In memory is one tensor of one rank at a time.
+    other; tensors keep their dtype, FP8 ones become what they stand for. In memory is one tensor of one rank at a time.
+
+    lora: directory of a PEFT adapter that is merged into the weights.
 
     A killed conversion leaves `.<out>.partial`, and the same call finishes it; after an error in the input nothing is
     left.
 
     Raises: ConversionError; LayoutError.
     """
-    with HFCheckpoint(hf) as source:
+    with HFCheckpoint(hf, lora) as source:
         conversion = _plan(source, layout, max_file_bytes)
         partial = PartialCheckpoint(out)
-        spans = partial.open(_identity(conversion, max_file_bytes))
+        spans = partial.open(_identity(conversion, lora, max_file_bytes))
+        _check_space(partial, conversion.files, spans)
         try:
-            _check_space(partial, conversion.files, spans)
             _write(partial, conversion, spans)
-            write_metadata(partial.directory, plan_metadata(conversion.files), conversion.files, spans)
-            copy_side_files(hf, partial.directory / HF_FOLDER)
+            write_metadata(partial.directory, conversion.metadata, conversion.files, spans)
+            copy_side_files(hf, partial.directory / HF_FOLDER, conversion.config)
             _write_format_files(partial.directory)
             partial.publish()
         except ConversionError:
             partial.discard()
             raise
         except OSError as error:
+            problem = f"{out} cannot be written: {error.strerror or error}"
             raise ConversionError(
-                f"{out} cannot be written: {error.strerror or error}; {partial.directory} keeps what is done, "
-                "and the same command continues"
+                f"{problem}; {partial.directory} keeps what is done: the same command goes on"
             ) from error
         finally:
             partial.close()
@@ -76,41 +83,48 @@ def to_mcore(hf: Path, out: Path, layout: TrainLayout, *, max_file_bytes: int = 
 @dataclass(frozen=True)
 class _Conversion:
     source: HFCheckpoint
+    config: dict[str, Any]
     bound: Sequence[BoundRow]
     layout: TrainLayout
     dtypes: Mapping[str, torch.dtype]
     states: Sequence[RankState]
     files: Sequence[PlannedFile]
+    metadata: Metadata
 
 
 def _plan(source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int) -> _Conversion:
     """Everything that can be wrong with the input is found here, before anything is written."""
     config, dropped = settle_mtp(source.config, source.shapes)
-    bound = bind(source.family.rows(config), config, torch.bfloat16)
+    bound = _bound(config)
     check_complete(bound, source.shapes, dropped=dropped)
     loads = load_plan(bound, TrainLayout(1), 0)
     for load in loads:
         for name in load.copies:
             if name in source.shapes:
                 check_redundant(source, name, load)
+    source.close()  # it opens again; the pages that were compared go
     load_plan(bound, layout, 0)  # refuses a layout that does not divide the model
     dtypes = stored_dtypes(source, bound)
     states = rank_states(config, layout)
     files = [f for rank, state in enumerate(states) for f in plan_files(rank, state, dtypes, max_file_bytes)]
-    plan_metadata(files)
-    return _Conversion(source, bound, layout, dtypes, states, files)
+    return _Conversion(source, config, bound, layout, dtypes, states, files, plan_metadata(files))
 
 
-def _identity(conversion: _Conversion, max_file_bytes: int) -> dict[str, Any]:
+def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, Any]:
     """What a conversion must have in common with the one that it continues."""
-    source = conversion.source
-    kinds = {source.directory / "config.json", *source.directory.glob("*.safetensors*")}
-    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(kinds)}
+    planned = {file.name: file.num_bytes for file in conversion.files}
     return {
-        "source": {"directory": str(source.directory.absolute()), "files": files},
+        "source": _fingerprint(conversion.source.directory),
+        "adapter": _fingerprint(lora) if lora is not None else None,
         "layout": asdict(conversion.layout),
-        "files": {"max_bytes": max_file_bytes, "planned": {file.name: file.num_bytes for file in conversion.files}},
+        "files": {"max_bytes": max_file_bytes, "planned": planned},
     }
+
+
+def _fingerprint(directory: Path) -> dict[str, Any]:
+    files = sorted({*directory.glob("*config.json"), *directory.glob("*.safetensors*")})
+    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {"directory": str(directory.absolute()), "files": found}
 
 
 def _check_space(
@@ -121,6 +135,8 @@ def _check_space(
     reused = sum(f.stat().st_size for f in partial.directory.glob("*.distcp") if f.name not in finished)
     free = shutil.disk_usage(partial.directory).free + reused
     if needed > free:
+        # What an earlier conversion has done is worth more than the space it takes.
+        partial.close() if finished else partial.discard()
         raise ConversionError(
             f"{partial.target}: {needed / 2**30:.2f} GiB are needed, the disk has {free / 2**30:.2f} GiB free"
         )
@@ -143,6 +159,11 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
                 chunks = ChunkSource(conversion.source, loads, conversion.dtypes, conversion.states[rank])
             spans[file.name] = write_file(partial.directory, file, chunks.read, progress.advance)
             partial.note(file.name, spans[file.name])
+
+
+def _bound(config: dict[str, Any]) -> list[BoundRow]:
+    # The dtypes of the table are those of no file here: every tensor keeps its own.
+    return bind(family_for(config).rows(config), config, torch.bfloat16)
 
 
 def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[RankState]:
@@ -170,25 +191,35 @@ def _write_format_files(directory: Path) -> None:
     write_format_files(str(directory))
 
 
-def to_hf(ckpt: Path, out: Path, *, hf: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def to_hf(
+    ckpt: Path, out: Path, *, hf: Path | None = None, fp8: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Writes a distributed checkpoint of any layout as an HF directory `out`, one tensor in memory at a time; tensors
     keep their dtype. Optimizer state beside the model is left out.
 
-    hf: the directory that holds config.json and the tokenizer files; None: the one inside the checkpoint.
+    hf: the directory that holds config.json and the tokenizer files; None: the one inside the checkpoint. fp8: the
+    weights of linear layers as FP8 codes and scales.
 
     Raises: ConversionError; then there is no `out`.
     """
     side_files = side_files_of(ckpt, hf)
-    config = _stored_config(ckpt, read_hf_config(side_files))
-    checkpoint = open_checkpoint(ckpt, config)
+    checkpoint = open_checkpoint(ckpt, read_hf_config(side_files))
     checkpoint.require_complete()
-    plans = checkpoint.plans
-    with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, plans))) as progress:
+    sources = checkpoint.plans
+    plans = fp8_plans(sources, _bound(checkpoint.config)) if fp8 else sources
+    by_name = {plan.hf_name: plan for plan in plans}
+    with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, sources))) as progress:
         writer.begin(plans)
-        for plan in plans:
-            writer.write(plan, plan.pieces[0], checkpoint.read(plan.hf_name))
-            progress.advance(plan_bytes(plan))
-        writer.finish(side_files, config)
+        for source in sources:
+            _export(writer, by_name, source.hf_name, checkpoint)
+            progress.advance(plan_bytes(source))
+        writer.finish(side_files, checkpoint.config)
+
+
+def _export(writer: HFWriter, plans: Mapping[str, TensorPlan], name: str, checkpoint: McoreCheckpoint) -> None:
+    """A function of its own, so that no tensor lives on while the next one is read."""
+    for plan, piece, tensor in encoded(plans, name, checkpoint.read(name)):
+        writer.write(plan, piece, tensor)
 
 
 def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
@@ -205,20 +236,15 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
     return hf or ckpt / HF_FOLDER
 
 
-def _stored_config(ckpt: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of what the checkpoint holds: trainers leave multi-token prediction out, and so did whoever
-    wrote an HF directory without its tensors."""
-    kept = any(key.startswith("mtp.") for key in read_metadata(ckpt).state_dict_metadata)
-    return config if kept else without_mtp(config)
-
-
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
-    """The checkpoint, in whichever naming of layers and experts fits it best.
+    """The checkpoint, in whichever naming of layers and experts fits it best, and without multi-token prediction when
+    it holds nothing of it: trainers do not keep it.
 
     Raises: ConversionError.
     """
     metadata = read_metadata(ckpt)
-    bound = bind(family_for(config).rows(config), config, torch.bfloat16)
+    if not any(key.startswith("mtp.") for key in metadata.state_dict_metadata):
+        config = without_mtp(config)
     best: tuple[int, Sequence[Chunk]] | None = None
     for naming in get_args(Naming):
         (state,) = rank_states(config, TrainLayout(1), naming=naming)
@@ -228,22 +254,24 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
         if absent == 0:
             break
     assert best is not None
-    return McoreCheckpoint(bound, best[1], DcpReader(ckpt, metadata))
+    return McoreCheckpoint(config, _bound(config), best[1], DcpReader(ckpt, metadata))
 
 
-def verify(hf: Path, ckpt: Path, *, logits: bool = False) -> Certificate:
-    """Compares every tensor of an HF directory with a distributed checkpoint; with `logits` also what the two models
-    compute, each by its own config.json, when every tensor is there.
+def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = False) -> Certificate:
+    """Compares every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint; with
+    `logits` also what the two models compute, each by its own config.json, when every tensor is there.
 
     Raises: ConversionError when either side is no model at all.
     """
-    with HFCheckpoint(hf) as source:
+    if lora is not None and logits:
+        raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
+    with HFCheckpoint(hf, lora) as source:
         own = ckpt / HF_FOLDER
-        config = _stored_config(ckpt, read_hf_config(own) if own.is_dir() else source.config)
-        certificate = compare(source, open_checkpoint(ckpt, config))
+        checkpoint = open_checkpoint(ckpt, read_hf_config(own) if own.is_dir() else source.config)
+        certificate = compare(source, checkpoint)
     if not logits or certificate.missing:
         return certificate
-    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt, config)))
+    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt, checkpoint.config)))
 
 
 def _compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> tuple[float, float]:

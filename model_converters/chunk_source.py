@@ -80,15 +80,18 @@ def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, 
 
     Raises: ConversionError when tensors that megatron fuses differ in dtype.
     """
-    found, problems = {}, []
+    names: dict[str, list[str]] = {}
     for row in bound:
-        dtypes = {name: source.dtype(name) for name in row.hf}
-        if len(set(dtypes.values())) > 1:
-            problems.append(", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()))
-        found[row.mcore] = next(iter(dtypes.values()))
+        names.setdefault(row.mcore, []).extend(row.hf)
+    dtypes = {mcore: {name: source.dtype(name) for name in parts} for mcore, parts in names.items()}
+    problems = [
+        ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
+        for parts in dtypes.values()
+        if len(set(parts.values())) > 1
+    ]
     if problems:
         raise ConversionError(
             f"{source.directory}: megatron keeps tensors of different dtypes in one: {listing(problems)}; "
             "convert the source to one dtype first"
         )
-    return found
+    return {mcore: next(iter(parts.values())) for mcore, parts in dtypes.items()}

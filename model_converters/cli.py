@@ -64,6 +64,7 @@ def _add_to_mcore(verbs: Any) -> None:
     verb = verbs.add_parser("to-mcore", help="HF directory -> megatron-core distributed checkpoint")
     verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint; must not exist")
+    verb.add_argument("--lora", type=Path, metavar="DIR", help="PEFT adapter to merge into the weights")
     verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
     add_layout_flags(verb)
     verb.set_defaults(verb=to_mcore_verb)
@@ -74,6 +75,7 @@ def _add_to_hf(verbs: Any) -> None:
     verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the HF directory; must not exist")
     verb.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
+    verb.add_argument("--fp8", action="store_true", help="weights of linear layers in FP8, 128 x 128 blocks")
     verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="size of its files (default 5)")
     verb.set_defaults(verb=to_hf_verb)
 
@@ -82,6 +84,7 @@ def _add_verify(verbs: Any) -> None:
     verb = verbs.add_parser("verify", help="certify that both hold the same model; exit code 1 and a list otherwise")
     verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory")
     verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--lora", type=Path, metavar="DIR", help="PEFT adapter that was merged into the weights")
     verb.add_argument("--logits", action="store_true", help="run both models in float32 on random tokens as well")
     verb.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     verb.set_defaults(verb=verify_verb)
@@ -127,19 +130,21 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
 
 def to_mcore_verb(parsed: argparse.Namespace) -> int:
-    to_mcore(parsed.hf, parsed.out, layout_from(parsed), max_file_bytes=int(parsed.max_file_gib * 2**30))
+    max_file_bytes = int(parsed.max_file_gib * 2**30)
+    to_mcore(parsed.hf, parsed.out, layout_from(parsed), lora=parsed.lora, max_file_bytes=max_file_bytes)
     print(f"wrote {parsed.out}")
     return 0
 
 
 def to_hf_verb(parsed: argparse.Namespace) -> int:
-    to_hf(parsed.ckpt, parsed.out, hf=parsed.hf, max_shard_bytes=int(parsed.max_shard_gib * 2**30))
+    max_shard_bytes = int(parsed.max_shard_gib * 2**30)
+    to_hf(parsed.ckpt, parsed.out, hf=parsed.hf, fp8=parsed.fp8, max_shard_bytes=max_shard_bytes)
     print(f"wrote {parsed.out}")
     return 0
 
 
 def verify_verb(parsed: argparse.Namespace) -> int:
-    certificate = verify(parsed.hf, parsed.ckpt, logits=parsed.logits)
+    certificate = verify(parsed.hf, parsed.ckpt, lora=parsed.lora, logits=parsed.logits)
     if parsed.json:
         print(json.dumps(certificate.as_json()))
     else:

@@ -41,11 +41,11 @@ class HFCheckpoint:
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
         self.config: dict[str, Any] = read_hf_config(self.directory)
-        self.family, block = self._describe()
-        self._stored, self._scales = split_scales(_read_headers(self.directory), block, self.directory)
+        self.family, self.block = self._describe()
+        self._stored, self._scales = split_scales(_read_headers(self.directory), self.block, self.directory)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
-        self._computed = self._find_computed(block, adapter)
+        self._computed = self._find_computed(adapter)
         self._files = TensorFiles()
         self._maps: dict[Path, mmap.mmap] = {}
 
@@ -55,10 +55,10 @@ class HFCheckpoint:
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
 
-    def _find_computed(self, block: Block | None, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
+    def _find_computed(self, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
         updates = adapter.updates if adapter is not None else {}
         return {
-            name: ComputedTensor(name, self._stored[name], self._scales.get(name), block, updates.get(name))
+            name: ComputedTensor(name, self._stored[name], self._scales.get(name), self.block, updates.get(name))
             for name in {*self._scales, *updates}
         }
 

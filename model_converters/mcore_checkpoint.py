@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ class _Part:
 
 
 class McoreCheckpoint:
-    """HF tensors by name, assembled from whatever chunks hold them; only those are read.
+    """HF tensors by name, assembled from whatever chunks hold them; only those are read. `config` and the table `bound`
+    describe the model.
 
     `chunks` say where a model keeps its tensors in a checkpoint: those of one rank that holds them all. `plans` are
     the HF tensors that can be read, each one piece, in the order of the table; `problems` maps the others to why not;
@@ -38,8 +40,10 @@ class McoreCheckpoint:
     directory may have as well to those that hold the same values.
     """
 
-    def __init__(self, bound: Sequence[BoundRow], chunks: Sequence[Chunk], reader: DcpReader) -> None:
-        self._reader = reader
+    def __init__(
+        self, config: dict[str, Any], bound: Sequence[BoundRow], chunks: Sequence[Chunk], reader: DcpReader
+    ) -> None:
+        self.config, self._reader = config, reader
         self._parts: dict[str, list[_Part]] = {}
         self.plans: list[TensorPlan] = []
         self.problems: dict[str, str] = {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from model_converters.errors import ConversionError
 
@@ -27,8 +30,9 @@ _PATTERNS = (
 )
 
 
-def copy_side_files(source: Path | str, target: Path | str) -> None:
-    """Copies configuration, generation and tokenizer files into the directory `target`, durably; makes it.
+def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str, Any] | None = None) -> None:
+    """Copies configuration, generation and tokenizer files into the directory `target`, durably; makes it. `config`
+    replaces config.json.
 
     Raises: ConversionError when `source` has no config.json; OSError.
     """
@@ -38,6 +42,8 @@ def copy_side_files(source: Path | str, target: Path | str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted({file for pattern in _PATTERNS for file in source.glob(pattern) if file.is_file()}):
         shutil.copyfile(file, target / file.name)
+        if config is not None and file.name == "config.json":
+            (target / file.name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sync(target / file.name)
     sync(target)
 

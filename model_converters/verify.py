@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.fp8_export import is_quantised_from
 from model_converters.io import HFCheckpoint
 from model_converters.mcore_checkpoint import McoreCheckpoint
 from model_converters.progress import Progress
@@ -36,12 +37,17 @@ class LogitDifference:
 
 @dataclass(frozen=True)
 class Certificate:
-    """checksums: HF name -> BLAKE2b of the bytes, of every tensor that is the same on both sides; mismatched: name ->
-    what differs, an HF name or, for what has no row, the checkpoint's own; missing: those that one side lacks."""
+    """checksums: HF name -> BLAKE2b of the bytes of every tensor that is the same on both sides; mismatched: name ->
+    what differs, an HF name or, for what has no row, the checkpoint's own; missing: those that one side lacks.
+
+    quantised: those of `checksums` (the checkpoint's bytes) of which the HF directory holds the FP8 quantisation: its
+    codes and scales are bit for bit what rounding the checkpoint's values gives.
+    """
 
     checksums: Mapping[str, str]
     mismatched: Mapping[str, str]
     missing: frozenset[str]
+    quantised: frozenset[str] = frozenset()
     logits: LogitDifference | None = None
 
     @property
@@ -59,6 +65,7 @@ class Certificate:
             "tensors": len(self.checksums) + len(self.mismatched),
             "mismatched": sorted(self.mismatched),
             "max_abs_logit_diff": self.logits.max_abs_diff if self.logits else None,
+            "quantised": len(self.quantised),
             "reasons": dict(self.mismatched),
             "checksum": self.checksum,
             "checksums": dict(self.checksums),
@@ -69,8 +76,9 @@ class Certificate:
         width = max(map(len, self.mismatched), default=0)
         for name in sorted(self.mismatched):
             yield f"{name:{width}}  {self.mismatched[name]}"
-        same = f"{len(self.checksums)} of {len(self.checksums) + len(self.mismatched)} tensors are the same bit for bit"
-        yield f"{same}; BLAKE2b of all: {self.checksum}"
+        total, same = len(self.checksums) + len(self.mismatched), len(self.checksums)
+        rounded = f" ({len(self.quantised)} of them after FP8 rounding)" if self.quantised else ""
+        yield f"{same} of {total} tensors are the same bit for bit{rounded}; BLAKE2b of all: {self.checksum}"
         if self.logits is not None:
             yield f"logits {self.logits.problem or f'agree: they differ by at most {self.logits.max_abs_diff:.3g}'}"
 
@@ -87,17 +95,18 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint) -> Certificate:
     mismatched |= {name: "is only in the HF directory" for name in wanted if own[name] not in checkpoint.shapes}
     mismatched |= {name: "is only in the checkpoint" for name in checkpoint.shapes if name not in source.shapes}
     missing = frozenset(mismatched)
-    checksums = {}
+    checksums, quantised = {}, set()
     common = sorted((name for name in wanted if own[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
     with ThreadPoolExecutor(2) as pool, Progress("verify", sum(sizes.values())) as progress:
         for name in common:
             try:
-                checksums[name] = _same(source, checkpoint, name, own[name], pool)
+                checksums[name], rounded = _same(source, checkpoint, name, own[name], pool)
+                quantised |= {name} if rounded else set()
             except _DifferenceError as difference:
                 mismatched[name] = str(difference)
             progress.advance(sizes[name])
-    return Certificate(checksums, mismatched, missing)
+    return Certificate(checksums, mismatched, missing, frozenset(quantised))
 
 
 class _DifferenceError(Exception):
@@ -106,8 +115,8 @@ class _DifferenceError(Exception):
 
 def _same(
     source: HFCheckpoint, checkpoint: McoreCheckpoint, name: str, stored_name: str, pool: ThreadPoolExecutor
-) -> str:
-    """The checksum of a tensor on both sides."""
+) -> tuple[str, bool]:
+    """The checksum of a tensor on both sides, and whether they are the same only after FP8 rounding."""
     ours, theirs = source.shapes[name], checkpoint.shapes[stored_name]
     if ours != theirs:
         raise _DifferenceError(f"is {ours} in the HF directory, {theirs} in the checkpoint")
@@ -122,10 +131,12 @@ def _same(
         raise _DifferenceError(f"cannot be read: {error}") from error
     # hashlib releases the interpreter: the two sides are hashed at once.
     first, second = pool.map(_checksum, (wanted, found))
-    if first != second:
-        different = int((_bits(wanted) != _bits(found)).any(1).sum())
-        raise _DifferenceError(f"differs in {different} of {wanted.numel()} elements: {first} and {second}")
-    return first
+    if first == second:
+        return first, False
+    if source.block is not None and is_quantised_from(found, *source.stored(name), source.block):
+        return second, True
+    different = int((_bits(wanted) != _bits(found)).any(1).sum())
+    raise _DifferenceError(f"differs in {different} of {wanted.numel()} elements: {first} and {second}")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,8 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
+        # Megatron allocates weights on the current device otherwise, whatever torch's default device is.
+        "use_cpu_initialization": torch.get_default_device().type == "meta",
     }
 
 

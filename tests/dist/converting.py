@@ -106,10 +106,12 @@ def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], 
 def load_distributed(directory: str, chunks: list[Any]) -> None:
     """Megatron's own reader fills the chunks; a tensor that it leaves alone stays NaN."""
     from megatron.core import dist_checkpointing
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.fill_(torch.nan)
-    state = {str(index): chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    metadata = ensure_metadata_has_dp_cp_group({})
+    state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     loaded = dist_checkpointing.load(state, directory)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(index)], strict=True)

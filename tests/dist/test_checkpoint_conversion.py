@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from model_converters.families import missing_engine_fields
 from model_converters.hf_config import read_hf_config
+from model_converters.io import HFCheckpoint
 from tests.dist import converting, policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import add_mtp_layer, write_tiny_model
@@ -31,10 +35,12 @@ TP2_EP2: Sizes = {"world_size": 2, "tp": 2, "ep": 2}
 ETP2: Sizes = {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}
 ALL: Sizes = {"world_size": 8, "tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2}
 REPLICATED: Sizes = {"world_size": 4, "tp": 2, "etp": 2}
+TP4: Sizes = {"world_size": 4, "tp": 4, "etp": 4}
 DENSE_LAYOUTS = (ONE, TP2, VPP2, UNEVEN)
 EXPERT_LAYOUTS = (ONE, TP2, PP2, VPP2, UNEVEN, EP2, TP2_EP2, ETP2, ALL, REPLICATED)
 MTP = {"num_nextn_predict_layers": 1}
 MIXED = {"mlp_only_layers": [1], "num_experts": 4}
+ODD = {"vocab_size": 97}  # no size of a vocabulary that more than one rank can share
 
 
 def cases() -> list[Any]:
@@ -45,6 +51,8 @@ def cases() -> list[Any]:
     found += [("deepseek_v3", MTP, sizes) for sizes in (ONE, PP2, ALL)]
     found += [("glm4_moe", MTP, sizes) for sizes in (TP2, UNEVEN, ETP2)]
     found += [("deepseek_v2", {}, sizes) for sizes in (VPP2, TP2_EP2)]
+    found += [("qwen2", changes, sizes) for changes in (ODD, ODD | {"tie_word_embeddings": True}) for sizes in (TP2, TP4)]
+    found += [("mixtral", {}, sizes) for sizes in (ONE, ALL)]
     return [pytest.param(*case, id=_name(case)) for case in found]
 
 
@@ -86,9 +94,6 @@ def test_every_bit_comes_back(family: str, changes: Sizes, sizes: Sizes, source:
 
 def test_dtypes_stay_as_they_are_tensor_by_tensor(source: Any, tmp_path: Path) -> None:
     """A float32 router in a bfloat16 model, as many checkpoints have it."""
-    import torch
-    from safetensors.torch import save_file
-
     hf = tmp_path / "hf"
     hf.mkdir()
     tensors = converting.hf_tensors(source("qwen3_moe"))
@@ -98,6 +103,143 @@ def test_dtypes_stay_as_they_are_tensor_by_tensor(source: Any, tmp_path: Path) -
     converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", TP2_EP2)
     converting.assert_same_tensors(tmp_path / "back", hf)
     assert converting.hf_tensors(tmp_path / "back")["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+
+
+def test_tokenizer_and_templates_travel_with_the_weights(source: Any, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(source("qwen3"), hf)
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model", "tokenization_own.py"]
+    for name in names:
+        (hf / name).write_text(f"this is {name}")
+    (hf / "notes.txt").write_text("not of the model")
+    converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", ONE)
+    for name in names:
+        assert (tmp_path / "back" / name).read_text() == f"this is {name}"
+    assert not (tmp_path / "back" / "notes.txt").exists()
+
+
+def test_a_vocabulary_that_others_padded_further_is_cut(source: Any, tmp_path: Path) -> None:
+    """Megatron-LM pads to a multiple of 128; config.json says how many entries are real."""
+    hf, cut = source("qwen3"), tmp_path / "cut"
+    converting.to_mcore(hf, tmp_path / "mcore", TP2)
+    cut.mkdir()
+    (cut / "config.json").write_text(json.dumps(read_hf_config(hf) | {"vocab_size": 77}))
+    converting.to_hf(tmp_path / "mcore", tmp_path / "back", hf=cut)
+    found, wanted = converting.hf_tensors(tmp_path / "back"), converting.hf_tensors(hf)
+    for name, tensor in wanted.items():
+        vocabulary = name in ("lm_head.weight", "model.embed_tokens.weight")
+        assert torch.equal(found[name], tensor[:77] if vocabulary else tensor)
+
+
+# ---- multi-token prediction ----
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def mtp_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_model(tmp_path_factory.mktemp("mtp"), request.param)
+    add_mtp_layer(path)
+    return path
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(ONE, PP2), (ALL, TP2_EP2)], ids=["one rank", "eight ranks"])
+def test_layers_for_multi_token_prediction_are_kept(
+    saved: Sizes, loaded: Sizes, mtp_source: Path, tmp_path: Path
+) -> None:
+    converting.there_and_back(mtp_source, tmp_path / "mcore", tmp_path / "back", saved)
+    converting.assert_same_tensors(tmp_path / "back", mtp_source)
+    assert read_hf_config(tmp_path / "back")["num_nextn_predict_layers"] == 1
+    code, output, _ = converting.cli("verify", "--hf", mtp_source, "--ckpt", tmp_path / "mcore", "--logits", "--json")
+    assert (code, json.loads(output)["mismatched"]) == (0, [])
+    for found, wanted in launch(_loaded, loaded["world_size"], str(mtp_source), str(tmp_path / "mcore"), loaded):
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+
+
+def test_the_trainer_leaves_them_out_and_to_hf_says_so(mtp_source: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    launch(_train_and_save, 2, str(mtp_source), str(saved), str(tmp_path / "exported"), {"ep": 2})
+    converting.to_hf(saved, tmp_path / "back")
+    converting.assert_same_tensors(tmp_path / "back", tmp_path / "exported")
+    assert read_hf_config(tmp_path / "back")["num_nextn_predict_layers"] == 0
+    code, output, _ = converting.cli("verify", "--hf", mtp_source, "--ckpt", saved, "--json")
+    assert code == 1
+    assert "model.layers.4.eh_proj.weight" in json.loads(output)["mismatched"]
+
+
+def test_a_copy_that_is_none_is_refused(mtp_source: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(mtp_source, hf)
+    tensors = converting.hf_tensors(hf)
+    tensors["model.layers.4.embed_tokens.weight"][1, 1] += 1
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    code, _, errors = converting.cli("to-mcore", "--hf", hf, "--out", tmp_path / "out")
+    assert code == 2
+    assert "model.layers.4.embed_tokens.weight differs from model.embed_tokens.weight" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# ---- what is changed on the way ----
+
+
+def _read(directory: Path, lora: Path | None = None) -> dict[str, torch.Tensor]:
+    with HFCheckpoint(directory, lora) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.shapes}
+
+
+def test_fp8_leaves_and_enters(source: Any, tmp_path: Path) -> None:
+    """The tensor-parallel cut is inside a block. Sizes are multiples of 128: others transformers reads wrongly."""
+    changes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 384, "num_hidden_layers": 2}
+    hf, mcore, fp8 = source("qwen3", **changes), tmp_path / "mcore", tmp_path / "fp8"
+    converting.to_mcore(hf, mcore, TP2)
+    assert converting.cli("to-hf", "--ckpt", mcore, "--out", fp8, "--fp8")[0] == 0
+    assert read_hf_config(fp8)["quantization_config"]["quant_method"] == "fp8"
+    certificate = json.loads(converting.cli("verify", "--hf", fp8, "--ckpt", mcore, "--json")[1])
+    # q, k, v, o, gate, up and down of two layers.
+    assert (certificate["mismatched"], certificate["quantised"]) == ([], 14)
+    converting.there_and_back(fp8, tmp_path / "again", tmp_path / "back", TP2)
+    found, wanted = converting.hf_tensors(tmp_path / "back"), _read(fp8)
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in wanted.items()}
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert "quantization_config" not in read_hf_config(tmp_path / "back")
+    code, output, _ = converting.cli("verify", "--hf", fp8, "--ckpt", tmp_path / "again", "--logits", "--json")
+    certificate = json.loads(output)
+    assert (code, certificate["mismatched"], certificate["quantised"]) == (0, [], 0)
+    assert certificate["max_abs_logit_diff"] < 1e-4
+
+
+def test_a_changed_fp8_code_is_found(source: Any, tmp_path: Path) -> None:
+    mcore, fp8 = tmp_path / "mcore", tmp_path / "fp8"
+    converting.to_mcore(source("qwen3"), mcore, ONE)
+    assert converting.cli("to-hf", "--ckpt", mcore, "--out", fp8, "--fp8")[0] == 0
+    tensors = converting.hf_tensors(fp8)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] ^= 1
+    save_file(tensors, fp8 / "model.safetensors", metadata={"format": "pt"})
+    code, output, _ = converting.cli("verify", "--hf", fp8, "--ckpt", mcore, "--json")
+    assert (code, json.loads(output)["mismatched"]) == (1, [name])
+
+
+def test_an_adapter_is_merged_on_the_way_in(source: Any, tmp_path: Path) -> None:
+    hf, lora, mcore = source("qwen3"), tmp_path / "lora", tmp_path / "mcore"
+    lora.mkdir()
+    targets = {"self_attn.q_proj": (64, 32), "mlp.down_proj": (32, 48)}
+    pairs = {
+        f"base_model.model.model.layers.2.{module}.lora_{side}.weight": torch.randn(shape)
+        for module, (rows, columns) in targets.items()
+        for side, shape in (("A", (3, columns)), ("B", (rows, 3)))
+    }
+    save_file(pairs, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    code, _, errors = converting.cli("to-mcore", "--hf", hf, "--lora", lora, "--out", mcore, "--tp", "2")
+    assert (code, errors) == (0, "")
+    converting.to_hf(mcore, tmp_path / "back")
+    found, wanted, base = converting.hf_tensors(tmp_path / "back"), _read(hf, lora), _read(hf)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    changed = sorted(f"model.layers.2.{module}.weight" for module in targets)
+    assert [name for name in sorted(base) if not torch.equal(found[name], base[name])] == changed
+    assert converting.cli("verify", "--hf", hf, "--lora", lora, "--ckpt", mcore)[0] == 0
+    code, output, _ = converting.cli("verify", "--hf", hf, "--ckpt", mcore, "--json")
+    assert (code, json.loads(output)["mismatched"]) == (1, changed)
 
 
 # ---- megatron's reader ----
@@ -126,6 +268,11 @@ def _loaded(_: int, hf: str, mcore: str, sizes: Sizes) -> tuple[dict[str, np.nda
         ("llama", {}, TP2, UNEVEN),
         ("qwen2", {"tie_word_embeddings": True}, PP2, TP2),
         ("qwen2", {"tie_word_embeddings": True}, TP2, PP2),
+        ("deepseek_v3", {}, ALL, ONE),
+        ("glm4_moe", {}, EP2, TP2),
+        ("qwen3", ODD, TP4, ONE),
+        ("qwen3", ODD, ONE, TP4),
+        ("qwen3", ODD, TP2, TP4),
     ],
 )
 def test_a_real_model_in_any_other_layout_loads_it(
