@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -154,7 +155,7 @@ def _on_a_small_disk(hf: Path, out: Path) -> tuple[int, str, str]:
 
     usage = namedtuple("usage", "total used free")
     shutil.disk_usage = lambda _: usage(10**6, 10**6 - 100_000, 100_000)  # type: ignore[assignment]
-    return converting._cli(("to-mcore", "--hf", str(hf), "--out", str(out)))
+    return converting._cli(("to-mcore", "--hf", str(hf), "--out", str(out), *_flags()))
 
 
 def test_a_disk_that_is_too_small_is_found_before_anything_is_written(hf: Path, tmp_path: Path) -> None:
@@ -162,6 +163,41 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(hf: Path, 
     assert code == 2
     assert "0.00 GiB free" in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_to_finish_keeps_what_is_done(killed: Path, hf: Path, tmp_path: Path) -> None:
+    before = _content(killed)
+    code, _, errors = converting.alone(_on_a_small_disk, hf, tmp_path / "out")
+    assert code == 2
+    assert "GiB free" in errors
+    assert _content(killed) == before
+
+
+def _on_a_disk_that_fills(hf: Path, out: Path) -> tuple[int, str, str]:
+    from model_converters import checkpoint
+
+    write_file, written = checkpoint.write_file, []
+
+    def failing(directory: Any, file: Any, *rest: Any) -> Any:
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(file)
+        return write_file(directory, file, *rest)
+
+    checkpoint.write_file = failing
+    return converting._cli(("to-mcore", "--hf", str(hf), "--out", str(out), *_flags()))
+
+
+def test_a_disk_that_fills_does_not_cost_what_is_done(
+    hf: Path, uninterrupted: dict[str, bytes], tmp_path: Path
+) -> None:
+    code, _, errors = converting.alone(_on_a_disk_that_fills, hf, tmp_path / "out")
+    assert code == 2
+    assert "No space left on device" in errors
+    assert ".out.partial keeps what is done" in errors
+    code, _, errors = converting.cli("to-mcore", "--hf", hf, "--out", tmp_path / "out", *_flags())
+    assert (code, "3 of " in errors) == (0, True)
+    assert _content(tmp_path / "out") == uninterrupted
 
 
 # ---- memory ----

@@ -1,0 +1,76 @@
+"""Plans of checkpoint files, without megatron: what does not make a checkpoint is refused before it is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from model_converters.chunks import Box, Chunk, RankState, StateObject
+from model_converters.dcp_metadata import read_metadata
+from model_converters.dcp_reader import DcpReader
+from model_converters.dcp_writer import plan_files, plan_metadata, write_file, write_metadata
+from model_converters.errors import ConversionError
+
+FLOAT = torch.float32
+
+
+def chunk(name, start, length, total=8, key="weight"):
+    return Chunk(key, (total, 3), Box((start, 0), (length, 3)), name, Box((0, 0), (length, 3)))
+
+
+def planned(*chunks, dtypes=None, max_bytes=10**6):
+    states = [RankState((one,), (), {}) for one in chunks]
+    dtypes = dtypes or {one.mcore_name: FLOAT for one in chunks}
+    return [file for rank, state in enumerate(states) for file in plan_files(rank, state, dtypes, max_bytes)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([chunk("a", 0, 4), chunk("b", 5, 3)], "weight"),
+        ([chunk("a", 0, 4), chunk("b", 3, 5)], "overlapping"),
+        ([chunk("a", 0, 4), chunk("b", 4, 5)], "out of bounds"),
+        ([chunk("a", 0, 4)], "only parts of weight"),
+    ],
+    ids=["hole", "overlap", "beyond the end", "one rank's part"],
+)
+def test_chunks_must_tile_every_tensor(chunks, message):
+    with pytest.raises(ConversionError, match=message):
+        plan_metadata(planned(*chunks))
+
+
+def test_one_stored_tensor_has_one_dtype():
+    files = planned(chunk("a", 0, 4), chunk("b", 4, 4), dtypes={"a": FLOAT, "b": torch.bfloat16})
+    with pytest.raises(ConversionError, match=r"a is torch\.float32 and b is torch\.bfloat16"):
+        plan_metadata(files)
+
+
+def test_files_are_bounded_but_for_a_larger_tensor():
+    chunks = [chunk(str(i), 0, rows, rows, key=str(i)) for i, rows in enumerate((1, 2, 1, 20, 1, 3))]
+    state = RankState(tuple(chunks), (StateObject("state/shard_0_1", b"x"),), {})
+    files = list(plan_files(3, state, {one.mcore_name: FLOAT for one in chunks}, 48))
+    rows = [[e.content.local.shape[0] for e in f.entries if isinstance(e.content, Chunk)] for f in files]
+    assert rows == [[1, 2, 1], [20], [1, 3]]
+    assert [file.name for file in files] == ["__3_0.distcp", "__3_1.distcp", "__3_2.distcp"]
+    assert sum(len(file.entries) for file in files) == 7
+
+
+def test_torch_and_we_read_what_is_written(tmp_path):
+    """Values that no CRC protects, in chunks of two files, one of them a view."""
+    whole = torch.randn(8, 3)
+    files = planned(chunk("a", 0, 5), chunk("b", 5, 3))
+    parts = {"a": whole[:5].clone(), "b": whole[5:].clone()}
+    told = []
+    metadata = plan_metadata(files)
+    spans = {file.name: write_file(tmp_path, file, lambda one: parts[one.mcore_name], told.append) for file in files}
+    write_metadata(tmp_path, metadata, files, spans)
+    assert told == [60, 36]
+    assert torch.serialization.get_crc32_options()
+    theirs = {"weight": torch.zeros(8, 3)}
+    torch.distributed.checkpoint.load(theirs, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(theirs["weight"], whole)
+    reader = DcpReader(tmp_path, read_metadata(tmp_path))
+    for box in (Box((0, 0), (8, 3)), Box((4, 1), (3, 2)), Box((6, 0), (1, 3))):
+        assert torch.equal(reader.read("weight", box), box.view(whole))
+    assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()
