@@ -25,11 +25,8 @@ class Progress:
 
     def advance(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
-        now = time.monotonic()
-        if self._stream.isatty() and now - self._shown_at >= _SECONDS_BETWEEN_LINES:
-            self._shown_at = now
-            self._stream.write(f"\r{self.line(now - self._started)}\033[K")
-            self._stream.flush()
+        if self._stream.isatty() and time.monotonic() - self._shown_at >= _SECONDS_BETWEEN_LINES:
+            self._show()
 
     def line(self, seconds: float) -> str:
         """What is shown after `seconds` of work."""
@@ -48,8 +45,14 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._shown_at:
+            self._show()
             self._stream.write("\n")
             self._stream.flush()
+
+    def _show(self) -> None:
+        self._shown_at = time.monotonic()
+        self._stream.write(f"\r{self.line(self._shown_at - self._started)}\033[K")
+        self._stream.flush()
 
 
 def _duration(seconds: float) -> str:

@@ -41,5 +41,6 @@ def test_it_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
             progress.advance(50)
             progress.advance(50)
     assert terminal.getvalue().startswith("\rverify  50%")
+    assert terminal.getvalue().split("\r")[-1].startswith("verify 100%")
     assert terminal.getvalue().count("\n") == 1
     assert file.getvalue() == ""
