@@ -14,8 +14,9 @@ from model_converters.errors import ConversionError
 HF_FOLDER = "hf"
 """Where a megatron checkpoint keeps them."""
 
+_CONFIG = "config.json"
 _PATTERNS = (
-    "config.json",
+    _CONFIG,
     "generation_config.json",
     "tokenizer*",
     "vocab.*",
@@ -32,19 +33,20 @@ _PATTERNS = (
 
 def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str, Any] | None = None) -> None:
     """Copies configuration, generation and tokenizer files into the directory `target`, durably; makes it. `config`
-    replaces config.json.
+    stands for the config.json of `source`, which may then be gone.
 
-    Raises: ConversionError when `source` has no config.json; OSError.
+    Raises: ConversionError when there is no config.json; OSError.
     """
     source, target = Path(source), Path(target)
-    if not (source / "config.json").is_file():
-        raise ConversionError(f"{source / 'config.json'} does not exist; a model directory needs its config.json")
+    if config is None and not (source / _CONFIG).is_file():
+        raise ConversionError(f"{source / _CONFIG} does not exist; a model directory needs its config.json")
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted({file for pattern in _PATTERNS for file in source.glob(pattern) if file.is_file()}):
         shutil.copyfile(file, target / file.name)
-        if config is not None and file.name == "config.json":
-            (target / file.name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sync(target / file.name)
+    if config is not None:
+        (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        sync(target / _CONFIG)
     sync(target)
 
 

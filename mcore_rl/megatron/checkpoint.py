@@ -54,7 +54,7 @@ def save_checkpoint(directory: str, actor: MegatronActor) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory) from error
         raise CheckpointError(f"{directory} could not be written: {error}") from error
     if actor.rank == 0:
-        copy_side_files(actor.config.model.hf_path, Path(directory) / HF_FOLDER)
+        copy_side_files(actor.config.model.hf_path, Path(directory) / HF_FOLDER, actor.hf_config)
 
 
 def load_checkpoint(directory: str, actor: MegatronActor) -> None:

@@ -1,0 +1,36 @@
+"""What goes with the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model_converters.errors import ConversionError
+from model_converters.side_files import copy_side_files
+
+
+def test_files_of_the_model_are_copied_and_no_others(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    wanted = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tokenizer.json", "x.model"]
+    for name in (*wanted, "model.safetensors", "README.md", "optimizer.pt"):
+        (source / name).write_text(name)
+    (source / "tokenizer.d").mkdir()
+    copy_side_files(source, tmp_path / "deep" / "target")
+    assert sorted(path.name for path in (tmp_path / "deep" / "target").iterdir()) == wanted
+    assert all((tmp_path / "deep" / "target" / name).read_text() == name for name in wanted)
+
+
+def test_a_configuration_at_hand_replaces_the_file_or_its_absence(tmp_path: Path) -> None:
+    """A run outlives the directory that it started from."""
+    source = tmp_path / "source"
+    with pytest.raises(ConversionError, match=r"config\.json does not exist"):
+        copy_side_files(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    for _ in range(2):
+        copy_side_files(source, tmp_path / "target", {"model_type": "qwen3"})
+        assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"model_type": "qwen3"}
+        source.mkdir(exist_ok=True)
+        (source / "config.json").write_text("{}")
