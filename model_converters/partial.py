@@ -73,6 +73,9 @@ class PartialCheckpoint:
         """Renames the directory to the target, without the notes."""
         for name in (_FINISHED, _IDENTITY):
             (self.directory / name).unlink(missing_ok=True)
+        for file in self.directory.iterdir():
+            if file.suffix != ".distcp":  # those were made durable one by one
+                sync(file)
         sync(self.directory)
         os.rename(self.directory, self.target)
         sync(self.target.parent)

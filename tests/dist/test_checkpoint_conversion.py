@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from model_converters.families import missing_engine_fields
+from model_converters.families import FAMILIES, missing_engine_fields
 from model_converters.hf_config import read_hf_config
 from model_converters.io import HFCheckpoint
 from tests.dist import converting, policy_batch
@@ -283,6 +283,25 @@ def test_a_real_model_in_any_other_layout_loads_it(
     for found, wanted in launch(_loaded, loaded["world_size"], str(hf), str(tmp_path / "mcore"), loaded):
         assert found.keys() == wanted.keys()
         assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+
+
+def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
+    from model_converters.checkpoint import verify
+
+    certificates = {name: verify(hf, ckpt, logits=True) for name, (hf, ckpt) in pairs.items()}
+    return {name: c.logits.max_abs_diff if c.holds and c.logits else -1.0 for name, c in certificates.items()}
+
+
+def test_every_family_computes_what_transformers_computes(source: Any, tmp_path: Path) -> None:
+    """2e-5 on logits of a spread above 1, in float32."""
+    pairs = {}
+    for family in sorted(set(FAMILIES) - {"kimi_k2"}):  # transformers has no Kimi-K2; it is a deepseek_v3
+        pairs[family] = source(family), tmp_path / family
+        sizes = TP2_EP2 if "experts" in str(read_hf_config(pairs[family][0])) else TP2
+        converting.to_mcore(*pairs[family], sizes)
+    found = converting.alone(_logit_differences, pairs)
+    assert len(found) >= 8
+    assert {name: difference for name, difference in found.items() if not 0 <= difference < 2e-5} == {}
 
 
 # ---- megatron's writer ----

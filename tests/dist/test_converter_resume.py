@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +152,6 @@ def test_two_conversions_do_not_write_one_checkpoint(killed: Path, hf: Path, tmp
 
 
 def _on_a_small_disk(hf: Path, out: Path) -> tuple[int, str, str]:
-    import shutil
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
@@ -226,31 +227,37 @@ def _growth(verb: str, arguments: tuple[str, ...]) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of six times its largest tensor."""
+@pytest.fixture
+def large_hf(tmp_path: Path) -> Iterator[Path]:
+    """A model of six times its largest tensor; what a test makes beside it goes with it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = tiny_fields("qwen3", **LARGE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     tensors = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    assert total > 6 * LARGEST_BYTES
-    hf, mcore = tmp_path / "hf", tmp_path / "mcore"
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 6 * LARGEST_BYTES
+    hf = tmp_path / "hf"
     hf.mkdir()
     save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
     (hf / "config.json").write_text(json.dumps(fields))
     del tensors
-    there, back = ("--hf", str(hf), "--out", str(mcore)), ("--ckpt", str(mcore), "--out", str(tmp_path / "back"))
-    both = ("--hf", str(hf), "--ckpt", str(mcore))
+    yield hf
+    for directory in tmp_path.iterdir():
+        shutil.rmtree(directory)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(large_hf: Path, tmp_path: Path) -> None:
+    mcore = tmp_path / "mcore"
+    there = ("--hf", str(large_hf), "--out", str(mcore), "--tp", "2")
+    back = ("--ckpt", str(mcore), "--out", str(tmp_path / "back"))
     grown = {
-        "to-mcore": converting.alone(_growth, "to-mcore", (*there, "--tp", "2")),
+        "to-mcore": converting.alone(_growth, "to-mcore", there),
+        "verify": converting.alone(_growth, "verify", ("--hf", str(large_hf), "--ckpt", str(mcore))),
         "to-hf": converting.alone(_growth, "to-hf", back),
-        "verify": converting.alone(_growth, "verify", both),
     }
     # A certificate needs both sides.
     largest = {"to-mcore": 2, "to-hf": 2, "verify": 3}
     bounds = {verb: count * LARGEST_BYTES + SLACK_BYTES for verb, count in largest.items()}
     assert {verb: num_bytes for verb, num_bytes in grown.items() if num_bytes > bounds[verb]} == {}
-    print({verb: f"{num_bytes / LARGEST_BYTES:.2f} of the largest tensor" for verb, num_bytes in grown.items()})
