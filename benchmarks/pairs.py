@@ -16,6 +16,8 @@ import torch
 from benchmarks.result import Result
 
 ROUNDS = 15
+SHORTEST_SECONDS = 0.05
+"""What a timed round takes at least; a single copy of 20 MB is shorter than its own noise."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,22 @@ def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: Any) ->
 
 
 def alternate(pair: Pair) -> tuple[float, float]:
-    """(median of limit / ours, median seconds of ours); the first round warms both up."""
+    """(median of limit / ours, median seconds of ours). The first round warms both up and tells how often a short
+    action is repeated in each of the others."""
+    repeats = max(1, round(SHORTEST_SECONDS / max(_timed(pair.limit, 1), _timed(pair.ours, 1))))
     ratios, ours = [], []
-    for round_ in range(ROUNDS + 1):
-        seconds = [_timed(pair.limit), _timed(pair.ours)]
-        if round_:
-            ratios.append(seconds[0] / seconds[1])
-            ours.append(seconds[1])
+    for _ in range(ROUNDS):
+        seconds = [_timed(pair.limit, repeats), _timed(pair.ours, repeats)]
+        ratios.append(seconds[0] / seconds[1])
+        ours.append(seconds[1])
     return statistics.median(ratios), statistics.median(ours)
 
 
-def _timed(action: Callable[[], object]) -> float:
+def _timed(action: Callable[[], object], repeats: int) -> float:
     started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+    for _ in range(repeats):
+        action()
+    return (time.perf_counter() - started) / repeats
 
 
 def peak_bytes(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> int:
