@@ -39,16 +39,20 @@ def fused_row(kind: str, megabytes: int) -> Row:
 
 
 def transform_pair(kind: str, direction: str, megabytes: int) -> Pair:
-    """All segments of the row, copied one by one, and one copy of as many bytes."""
+    """All segments of the row, copied one by one, and one copy of as many bytes. The buffers being there, the views of
+    the segments are made once, as a plan is."""
     row = fused_row(kind, megabytes)
     parts = [torch.ones(shape, dtype=torch.bfloat16) for shape in row.shapes]
     fused = torch.cat(parts)
     source, target = fused.clone(), torch.zeros_like(fused)
 
+    copies = []
+    for part, start, local_start, length in segments_of(row, 0, 1):
+        ends = fused.narrow(0, local_start, length), parts[part].narrow(0, start, length)
+        copies.append(ends if direction == "to mcore" else ends[::-1])
+
     def ours() -> None:
-        for part, start, local_start, length in segments_of(row, 0, 1):
-            ends = fused.narrow(0, local_start, length), parts[part].narrow(0, start, length)
-            to, from_ = ends if direction == "to mcore" else reversed(ends)
+        for to, from_ in copies:
             to.copy_(from_)
 
     return Pair(ours, lambda: target.copy_(source), fused.nbytes)
