@@ -17,9 +17,9 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 SLEEP = "[sys.executable, '-c', 'import time; time.sleep(60)']"
 LEAKS = {
     "child": f"subprocess.Popen({SLEEP})",
-    # The parent is gone and the session another: only the inherited variable tells whose it is.
+    # The parent is gone and the session another: only the inherited variable tells whose it is, once exec is through.
     "orphan": f'subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen({SLEEP}, '
-    'start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"])',
+    'start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"]); time.sleep(0.5)',
     "forked": "os.fork() or (time.sleep(60), os._exit(0))",
     "segment": "open(f'/dev/shm/mcore_rl_{os.getpid()}_test', 'w').close()",
 }
