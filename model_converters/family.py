@@ -42,7 +42,7 @@ class ModelArguments:
 class Family:
     """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
     supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
-    writes nothing or null.
+    writes nothing or null. `transformers_type`: under which model_type transformers has it, where that is another.
 
     Raises (both): ConversionError for a configuration that the family cannot represent.
     """
@@ -52,6 +52,7 @@ class Family:
     model_arguments: Callable[[HFConfig], ModelArguments]
     description: Description
     engine_fields: Mapping[str, Any] = field(default_factory=dict)
+    transformers_type: str = ""
 
 
 @dataclass(frozen=True)

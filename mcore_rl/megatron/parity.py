@@ -14,6 +14,8 @@ from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.output import PolicyModel, logits_emitted
+from model_converters.families import family_for
+from model_converters.hf_config import read_hf_config
 from model_converters.layout import TrainLayout
 from model_converters.mtp import without_mtp
 
@@ -32,7 +34,7 @@ def compare_logits(
     """(largest absolute difference, largest absolute logit) on random tokens, both models in float32: megatron's, of
     `hf_config`, with the weights that its own reader finds in `checkpoint`; transformers' of `hf_directory`.
 
-    Raises: CheckpointError when the checkpoint is not of this model.
+    Raises: CheckpointError when the checkpoint is not of this model, or transformers cannot load the directory.
     """
     vocabulary = int(hf_config["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
@@ -75,13 +77,20 @@ def _load(model: PolicyModel, checkpoint: str | Path) -> None:
 
 
 def _transformers_logits(hf_directory: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(
-        hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    fields = read_hf_config(hf_directory)
+    another_type = family_for(fields).transformers_type
+    options = {"config": AutoConfig.for_model(**fields | {"model_type": another_type})} if another_type else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
+        ).eval()
+    except Exception as error:  # of classes of its own and of its libraries
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"transformers cannot load {hf_directory} for --logits: {reason}") from error
     with torch.no_grad():
         return torch.cat([model(sequence[None]).logits[0] for sequence in sequences])

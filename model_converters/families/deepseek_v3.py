@@ -102,4 +102,5 @@ KIMI_K2 = Family(
     model_arguments=_model_arguments,
     description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED, vllm_cpu="runs"),
     engine_fields=_ENGINE_FIELDS,
+    transformers_type="deepseek_v3",
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -52,7 +53,7 @@ def cases() -> list[Any]:
     found += [("glm4_moe", MTP, sizes) for sizes in (TP2, UNEVEN, ETP2)]
     found += [("deepseek_v2", {}, sizes) for sizes in (VPP2, TP2_EP2)]
     found += [("qwen2", changes, sizes) for changes in (ODD, ODD | {"tie_word_embeddings": True}) for sizes in (TP2, TP4)]
-    found += [("mixtral", {}, sizes) for sizes in (ONE, ALL)]
+    found += [(family, {}, sizes) for family in ("mixtral", "kimi_k2") for sizes in (ONE, ALL)]
     return [pytest.param(*case, id=_name(case)) for case in found]
 
 
@@ -69,9 +70,9 @@ def source(tmp_path_factory: pytest.TempPathFactory):
     def write(family: str, **changes: Any) -> Path:
         key = json.dumps([family, changes])
         if key not in written:
-            written[key] = write_tiny_model(tmp_path_factory.mktemp(family), family, **changes)
-            if changes.get("num_nextn_predict_layers"):
-                add_mtp_layer(written[key])
+            written[key] = tmp_path_factory.mktemp(family) / "hf"
+            mtp = bool(changes.get("num_nextn_predict_layers"))
+            tiny_checkpoint.write(family, written[key], changes=changes, seed=0, mtp=mtp)
         return written[key]
 
     return write
@@ -295,13 +296,25 @@ def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
 def test_every_family_computes_what_transformers_computes(source: Any, tmp_path: Path) -> None:
     """2e-5 on logits of a spread above 1, in float32."""
     pairs = {}
-    for family in sorted(set(FAMILIES) - {"kimi_k2"}):  # transformers has no Kimi-K2; it is a deepseek_v3
+    for family in sorted(FAMILIES):
         pairs[family] = source(family), tmp_path / family
         sizes = TP2_EP2 if "experts" in str(read_hf_config(pairs[family][0])) else TP2
         converting.to_mcore(*pairs[family], sizes)
     found = converting.alone(_logit_differences, pairs)
-    assert len(found) >= 8
+    assert len(found) >= 9
     assert {name: difference for name, difference in found.items() if not 0 <= difference < 2e-5} == {}
+
+
+def test_logits_that_transformers_cannot_give_are_one_message(source: Any, tmp_path: Path) -> None:
+    """A directory that the converters read whole, with an attention that transformers does not have."""
+    hf = tmp_path / "hf"
+    shutil.copytree(source("qwen3"), hf)
+    converting.to_mcore(hf, tmp_path / "mcore", ONE)
+    (hf / "config.json").write_text(json.dumps(read_hf_config(hf) | {"num_hidden_layers": 4, "pad_token_id": "none"}))
+    code, _, errors = converting.cli("verify", "--hf", hf, "--ckpt", tmp_path / "mcore", "--logits")
+    assert (code, errors.count("error: ")) == (2, 1)
+    assert f"transformers cannot load {hf}" in errors
+    assert "Traceback" not in errors
 
 
 # ---- megatron's writer ----
