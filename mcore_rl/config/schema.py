@@ -43,6 +43,8 @@ class DataConfig:
     plain_template: str = "{prompt}"
     """Text around a plain prompt; {prompt} is replaced."""
     val_max_prompts: int | None = None
+    long_prompts: str = "drop"
+    """drop | truncate_left | truncate_right: what happens to prompts longer than rollout.max_prompt_tokens."""
     shuffle: bool = True
 
 
@@ -59,6 +61,14 @@ class RolloutConfig:
     top_k: int = -1
     max_prompt_tokens: int = 512
     max_response_tokens: int = 512
+    validation_temperature: float = 0.0
+    validation_top_p: float = 1.0
+    validation_samples: int = 1
+    """Responses per validation prompt; accuracy is their mean. Temperature 0 is greedy."""
+    max_batched_tokens: int | None = None
+    """Tokens that an engine computes in one pass (chunked prefill); null: the engine's default."""
+    expert_parallel: bool = False
+    """The engine's tensor-parallel ranks hold whole experts instead of slices of all."""
     max_concurrent_requests: int = 256
     """Sequences that one engine decodes together."""
     kv_cache_gib: float = 0.25
@@ -135,6 +145,11 @@ class ParallelConfig:
     cp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    pipeline_layout: str | None = None
+    """Megatron's layout of pipeline stages, such as `Et*3|(tt|)*29m|L`; replaces first_stage_layers,
+    last_stage_layers and vpp."""
+    sequence_parallel: bool | None = None
+    """null: with tp > 1. Mixture-of-experts and latent-attention models are wrong without it."""
 
 
 @dataclass
@@ -155,17 +170,57 @@ class OptimizerSettings:
 
 
 @dataclass
+class MoeConfig:
+    """Training of mixture-of-experts layers. Coefficients of 0 leave a term out."""
+
+    load_balancing: str = "aux_loss"
+    """aux_loss (per micro-batch) | seq_aux_loss (per sequence) | global_aux_loss (over all ranks and micro-batches):
+    over what the auxiliary loss balances experts."""
+    aux_loss_coefficient: float = 0.0
+    z_loss_coefficient: float = 0.0
+    bias_update_rate: float = 0.0
+    """By how much an update moves the bias with which DeepSeek-V3's routers choose experts; 0: it stays."""
+    dispatcher: str = "auto"
+    """auto | alltoall | allgather | deepep. auto: deepep where it is installed and ep spans nodes, else alltoall."""
+    router_replay: str = "none"
+    """none | policy: updates replay the experts that the old policy's pass chose."""
+
+
+@dataclass
+class OffloadConfig:
+    """What moves to host memory while the engine generates, and back before the next pass of the trainer."""
+
+    params: bool = False
+    grads: bool = False
+    optimizer: bool = False
+
+
+@dataclass
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_ranks: int | None = None
     """Trainer ranks; null: all that the cluster offers."""
     tokens_per_microbatch: int = 4096
+    """Budget of one packed row, which context-parallel ranks share; a longer sequence is refused."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     recompute: str = "none"
     """none | selective | full activation recomputation."""
-    moe_aux_loss_coefficient: float = 0.0
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """Of selective recomputation: core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up_proj."""
+    recompute_layers: int = 1
+    """Of full recomputation: layers between two saved activations."""
+    distributed_optimizer: bool = True
+    """Optimizer state sharded over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    mtp_loss_coefficient: float = 0.0
+    """Above 0 the model's multi-token-prediction layers are trained with this weight; at 0 they are left out."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    fp8: str = "none"
+    """none | delayed | tensorwise | blockwise | mxfp8: TransformerEngine's recipe (CUDA only)."""
 
 
 @dataclass
@@ -196,6 +251,8 @@ class CheckpointConfig:
     every_steps: int = 0
     """0: only at the end of the run."""
     keep_last: int = 2
+    async_save: bool = False
+    """Files are written while training goes on; a checkpoint counts once it is complete."""
 
 
 @dataclass
@@ -204,6 +261,8 @@ class ClusterConfig:
     gpus_per_node: int = 1
     """Trainer slots per node: GPUs, or on CPU processes."""
     gpu_memory_gib: float = 80.0
+    host_memory_gib: float | None = None
+    """Of one node, for what `plan` says of offloading; null: not checked."""
     placement: str = "colocated"
     """colocated | disaggregated."""
     device: str = "auto"
@@ -212,6 +271,48 @@ class ClusterConfig:
     object_store_gib: float = 0.5
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
+
+
+@dataclass
+class SlurmConfig:
+    """Of the job script that `mcore-rl slurm` renders."""
+
+    job_name: str = "mcore-rl"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: str = "04:00:00"
+    """Of one run of the job; a preempted job is queued again and resumes."""
+    grace_seconds: int = 600
+    """Before the time limit SLURM sends USR1: the run saves a checkpoint within this time and is queued again."""
+    cpus_per_node: int | None = None
+    exclude: str | None = None
+    container: str = "none"
+    """none | pyxis | apptainer."""
+    container_image: str | None = None
+    container_mounts: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    """Shell commands on every node before Ray starts, such as activating an environment."""
+    environment: dict[str, str] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+    """Further #SBATCH options, such as --constraint=h100."""
+
+
+@dataclass
+class PlanConfig:
+    """Assumptions of `mcore-rl plan` that no other key says."""
+
+    peak_tflops: float | None = None
+    """Of one GPU in the training dtype; null: no time estimate."""
+    mfu_update: float = 0.3
+    mfu_logp: float = 0.35
+    mfu_prefill: float = 0.3
+    memory_bandwidth_gib_per_second: float | None = None
+    """Of one GPU; decides the time of decoding. null: no time estimate."""
+    mean_response_fraction: float = 0.5
+    """Mean response length, of rollout.max_response_tokens."""
+    moe_imbalance: float = 1.5
+    """Tokens of the most loaded expert-parallel rank over the mean."""
 
 
 @dataclass
@@ -227,3 +328,5 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

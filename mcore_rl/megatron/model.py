@@ -141,7 +141,7 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_arguments(actor_config: ActorConfig) -> dict[str, Any]:
-    coefficient = actor_config.moe_aux_loss_coefficient
+    coefficient = actor_config.moe.aux_loss_coefficient
     return {
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
         "moe_aux_loss_coeff": coefficient,
