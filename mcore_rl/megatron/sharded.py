@@ -64,7 +64,8 @@ def meta_model(hf_config: dict[str, Any], layout: TrainLayout, rank: int) -> Ite
 
     Raises: as rank_state.
     """
-    sizes = {field.name: getattr(layout, field.name) for field in fields(ParallelConfig)}
+    axes = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(layout)}
+    sizes = {axis: getattr(layout, axis) for axis in axes}
     layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
     with _counted_world(layout, rank):
         with torch.device("meta"):
