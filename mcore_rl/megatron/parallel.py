@@ -61,7 +61,7 @@ def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, g
     if dist.get_world_size() != layout.world_size:
         raise McoreRLError(f"a layout of {layout.world_size} ranks in a process group of {dist.get_world_size()}")
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -76,6 +76,15 @@ def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, g
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
+
+
+def _leave_groups() -> None:
+    """Ends megatron's groups; destroy_model_parallel (0.16.1) only forgets them, and every gloo group keeps threads."""
+    dist.barrier()  # a peer may still be in the last collective of one
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def destroy() -> None:
