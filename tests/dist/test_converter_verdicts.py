@@ -53,7 +53,7 @@ def verify(hf: Path, mcore: Path) -> tuple[int, dict[str, Any]]:
 
 def test_the_certificate_of_an_honest_pair(pair: tuple[Path, Path]) -> None:
     hf, mcore = pair
-    code, output, errors = converting.cli("verify", "--hf", hf, "--ckpt", mcore, "--logits", "--json")
+    code, output, _ = converting.cli("verify", "--hf", hf, "--ckpt", mcore, "--logits", "--json")
     certificate = json.loads(output)
     names = set(converting.hf_tensors(hf))
     assert (code, certificate["tensors"], certificate["mismatched"]) == (0, len(names), [])
@@ -170,7 +170,7 @@ def _truncate(hf: Path) -> None:
 def test_to_mcore_refuses_and_leaves_nothing(
     spoil: Callable[[Path], Any], part: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    hf, mcore = pair
+    hf, _ = pair
     spoil(hf)
     code, _, errors = converting.cli("to-mcore", "--hf", hf, "--out", tmp_path / "out")
     assert code == 2

@@ -29,7 +29,7 @@ def _stored(directory: str | Path) -> torch.Tensor:
 
 
 def test_bias_and_groups_of_the_tiny_models_choose_other_experts(directory: str) -> None:
-    """Guards the parity tests: with a bias of zeros, or groups that never exclude an expert, they would prove nothing."""
+    """Guards the parity tests: with a bias of 0, or groups that never exclude an expert, they would prove nothing."""
     model = policy_batch.reference_model(directory)
     tokens = torch.from_numpy(np.concatenate([policy_batch.sequence(sample) for sample in range(9)]).astype(np.int64))
 

@@ -141,9 +141,7 @@ def test_weighted_swiglu_over_several_blocks(rows: int, monkeypatch: pytest.Monk
 def test_rows_are_gathered_and_added_back() -> None:
     index = torch.tensor([4, 0, 0, 2, 4, 4])  # rows 1 and 3 are in no copy
     _agree(lambda x: gather_rows(x, index), lambda x: x[index], [_random(5, 2, 3)])
-    _agree(
-        lambda x: add_rows(x, index, 5), lambda x: x.new_zeros(5, 2, 3).index_add(0, index, x), [_random(6, 2, 3)]
-    )
+    _agree(lambda x: add_rows(x, index, 5), lambda x: x.new_zeros(5, 2, 3).index_add(0, index, x), [_random(6, 2, 3)])
 
 
 def test_grouped_linear_with_an_expert_that_nobody_chose() -> None:
@@ -183,7 +181,8 @@ POSITIONS = (torch.arange(ROWS) % 9).numpy()
 def test_bits_do_not_depend_on_where_memory_lies(kernel: Callable[..., None], shapes: list[Any]) -> None:
     """A resumed run must find the same bits. Compiled loops choose their code by whether arrays may overlap, so the
     arrays lie side by side in every order here."""
-    values = [_random(*((shape,) if isinstance(shape, int) else shape), seed=i).float() for i, shape in enumerate(shapes)]
+    sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
+    values = [_random(*size, seed=i).float() for i, size in enumerate(sizes)]
     first: list[torch.Tensor] | None = None
     for order in itertools.islice(itertools.permutations(range(len(values))), 0, None, max(len(values) - 3, 1) ** 2):
         arena, offset, placed = torch.empty(sum(value.numel() for value in values)), 0, {}
@@ -251,7 +250,8 @@ def test_the_model_is_the_same_with_and_without_each_kernel(ep: int) -> None:
     whole = launch(_train, ep, [], ep, "float32", False)
     assert all(everything <= functions for functions, _ in whole)
     for skipped in ([name] for name in FUSIONS):
-        for (_, found), (functions, expected) in zip(whole, launch(_train, ep, skipped, ep, "float32", False), strict=True):
+        without = launch(_train, ep, skipped, ep, "float32", False)
+        for (_, found), (functions, expected) in zip(whole, without, strict=True):
             absent = everything - functions
             # The dense layer's SwiGLU and the experts' are one function.
             assert absent == (set() if skipped == ["fused_swiglu"] else FUNCTION_OF[skipped[0]])
