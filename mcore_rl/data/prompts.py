@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read from a file. `dropped` rows exceeded a token limit; `limits` says which and how many each."""
+    """What was read from a file. `dropped` rows exceeded a token limit, `truncated` ones did and were shortened to it;
+    `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read."""
 
     key: str
     path: str
@@ -67,10 +68,16 @@ class LoadReport:
     dropped: int
     longest_tokens: int
     limits: str
+    truncated: int = 0
 
     def __str__(self) -> str:
-        dropped = f"{self.dropped} dropped ({self.limits})" if self.dropped else "none dropped"
-        return f"{self.key}: {self.kept} rows from {self.path}, {dropped}; longest prompt {self.longest_tokens} tokens"
+        if self.truncated:
+            exceeding = f"{self.truncated} truncated ({self.limits})"
+        else:
+            exceeding = f"{self.dropped} dropped ({self.limits})" if self.dropped else "none dropped"
+        return (
+            f"{self.key}: {self.kept} rows from {self.path}, {exceeding}; longest prompt {self.longest_tokens} tokens"
+        )
 
 
 def load_prompts(
@@ -84,19 +91,21 @@ def load_prompts(
 ) -> tuple[PromptSet, LoadReport]:
     """Reads, renders and tokenises the prompts of a jsonl or parquet file.
 
-    Prompts above rollout.max_prompt_tokens are dropped and counted. With max_prompts, reading ends when so many
-    are kept.
+    Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
+    max_prompts, reading ends when so many are kept.
 
     Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
     """
     renderer = PromptRenderer(tokenizer, data_config)
-    limit = rollout_config.max_prompt_tokens
+    limit, truncates = rollout_config.max_prompt_tokens, data_config.long_prompts != "drop"
     kept: list[Prompt] = []
     lengths: list[int] = []
     for block in iterate_blocks(path, key):
         prompts = tokenise_block(block, renderer, data_config, key)
         lengths += [len(prompt.token_ids) for prompt in prompts]
+        if truncates:
+            prompts = [_truncated(prompt, limit, data_config.long_prompts, tokenizer) for prompt in prompts]
         kept += [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
         if max_prompts is not None and len(kept) >= max_prompts:
             break
@@ -107,10 +116,18 @@ def load_prompts(
             f"{key}: all {len(lengths)} prompts of {path} are longer than rollout.max_prompt_tokens={limit}"
             f" ({min(lengths)} to {max(lengths)} tokens); raise rollout.max_prompt_tokens"
         )
-    dropped = sum(length > limit for length in lengths)
-    limits = f"longer than rollout.max_prompt_tokens={limit}"
     prompts = kept[:max_prompts]
-    return prompt_set(prompts), LoadReport(key, str(path), len(prompts), dropped, max(lengths), limits)
+    exceeding = sum(length > limit for length in (lengths[:max_prompts] if truncates else lengths))
+    report = LoadReport(
+        key,
+        str(path),
+        kept=len(prompts),
+        dropped=0 if truncates else exceeding,
+        truncated=exceeding if truncates else 0,
+        longest_tokens=max(lengths),
+        limits=f"longer than rollout.max_prompt_tokens={limit}",
+    )
+    return prompt_set(prompts), report
 
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
@@ -164,6 +181,14 @@ def tokenise_block(
             )
         )
     return prompts
+
+
+def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt without the tokens beyond `limit`; its text is what the model will see, for the records."""
+    if len(prompt.token_ids) <= limit:
+        return prompt
+    ids = prompt.token_ids[-limit:] if how == "truncate_left" else prompt.token_ids[:limit]
+    return replace(prompt, token_ids=ids, text=str(tokenizer.decode(ids.tolist())))
 
 
 def _prompt_of(row: dict[str, Any], data_config: DataConfig, where: str) -> Any:

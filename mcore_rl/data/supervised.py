@@ -11,7 +11,7 @@ import numpy as np
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.prompts import LoadReport, PromptSet, iterate_blocks, offsets_of, prompt_set, tokenise_block
 from mcore_rl.data.templates import PromptRenderer, encode
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
 
 if TYPE_CHECKING:
@@ -45,8 +45,14 @@ def load_supervised(
     Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
     rollout.max_response_tokens, are dropped and counted.
 
-    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable row.
+    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable row; ConfigError
+    when data.long_prompts asks for truncation.
     """
+    if data_config.long_prompts != "drop":
+        raise ConfigError(
+            f"data.long_prompts={data_config.long_prompts}: a target does not answer a truncated prompt; "
+            "set data.long_prompts=drop for supervised training"
+        )
     renderer = PromptRenderer(tokenizer, data_config)
     kept: list[tuple[Prompt, np.ndarray]] = []
     longest_prompt = longest_target = long_prompts = long_targets = 0

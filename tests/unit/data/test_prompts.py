@@ -117,6 +117,27 @@ def test_prompts_above_the_limit_are_dropped_and_counted(tmp_path, tokenizer):
     assert "2 dropped (longer than rollout.max_prompt_tokens=8)" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [("truncate_left", "3456789</user><assistant>"), ("truncate_right", "<user>0123456789</user><a")],
+)
+def test_long_prompts_are_cut_after_the_chat_template_as_verl_does(tmp_path, chat_tokenizer, how, kept):
+    path = jsonl(tmp_path, [{"question": q, "answer": "a"} for q in ("0123456789", "1")])
+    prompts, report = load(path, chat_tokenizer, limit=25, long_prompts=how)
+    assert [prompts[i].text for i in range(2)] == [kept, "<user>1</user><assistant>"]  # the second just fits
+    assert [chat_tokenizer.decode(prompts[i].token_ids) for i in range(2)] == prompts.texts
+    assert (report.kept, report.dropped, report.truncated, report.longest_tokens) == (2, 0, 1, 34)
+    assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)
+
+
+def test_truncation_counts_only_the_prompts_that_are_taken(tmp_path, tokenizer):
+    path = jsonl(tmp_path, [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 30)])
+    config = RolloutConfig(max_prompt_tokens=8)
+    data = DataConfig(long_prompts="truncate_left")
+    prompts, report = load_prompts(path, tokenizer, data, config, max_prompts=2)
+    assert (prompts.ground_truths, report.truncated) == (["20", "5"], 1)
+
+
 def test_when_every_prompt_is_too_long_the_message_says_what_to_raise(tmp_path, tokenizer):
     rows = [{"question": "x" * n, "answer": ""} for n in (20, 30)]
     with pytest.raises(DataError, match=r"data\.val: all 2 .*=8 \(20 to 30 tokens\); raise rollout\.max_prompt_tokens"):

@@ -7,7 +7,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.batching import UpdateCut, build_batch
 from mcore_rl.data.supervised import load_supervised, supervised_chunk
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
 
 ROWS = [("1+1=", "2"), ("12+30=", "42"), ("5+5=", "10 "), ("100+200=", "300")]
 
@@ -17,11 +17,11 @@ def tokenizer(tokenizer_file):
     return load_tokenizer(tokenizer_file)
 
 
-def load(tmp_path, tokenizer, rows, *, prompt=64, response=64):
+def load(tmp_path, tokenizer, rows, *, prompt=64, response=64, **data):
     path = tmp_path / "targets.jsonl"
     path.write_text("".join(json.dumps(dict(zip(("question", "answer"), row, strict=False))) + "\n" for row in rows))
     limits = RolloutConfig(max_prompt_tokens=prompt, max_response_tokens=response)
-    return load_supervised(path, tokenizer, DataConfig(), limits)
+    return load_supervised(path, tokenizer, DataConfig(**data), limits)
 
 
 def test_a_chunk_is_prompt_target_and_eos_and_trains_only_the_latter(tmp_path, tokenizer):
@@ -65,6 +65,11 @@ def test_rows_that_exceed_either_limit_are_counted_apart(tmp_path, tokenizer):
     assert report.dropped == 3
     assert "1 prompts longer than rollout.max_prompt_tokens=6" in report.limits
     assert "2 targets longer than rollout.max_response_tokens=2" in report.limits
+
+
+def test_truncation_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=r"data\.long_prompts=truncate_left.*set data\.long_prompts=drop"):
+        load(tmp_path, tokenizer, ROWS, long_prompts="truncate_left")
 
 
 def test_when_nothing_fits_the_message_names_the_limits(tmp_path, tokenizer):
