@@ -20,7 +20,7 @@ from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.rollout.records import remove_after
-from mcore_rl.rollout.validator import GreedyValidator
+from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
@@ -119,10 +119,11 @@ class _Site:
         if "val" not in self.prepared.prompts:
             return None
         assert self.processes.engines is not None
-        validator = GreedyValidator(
+        validator = RolloutValidator(
             self.processes.engines,
             len(self.prepared.prompts["val"]),
-            self.config.rollout.max_response_tokens,
+            self.config.rollout,
+            self.config.run.seed,
             self.directory / "rollouts",
         )
         return self._timed(validator, validate="validate")

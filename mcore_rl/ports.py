@@ -95,6 +95,6 @@ class Publisher(Protocol):
 
 
 class Validator(Protocol):
-    """Greedy accuracy on the validation prompts."""
+    """Responses to the validation prompts, graded."""
 
     def validate(self, step: int) -> RolloutScalars: ...

@@ -51,6 +51,7 @@ def evaluate(config: Config) -> int:
     with assemble(config, prepared) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
-    accuracy = result.accuracies.mean()
-    print(f"step {run.state.step}: accuracy {accuracy:.4f} over {len(result.accuracies)} prompts")
+    accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples
+    prompts = f"{len(result.accuracies) // samples} prompts" + (f" x {samples} responses" if samples > 1 else "")
+    print(f"step {run.state.step}: accuracy {accuracy:.4f} over {prompts}")
     return 0

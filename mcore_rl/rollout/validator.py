@@ -1,4 +1,4 @@
-"""Greedy accuracy on held-out prompts, through the same engines and graders as training."""
+"""Accuracy on held-out prompts, through the same engines and graders as training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.rollout.worker import RolloutTask
@@ -14,20 +15,35 @@ from mcore_rl.types import RolloutScalars, SamplingOptions
 
 
 @dataclass
-class GreedyValidator:
-    """One greedy response to each of the first `num_prompts` validation prompts."""
+class RolloutValidator:
+    """rollout.validation_samples responses to each of the first `num_prompts` validation prompts.
+
+    A response's seed comes from (seed, prompt, sample) alone: validations of one run differ by the weights only.
+    """
 
     pool: RolloutPool
     num_prompts: int
-    max_response_tokens: int
+    rollout: RolloutConfig
+    seed: int
     records_dir: Path
 
     def validate(self, step: int) -> RolloutScalars:
-        """Scalars of all responses, in the order of the prompts."""
+        """Scalars of all responses, in the order of the prompts; the group id is the number of the prompt."""
         rows, name = np.arange(self.num_prompts, dtype=np.int64), f"val_step_{step}"
-        sampling = SamplingOptions(self.max_response_tokens, temperature=0.0)
+        options = self.rollout
+        sampling = SamplingOptions(
+            options.max_response_tokens, options.validation_temperature, options.validation_top_p
+        )
         tasks = [
-            RolloutTask("val", part, part, 1, sampling, 0, part_path(self.records_dir, name, 0, engine))
+            RolloutTask(
+                "val",
+                part,
+                part,
+                options.validation_samples,
+                sampling,
+                self.seed,
+                part_path(self.records_dir, name, 0, engine),
+            )
             for engine, part in enumerate(np.array_split(rows, self.pool.num_engines))
             if len(part)
         ]

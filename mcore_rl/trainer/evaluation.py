@@ -7,7 +7,7 @@ from mcore_rl.types import RolloutScalars
 
 
 def evaluate(run: Run) -> RolloutScalars:
-    """Greedy responses to every validation prompt; the run's figures stay as they are."""
+    """Responses to every validation prompt; the run's figures stay as they are."""
     load_latest(run)
     run.publisher.publish(run.state.version)
     assert run.validator is not None

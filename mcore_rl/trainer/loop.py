@@ -42,7 +42,7 @@ def finish(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Greedy accuracy on the validation prompts, if there are any."""
+    """Accuracy on the validation prompts, if there are any: the mean over all responses."""
     if run.validator is None:
         return
     result = run.validator.validate(run.state.step)

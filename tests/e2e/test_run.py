@@ -105,7 +105,14 @@ def test_eval_repeats_the_last_validation_and_changes_no_figures(whole_run: Path
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(whole_run: Path, task: Path, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(whole_run, longer)
-    train(task, longer, "trainer.steps=5")
+    train(task, longer, "trainer.steps=5", "rollout.validation_temperature=1", "rollout.validation_samples=3")
     after, before = metrics(longer), metrics(whole_run)
     assert {step: after[step] for step in before} == before
+    # Its validation draws three responses to each prompt.
+    records = [json.loads(line) for line in (longer / "rollouts" / "val_step_5.jsonl").read_text().splitlines()]
+    assert [(r["group"], r["sample"]) for r in records] == [
+        (group, sample) for group in range(16) for sample in range(3)
+    ]
+    assert after[5]["val/accuracy"] == pytest.approx(sum(r["accuracy"] for r in records) / 48)
+    assert len({r["response"] for r in records[:3]}) > 1
     assert after[5]["rollout/version"] == 4

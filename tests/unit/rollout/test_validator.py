@@ -1,0 +1,118 @@
+"""Validation: how responses are drawn, that they can be repeated, and that scalars and records keep the order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.validator import RolloutValidator
+from mcore_rl.rollout.worker import RolloutTask, RolloutWorker
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, SamplingOptions, Score
+
+NUM_PROMPTS = 5
+
+
+class SeedEngine:
+    """The response of a request is its seed, one digit per token."""
+
+    weight_version = 3
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        self.requests += requests
+        for request in reversed(requests):
+            ids = np.array([int(digit) for digit in str(request.seed)], np.int32)
+            on_finish(Completion(request.request_id, ids, np.zeros(len(ids), np.float32), "stop", 3))
+
+
+class ParityRewarder:
+    """Right is a response that ends with an even digit."""
+
+    def __init__(self) -> None:
+        self.scores: dict[int, Score] = {}
+
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+        right = int(response_text[-1]) % 2 == 0
+        self.scores[key] = Score(1.0 if right else -1.0, float(right))
+
+    def collect(self) -> dict[int, Score]:
+        scores, self.scores = self.scores, {}
+        return scores
+
+
+class Digits:
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(str, token_ids))
+
+
+class WorkerPool:
+    """Real workers on engines that echo seeds."""
+
+    def __init__(self, num_engines: int) -> None:
+        prompts = {"val": [Prompt(row, np.array([row + 1], np.int32), f"p{row}", "src", "") for row in range(9)]}
+        self.num_engines = num_engines
+        self.engines = [SeedEngine() for _ in range(num_engines)]
+        self.workers = [RolloutWorker(e, ParityRewarder(), prompts, Digits()) for e in self.engines]  # type: ignore
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+        return [worker.run(task) for worker, task in zip(self.workers, tasks, strict=False)]
+
+
+def validate(
+    directory: Path, *, num_engines: int = 2, seed: int = 1, step: int = 4, **rollout: Any
+) -> tuple[RolloutScalars, list[dict[str, Any]], WorkerPool]:
+    pool = WorkerPool(num_engines)
+    config = RolloutConfig(max_response_tokens=9, **rollout)
+    scalars = RolloutValidator(pool, NUM_PROMPTS, config, seed, directory).validate(step)
+    records = [json.loads(line) for line in (directory / f"val_step_{step}.jsonl").read_text().splitlines()]
+    return scalars, records, pool
+
+
+SAMPLED = {"validation_temperature": 1.0, "validation_top_p": 0.7, "validation_samples": 3}
+
+
+def test_every_sample_is_drawn_as_the_validation_keys_say_not_as_training_does(tmp_path: Path) -> None:
+    _, _, pool = validate(tmp_path, temperature=0.5, top_p=0.9, top_k=7, samples_per_prompt=8, **SAMPLED)
+    requests = [request for engine in pool.engines for request in engine.requests]
+    assert len(requests) == NUM_PROMPTS * 3
+    assert {request.sampling for request in requests} == {SamplingOptions(9, temperature=1.0, top_p=0.7, top_k=-1)}
+    assert len({request.seed for request in requests}) == len(requests)
+
+
+def test_greedy_and_one_sample_unless_said_otherwise(tmp_path: Path) -> None:
+    scalars, _, pool = validate(tmp_path, temperature=1.0, samples_per_prompt=8)
+    assert {r.sampling.temperature for engine in pool.engines for r in engine.requests} == {0.0}
+    assert len(scalars.accuracies) == NUM_PROMPTS
+
+
+def test_samples_are_groups_in_the_order_of_the_prompts_and_each_is_recorded(tmp_path: Path) -> None:
+    scalars, records, _ = validate(tmp_path, **SAMPLED)
+    places = [(row, sample) for row in range(NUM_PROMPTS) for sample in range(3)]
+    assert scalars.group_ids.tolist() == scalars.prompt_rows.tolist() == [row for row, _ in places]
+    assert [(record["group"], record["sample"]) for record in records] == places
+    assert [record["prompt"] for record in records] == [f"p{row}" for row, _ in places]
+    assert [record["accuracy"] for record in records] == scalars.accuracies.tolist()
+    right = [int(record["response"]) % 2 == 0 for record in records]
+    assert scalars.accuracies.tolist() == right
+    assert 0 < np.mean(right) < 1
+
+
+@pytest.mark.parametrize("change", [{"num_engines": 3}, {"num_engines": 7}, {"step": 9}])
+def test_the_same_seeds_at_every_step_and_on_any_number_of_engines(tmp_path: Path, change: dict[str, int]) -> None:
+    (tmp_path / "other").mkdir()
+    _, records, _ = validate(tmp_path, **SAMPLED)
+    _, again, _ = validate(tmp_path / "other", **change, **SAMPLED)
+    assert [record["response"] for record in records] == [record["response"] for record in again]
+
+
+def test_another_run_seed_draws_other_samples(tmp_path: Path) -> None:
+    responses = [[record["response"] for record in validate(tmp_path, seed=seed, **SAMPLED)[1]] for seed in (1, 2)]
+    assert not set(responses[0]) & set(responses[1])
