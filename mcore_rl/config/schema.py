@@ -44,7 +44,8 @@ class DataConfig:
     """Text around a plain prompt; {prompt} is replaced."""
     val_max_prompts: int | None = None
     long_prompts: str = "drop"
-    """drop | truncate_left | truncate_right: what happens to prompts longer than rollout.max_prompt_tokens."""
+    """drop | truncate_left | truncate_right: what happens to prompts longer than rollout.max_prompt_tokens. Truncation
+    keeps the last (left) or the first (right) tokens of the rendered prompt, chat template included."""
     shuffle: bool = True
 
 
@@ -66,9 +67,10 @@ class RolloutConfig:
     validation_samples: int = 1
     """Responses per validation prompt; accuracy is their mean. Temperature 0 is greedy."""
     max_batched_tokens: int | None = None
-    """Tokens that an engine computes in one pass (chunked prefill); null: the engine's default."""
+    """Tokens that an engine computes in one pass, prompts in pieces where they exceed it (chunked prefill); null: the
+    engine's default."""
     expert_parallel: bool = False
-    """The engine's tensor-parallel ranks hold whole experts instead of slices of all."""
+    """The engine's tensor-parallel ranks hold whole experts instead of slices of all (CUDA only)."""
     max_concurrent_requests: int = 256
     """Sequences that one engine decodes together."""
     kv_cache_gib: float = 0.25

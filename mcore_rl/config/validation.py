@@ -89,6 +89,10 @@ POSITIVE = [
     "cluster.object_store_gib",
 ]
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Where families keep the number of routed experts in config.json."""
+NO_EXPERT_PARALLEL_ON_CPU = "vLLM's CPU experts crash when a rank holds whole ones; set rollout.expert_parallel=false"
+
 
 def num_trainer_ranks(config: Config) -> int:
     """Trainer ranks of this run: actor.num_ranks, or every slot that the cluster offers."""
@@ -100,7 +104,7 @@ def validate(config: Config) -> None:
 
     Raises: ConfigError for the first thing that cannot work.
     """
-    for check in (_check_values, _check_batches, _check_lengths, _check_layout, _check_run_dir):
+    for check in (_check_values, _check_batches, _check_lengths, _check_engine, _check_layout, _check_run_dir):
         check(config)
     _check_model(config, read_hf_config(config))
 
@@ -144,8 +148,9 @@ def _check_values(config: Config) -> None:
         for key in keys:
             if not holds(_value(config, key)):
                 raise ConfigError(f"{key}={_value(config, key)} must be {text}")
-    if config.rollout.top_p > 1:
-        raise ConfigError(f"rollout.top_p={config.rollout.top_p} must be at most 1")
+    for key in ("rollout.top_p", "rollout.validation_top_p"):
+        if _value(config, key) > 1:
+            raise ConfigError(f"{key}={_value(config, key)} must be at most 1")
 
 
 def _check_batches(config: Config) -> None:
@@ -165,6 +170,32 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError(
             f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be between 1 and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.validation_samples > 1 and rollout.validation_temperature == 0:
+        raise ConfigError(
+            f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
+            "set rollout.validation_temperature above 0, or one sample"
+        )
+    budget = rollout.max_batched_tokens
+    if budget is not None and budget < rollout.max_concurrent_requests:
+        raise ConfigError(
+            f"rollout.max_batched_tokens={budget} must be at least rollout.max_concurrent_requests="
+            f"{rollout.max_concurrent_requests}: every sequence that is decoded takes one token of a pass"
+        )
+    if not rollout.expert_parallel:
+        return
+    if rollout.tp == 1:
+        raise ConfigError("rollout.expert_parallel=true spreads experts over rollout.tp ranks; set rollout.tp above 1")
+    if config.cluster.device == "cpu":
+        raise ConfigError(f"rollout.expert_parallel=true with cluster.device=cpu: {NO_EXPERT_PARALLEL_ON_CPU}")
+    if config.weights.verify_every:
+        raise ConfigError(
+            "weights.verify_every must be 0 with rollout.expert_parallel=true: whole experts spread over engine ranks "
+            "cannot be read back"
         )
 
 
@@ -205,10 +236,14 @@ def _check_run_dir(config: Config) -> None:
 
 def _check_model(config: Config, hf: dict[str, Any]) -> None:
     """What generation needs of the model; whether the trainer's layout fits is megatron.layout's to say."""
-    heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
-    for count, name in ((heads, "attention heads"), (groups or heads, "key-value heads")):
-        if count and count % config.rollout.tp:
-            raise ConfigError(f"rollout.tp={config.rollout.tp} must divide the model's {count} {name}")
+    tp, heads = config.rollout.tp, hf.get("num_attention_heads")
+    groups = hf.get("num_key_value_heads") or heads
+    if heads and heads % tp:
+        raise ConfigError(f"rollout.tp={tp} must divide the model's {heads} attention heads")
+    if groups and groups % tp and tp % groups:
+        raise ConfigError(f"rollout.tp={tp} must divide the model's {groups} key-value heads, or be a multiple of them")
+    if config.rollout.expert_parallel and not any(hf.get(key) for key in EXPERT_COUNTS):
+        raise ConfigError("rollout.expert_parallel=true, but the model has no experts; set it to false")
     limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit and longest > limit:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.validation import NO_EXPERT_PARALLEL_ON_CPU
 from mcore_rl.errors import ConfigError, DataError, WeightSyncError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from mcore_rl.weights.buckets import BucketSpec
@@ -216,6 +217,7 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         "max_num_seqs": config.max_concurrent_requests,
         "tensor_parallel_size": config.tp,
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
+        "enable_expert_parallel": config.expert_parallel,
         # The default, raw_logprobs, ignores the temperature.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "mcore_rl.rollout.vllm_receiver.BucketReceiverExtension",
@@ -223,11 +225,16 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         "use_tqdm_on_load": False,
         "async_scheduling": False,
     }
+    if config.max_batched_tokens is not None:
+        # A prompt longer than what is left of a pass is computed in pieces.
+        arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
     if torch.cuda.is_available():
         arguments |= {"gpu_memory_utilization": config.gpu_memory_fraction, "enforce_eager": config.enforce_eager}
     else:
         from mcore_rl.rollout.vllm_cpu import IR_OP_PRIORITY
 
+        if config.expert_parallel:  # cluster.device=auto found no GPU
+            raise ConfigError(NO_EXPERT_PARALLEL_ON_CPU)
         arguments |= {
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "enforce_eager": True,

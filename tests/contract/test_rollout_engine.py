@@ -18,6 +18,8 @@ from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.tiny_models import VOCABULARY, tiny_model
 
 EOS = 1
+PASS_TOKENS = 32
+"""Of one pass of the engine: prompts that come together are computed in pieces."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def model() -> Any:
 def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
-    engine = start_engine(request.param, directory)
+    engine = start_engine(request.param, directory, max_batched_tokens=PASS_TOKENS)
     yield engine
     engine.shutdown()
 
@@ -105,10 +107,29 @@ def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: Remo
     assert first["0.0"].token_ids.tolist() != first["0.1"].token_ids.tolist()
 
 
+def test_a_seed_draws_the_same_tokens_whatever_is_computed_beside_it(engine: RemoteEngine) -> None:
+    """Together the prompts are more than a pass holds: of those that are cut, no draw may be lost."""
+    requests = make_requests(SamplingOptions(16))
+    assert sum(len(request.token_ids) for request in requests) > 2 * PASS_TOKENS
+    together = engine.generate(requests)
+    for request in requests:
+        alone = engine.generate([request])[request.request_id]
+        assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
+
+
 def test_more_requests_than_run_at_once_all_finish(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(6), num_prompts=10, samples=9)
     done = engine.generate(requests)
     assert sorted(done) == sorted(r.request_id for r in requests)
+
+
+def _batch_limits(engine: Any) -> tuple[int, bool, int]:
+    scheduler = engine._engine.vllm_config.scheduler_config
+    return scheduler.max_num_batched_tokens, scheduler.enable_chunked_prefill, scheduler.max_num_seqs
+
+
+def test_the_engine_computes_no_more_tokens_at_once_than_configured(engine: RemoteEngine) -> None:
+    assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
 
 
 def test_finish_reasons(engine: RemoteEngine) -> None:
@@ -200,6 +221,9 @@ def _draws(engine: Any, steps: int) -> tuple[list[list[int]], list[list[int]], i
     found = []
     for step in range(steps):
         present = {row: g for row, g in generators.items() if row == 0 or step % 3}  # row 2 waits now and then
+        if step % 64 in (0, 63):  # its prompt was not complete: at the first and at the last number drawn ahead
+            vllm_cpu.row_seeds(3, present)
+            vllm_cpu.take_back(present.values())
         seeds = vllm_cpu.row_seeds(3, present).tolist()
         found += [(row, seeds[row]) for row in present]
     in_turn = [[number for row, number in found if row == wanted] for wanted in generators]

@@ -19,6 +19,8 @@ HF = {
     "max_position_embeddings": 2048,
 }
 
+EXPERT_PARALLEL = ["rollout.expert_parallel=true", "rollout.tp=2"]
+
 
 @pytest.fixture
 def base(tmp_path: Path) -> str:
@@ -49,7 +51,16 @@ def base(tmp_path: Path) -> str:
         (["model.dtype=float8"], "model.dtype"),
         (["model.hf_path=/nowhere"], "model.hf_path"),
         (["trainer.prompts_per_step=1", "trainer.prompts_per_update=1", "rollout.samples_per_prompt=2"], "at least 4"),
-        (["rollout.tp=4"], "rollout.tp"),
+        (["rollout.tp=3"], "rollout.tp=3 must divide the model's 4 attention heads"),
+        (["rollout.validation_top_p=1.5"], "rollout.validation_top_p"),
+        (["rollout.validation_samples=0"], "rollout.validation_samples"),
+        (["rollout.validation_samples=2"], "rollout.validation_temperature"),
+        (["rollout.max_batched_tokens=255"], "rollout.max_batched_tokens=255 must be at least"),
+        (["rollout.max_batched_tokens=0"], "rollout.max_batched_tokens"),
+        (["rollout.expert_parallel=true"], "set rollout.tp above 1"),
+        ([*EXPERT_PARALLEL, "cluster.device=cpu"], "rollout.expert_parallel"),
+        ([*EXPERT_PARALLEL, "weights.verify_every=1"], "weights.verify_every must be 0"),
+        (["data.long_prompts=cut"], "data.long_prompts"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(base: str, overrides: list[str], key: str) -> None:
@@ -73,3 +84,30 @@ def test_a_run_dir_that_is_a_file_is_refused(base: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir"):
         validate(load_config(base, [f"run.dir={tmp_path}/taken"]))
+
+
+def model_of(tmp_path: Path, **changes: object) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF | changes))
+
+
+def test_engine_ranks_may_divide_key_value_heads_or_hold_copies_of_them(base: str, tmp_path: Path) -> None:
+    for tp in (1, 2, 4):
+        validate(load_config(base, [f"rollout.tp={tp}"]))
+    model_of(tmp_path, num_attention_heads=12, num_key_value_heads=4)
+    with pytest.raises(ConfigError, match=r"rollout\.tp=6 must divide the model's 4 key-value heads"):
+        validate(load_config(base, ["rollout.tp=6"]))
+
+
+@pytest.mark.parametrize("key", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: str) -> None:
+    overrides = [*EXPERT_PARALLEL, "cluster.device=cuda"]
+    model_of(tmp_path, num_experts=None)
+    with pytest.raises(ConfigError, match=r"rollout\.expert_parallel=true, but the model has no experts"):
+        validate(load_config(base, overrides))
+    model_of(tmp_path, **{"num_experts": None, key: 8})
+    validate(load_config(base, overrides))
+
+
+def test_sampled_validation_passes(base: str) -> None:
+    sampled = ["rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"]
+    validate(load_config(base, sampled))
