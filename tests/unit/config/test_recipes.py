@@ -1,0 +1,198 @@
+"""Every file in configs/: it loads, its model and layout fit together, and it says what its sources say."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config, load_config, num_trainer_ranks, read_hf_config, validate
+from mcore_rl.megatron.layout import train_layout
+from model_converters.families import family_for
+from model_converters.mtp import without_mtp
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+LARGE = [name for name in RECIPES if not name.endswith("_cpu.yaml")]
+
+DEEPSEEK_ON_512 = {"tp": 1, "pp": 16, "ep": 32, "first_stage_layers": 3, "last_stage_layers": 2}
+LAYOUTS = {
+    "deepseek_v3_96_gpus.yaml": (96, {"tp": 8, "pp": 12, "ep": 8, "last_stage_layers": 6}),
+    "deepseek_v3_128_gpus.yaml": (128, {"tp": 8, "pp": 16, "ep": 8}),
+    "deepseek_v3_256_gpus.yaml": (256, {"tp": 8, "pp": 16, "ep": 8}),
+    "deepseek_v3_512_gpus.yaml": (512, DEEPSEEK_ON_512),
+}
+PUBLISHED_PARAMETERS = {
+    "DeepSeek-V3": 671.0e9,
+    "GLM-4.5": 355e9,
+    "Kimi-K2-Instruct": 1.03e12,
+    "Qwen2.5-32B": 32.8e9,
+    "Qwen3-235B-A22B": 235.1e9,
+    "Qwen3-30B-A3B": 30.5e9,
+}
+VERL_671B: dict[str, Any] = {
+    "model.dtype": "bfloat16",
+    "data.long_prompts": "truncate_left",
+    "rollout.engine": "vllm",
+    "rollout.tp": 32,
+    "rollout.gpu_memory_fraction": 0.6,
+    "rollout.max_batched_tokens": 10_240,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": -1,
+    "rollout.validation_temperature": 1.0,
+    "rollout.validation_top_p": 0.7,
+    "rollout.validation_samples": 1,
+    "rollout.max_prompt_tokens": 2_048,
+    "rollout.max_response_tokens": 8_192,
+    "rollout.samples_per_prompt": 16,
+    "algorithm.advantage": "grpo",
+    "algorithm.policy_loss.name": "ppo_clip",
+    "algorithm.policy_loss.clip_low": 0.2,
+    "algorithm.policy_loss.clip_high": 0.28,
+    "algorithm.policy_loss.dual_clip": 10.0,
+    "algorithm.loss_aggregation": "token-mean",
+    "algorithm.entropy_coefficient": 0.0,
+    "algorithm.dynamic_sampling.enable": False,
+    "reward.overlong.enable": False,
+    "reward.overlong.buffer_tokens": 4_096,
+    "reward.overlong.penalty": 0.1,
+    "actor.tokens_per_microbatch": 2 * 10_240,
+    "actor.optimizer.lr": 1e-6,
+    "actor.optimizer.weight_decay": 0.1,
+    "actor.optimizer.clip_grad": 1.0,
+    "actor.mtp_loss_coefficient": 0.0,
+    "actor.offload.params": True,
+    "actor.offload.grads": True,
+    "actor.offload.optimizer": True,
+    "trainer.steps": 10,
+    "trainer.prompts_per_step": 256,
+    "trainer.prompts_per_update": 32,
+    "trainer.validate_every_steps": 5,
+    "trainer.validate_before": False,
+    "checkpoint.every_steps": 5,
+    "cluster.nodes": 64,
+    "cluster.gpus_per_node": 8,
+    "cluster.gpu_memory_gib": 96,
+    "cluster.placement": "colocated",
+}
+ALL_FOUR_PARTS = {
+    "algorithm.policy_loss.clip_low": 0.2,
+    "algorithm.policy_loss.clip_high": 0.28,
+    "algorithm.loss_aggregation": "token-mean",
+    "algorithm.dynamic_sampling.enable": True,
+    "algorithm.dynamic_sampling.metric": "accuracy",
+    "reward.overlong.enable": True,
+    "reward.overlong.buffer_tokens": 4_096,
+    "reward.overlong.penalty": 1.0,
+    "reward.correct": 1.0,
+    "reward.incorrect": -1.0,
+}
+PAPER_32B = ALL_FOUR_PARTS | {
+    "rollout.samples_per_prompt": 16,
+    "rollout.max_response_tokens": 16_384 + 4_096,
+    "rollout.temperature": 1.0,
+    "rollout.validation_samples": 32,
+    "rollout.validation_temperature": 1.0,
+    "rollout.validation_top_p": 0.7,
+    "actor.optimizer.lr": 1e-6,
+    "actor.optimizer.schedule": "constant",
+    "trainer.prompts_per_step": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def recipe(name: str) -> Config:
+    path = f"configs/{name}"
+    # The demo makes its models; GSM8K's files are given on the command line.
+    missing = {
+        "demo": ["model.hf_path=configs/models/gsm8k_tiny"],
+        "gsm8k": ["data.train=train.jsonl"],
+    }
+    return load_config(path, missing.get(name.partition("_")[0], []))
+
+
+def differences(config: Config, expected: dict[str, Any]) -> dict[str, Any]:
+    """Keys whose value is another one."""
+    found = {}
+    for key in expected:
+        node: Any = config
+        for part in key.split("."):
+            node = getattr(node, part)
+        found[key] = node
+    return {key: value for key, value in found.items() if value != expected[key]}
+
+
+def updates_per_step(config: Config) -> int:
+    return config.trainer.prompts_per_step // config.trainer.prompts_per_update
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_valid_and_its_layout_fits_its_model(name: str) -> None:
+    config = recipe(name)
+    validate(config)
+    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config))
+    assert layout.world_size == config.cluster.nodes * config.cluster.gpus_per_node
+    assert (ROOT / "configs" / name).read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_recipes_use_every_gpu_in_both_phases_and_hold_their_longest_sequence(name: str) -> None:
+    config = recipe(name)
+    assert config.rollout.num_engines * config.rollout.tp == num_trainer_ranks(config)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    assert config.actor.tokens_per_microbatch >= longest
+    assert config.model.dtype == "bfloat16"
+    assert config.cluster.device == "cuda"
+
+
+@pytest.mark.parametrize("model", PUBLISHED_PARAMETERS)
+def test_models_have_their_published_size_and_no_quantisation(model: str) -> None:
+    hf_config = json.loads(Path(f"configs/models/{model}/config.json").read_text())
+    assert "quantization_config" not in hf_config
+    hf_config = without_mtp(hf_config)
+    rows = family_for(hf_config).rows(hf_config)
+    sizes = [sum(map(prod, row.shapes)) * (len(row.layers) or 1) * (row.num_experts or 1) for row in rows]
+    assert sum(sizes) == pytest.approx(PUBLISHED_PARAMETERS[model], rel=0.01)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_deepseek_layouts_are_those_of_their_sources(name: str) -> None:
+    ranks, parallel = LAYOUTS[name]
+    config = recipe(name)
+    assert num_trainer_ranks(config) == ranks
+    assert not differences(config, {f"actor.parallel.{key}": value for key, value in parallel.items()})
+
+
+def test_the_671b_run_is_verls_script() -> None:
+    config = recipe("dapo_deepseek_v3_671b.yaml")
+    assert not differences(config, VERL_671B)
+    assert not differences(config, {f"actor.parallel.{key}": value for key, value in DEEPSEEK_ON_512.items()})
+    assert config.actor.optimizer.warmup_steps == 10 * updates_per_step(config) == 80
+
+
+def test_the_full_671b_run_differs_in_the_two_parts_that_the_script_leaves_out() -> None:
+    full = recipe("dapo_full_deepseek_v3_671b.yaml")
+    changed = differences(full, VERL_671B)
+    assert set(changed) == {
+        "algorithm.dynamic_sampling.enable",
+        "reward.overlong.enable",
+        "reward.overlong.penalty",
+        "trainer.steps",
+    }
+    assert not differences(full, ALL_FOUR_PARTS)
+
+
+def test_the_32b_run_is_the_papers() -> None:
+    config = recipe("dapo_qwen2_5_32b.yaml")
+    assert not differences(config, PAPER_32B)
+    assert config.trainer.prompts_per_update * config.rollout.samples_per_prompt == 512
+    assert updates_per_step(config) == 16
+    assert config.actor.optimizer.warmup_steps == 20 * updates_per_step(config) == 320
