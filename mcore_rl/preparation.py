@@ -23,7 +23,7 @@ from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
-from model_converters.mtp import settle_mtp
+from model_converters.mtp import num_mtp_layers, settle_mtp
 from model_converters.table import bind
 
 # Of a checkpoint: a float32 parameter, its float32 main copy and two Adam moments.
@@ -87,12 +87,17 @@ def _check_algorithm(config: Config) -> Needs:
 def _check_weights(config: Config) -> int:
     """Number of parameters in the HF directory (0 with random_init). Reads headers only; every tensor that the model
     needs must be there, whole, and none besides."""
-    if config.model.random_init:
-        return 0
+    key, keep = "actor.mtp_loss_coefficient", config.actor.mtp_loss_coefficient > 0
+    none = f"{key}={config.actor.mtp_loss_coefficient}, but there are no multi-token-prediction layers; set {key} to 0"
     try:
+        if config.model.random_init:
+            if keep and not num_mtp_layers(read_hf_config(config)):
+                raise ConversionError(none)
+            return 0
         with HFCheckpoint(config.model.hf_path) as checkpoint:
-            # Multi-token prediction is not trained.
-            hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=False)
+            hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
+            if keep and not num_mtp_layers(hf_config):
+                raise ConversionError(none)
             bound = bind(checkpoint.family.rows(hf_config), hf_config, torch.float32)
             check_complete(bound, checkpoint.shapes, dropped=dropped)
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))

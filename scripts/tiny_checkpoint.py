@@ -123,12 +123,12 @@ def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: fl
     return directory
 
 
-def add_mtp_layer(directory: Path, *, seed: int = 4) -> None:
-    """A multi-token-prediction layer beside what transformers saves, which has none: random, with the copies that
+def add_mtp_layer(directory: Path, *, seed: int = 4, num_layers: int = 1) -> None:
+    """Multi-token-prediction layers beside what transformers saves, which has none: random, with the copies that
     published checkpoints have."""
     from safetensors.torch import load_file, save_file
 
-    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": num_layers}
     (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
@@ -136,8 +136,9 @@ def add_mtp_layer(directory: Path, *, seed: int = 4) -> None:
         for name, shape in zip(row.hf, row.shapes, strict=True) if row.place == "mtp" else ():
             for bound in [name.replace("{e}", str(expert)) for expert in range(max(row.num_experts, 1))]:
                 original = tensors.get(row.repeats)
-                fresh = torch.randn(shape, generator=generator) if original is None else original.clone()
-                tensors.setdefault(bound, fresh)
+                mean, deviation = (1.0, 0.3) if "norm" in bound else (0.0, 0.3 if len(shape) == 1 else 0.12)
+                fresh = mean + deviation * torch.randn(shape, generator=generator)
+                tensors.setdefault(bound, fresh if original is None else original.clone())
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -19,6 +19,7 @@ from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
 from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.model import build_model
+from mcore_rl.megatron.mtp import MTPObjective
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
 from mcore_rl.megatron.optimizer import (
@@ -63,7 +64,7 @@ class MegatronActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.hf_config = _hf_config(config.model.hf_path, speaks=rank == 0)
+        self.hf_config = _hf_config(config, speaks=rank == 0)
         self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
         if self.layout.cp > 1:
             raise ConfigError("actor.parallel.cp: micro-batches are not split over context ranks; set it to 1")
@@ -95,6 +96,9 @@ class MegatronActor:
         self.scheduler = build_scheduler(self.optimizer, config)
         group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
         self.objective = Objective.from_config(config, group)
+        self.mtp: MTPObjective | None = None
+        if config.actor.mtp_loss_coefficient:
+            self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, config.actor.logprob_chunk_tokens, group)
         self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
         self._packing = Packing(
             tokens=config.actor.tokens_per_microbatch,
@@ -172,7 +176,8 @@ class MegatronActor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches, tokens = build_microbatches(share, chunks, self._packing)
-        reports = self._run(batches, self._loss_closure, tokens, forward_only=False, force_all_reduce=on_every_replica)
+        closure = partial(self._loss_closure, self.mtp.token_weight(batches) if self.mtp else 0.0)
+        reports = self._run(batches, closure, tokens, forward_only=False, force_all_reduce=on_every_replica)
         bad = [sample for report in reports for sample in report.non_finite]
         problem = describe_samples("loss or log-probability", bad, share)
         require_finite(problem or describe_gradients(self.ddp, share), self.device)
@@ -184,8 +189,15 @@ class MegatronActor:
 
     def export_plan(self) -> list[TensorPlan]:
         """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
+        return self._plan_of(self.hf_config)
+
+    def sync_plan(self) -> list[TensorPlan]:
+        """The part of export_plan that engines load: without multi-token prediction. Not collective."""
+        return self._plan_of(without_mtp(self.hf_config))
+
+    def _plan_of(self, hf_config: dict[str, Any]) -> list[TensorPlan]:
         dtype = next(iter(self.tensors().values())).dtype
-        return export_plan(bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, dtype), self.layout)
+        return export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), self.layout)
 
     def materialize_optimizer_state(self) -> None:
         """Gives the optimizer its (zero) moments before the first update, for a checkpoint to load into."""
@@ -232,10 +244,14 @@ class MegatronActor:
 
         return closure
 
-    def _loss_closure(self, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+    def _loss_closure(self, mtp_weight: float, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
         def closure(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            policy_is_old = self._policy_is_old
-            loss, report = self.objective.evaluate(model, hidden, batch, self.old_logp, policy_is_old=policy_is_old)
+            policy_is_old, row = self._policy_is_old, len(batch.tokens)
+            policy = hidden[:row] if self.mtp else hidden
+            loss, report = self.objective.evaluate(model, policy, batch, self.old_logp, policy_is_old=policy_is_old)
+            if self.mtp:
+                ahead, metrics = self.mtp.evaluate(model, hidden[row:], batch, mtp_weight)
+                loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
             return loss, torch.tensor(0, dtype=torch.int), report
 
         return closure
@@ -244,20 +260,29 @@ class MegatronActor:
 _CPU = torch.device("cpu")
 
 
-def _hf_config(directory: str, *, speaks: bool) -> dict[str, Any]:
-    """config.json without multi-token-prediction layers, which are not trained; `speaks`: say so when there are any."""
+def _hf_config(config: Config, *, speaks: bool) -> dict[str, Any]:
+    """config.json, without multi-token-prediction layers that are not trained; `speaks`: say so when there are any."""
+    directory, key = config.model.hf_path, "actor.mtp_loss_coefficient"
     try:
         hf_config = read_hf_config(directory)
         family_for(hf_config)
         mtp_layers = num_mtp_layers(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={directory}: {error}") from error
+    if config.actor.mtp_loss_coefficient:
+        if not mtp_layers:
+            raise ConfigError(
+                f"{key}={config.actor.mtp_loss_coefficient}, but model.hf_path={directory} has no "
+                f"multi-token-prediction layers (num_nextn_predict_layers); set {key} to 0"
+            )
+        return dict(hf_config)
     if mtp_layers and speaks:
         logger.warning(
             "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
-            "left out of training, checkpoints and exports",
+            "left out of training, checkpoints and exports. %s above 0 trains it",
             directory,
             mtp_layers,
+            key,
         )
     return without_mtp(hf_config)
 

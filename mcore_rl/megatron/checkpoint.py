@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.actor import MegatronActor
@@ -81,7 +82,12 @@ def _chunk_key(index: int) -> str:
 
 
 def _sharded_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {_chunk_key(index): chunk.sharded_state_dict() for index, chunk in enumerate(actor.chunks)}
+    # The copies that multi-token prediction has of embedding and head are named by the group (0.16.1 makes it for all
+    # else by itself).
+    metadata = ensure_metadata_has_dp_cp_group({})
+    state: dict[str, Any] = {
+        _chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(actor.chunks)
+    }
     if loading:
         actor.materialize_optimizer_state()
     state["optimizer"] = actor.optimizer.sharded_state_dict(state, is_loading=loading, metadata=OPTIMIZER_FORMAT)

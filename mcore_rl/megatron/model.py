@@ -15,6 +15,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.attention import SDPACoreAttention
 from mcore_rl.megatron.layout import model_arguments
+from mcore_rl.megatron.mtp import DetachedMTPLayer
 from mcore_rl.megatron.norm import LocalRMSNorm
 from mcore_rl.megatron.output import PolicyModel
 from model_converters.families import ModelArguments
@@ -214,9 +215,11 @@ def _mtp_spec(
         return None
     engine = has_transformer_engine()
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
-    for layer in found.layer_specs if found is not None and not engine else ():
-        parts = layer.submodules
-        parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
+    for layer in found.layer_specs if found is not None else ():
+        layer.module = DetachedMTPLayer
+        if not engine:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
     return found
 
 

@@ -18,6 +18,8 @@ What the caller does, on the last stage:
   takes it from there. With tied embeddings on one stage it adds to the embedding's gradient; on several stages
   finalize_model_grads adds the first and the last stage's.
 - With tp > 1 and sequence parallelism T must be a multiple of tp: pad the row with tokens that form one more sequence.
+- Where multi-token-prediction layers are trained and gradients recorded, the D * T hidden states of their depths
+  follow the T of the policy (see mtp.py).
 """
 
 from __future__ import annotations
@@ -35,6 +37,17 @@ cpu.install()
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 
+_MTP_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+
 
 class PolicyModel(GPTModel):
     """A GPTModel whose last stage returns hidden states. Parameters, their names and the sharded state dict are
@@ -50,16 +63,34 @@ class PolicyModel(GPTModel):
     unpadded_vocab_size: int | None = None
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage."""
-        if self.emit_logits or not self.post_process:
+        """Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage; [(1 + D) * B * S, h]
+        with D multi-token-prediction layers where gradients are recorded."""
+        if self.emit_logits:
             return super()._postprocess(hidden_states, *args, **kwargs)
+        # Only their loss reads them, and only updates have it.
+        depths = (self.config.mtp_num_layers or 0) if torch.is_grad_enabled() else 0
+        if depths and self.mtp_process:
+            hidden_states = torch.cat((hidden_states, self._predict_ahead(hidden_states, **kwargs)))
+        if not self.post_process:
+            return hidden_states
+        rows = [self._whole(part).transpose(0, 1).flatten(0, 1) for part in hidden_states.chunk(1 + depths)]
+        return torch.cat(rows) if depths else rows[0]
+
+    def _predict_ahead(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """The hidden states of all depths, one after the other; no gradient leaves their layers."""
+        # Recomputation records a gradient only where one of its inputs asks for it.
+        detached = hidden_states.detach().requires_grad_()
+        given = {name: inputs.get(name) for name in _MTP_INPUTS}
+        found = self.mtp(hidden_states=detached, embedding=self.embedding, **given)
+        return found[len(hidden_states) :]
+
+    def _whole(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The whole sequence on every tensor-parallel rank, its gradient summed over them."""
         if self.config.sequence_parallel:
-            whole = tensor_parallel.gather_from_sequence_parallel_region(
+            return tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
             )
-        else:
-            whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
-        return whole.transpose(0, 1).flatten(0, 1)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:

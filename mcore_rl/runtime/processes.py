@@ -83,10 +83,10 @@ class TrainerProcess(_Process):
             load_checkpoint(directory, self.actor)
 
     def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
-        """The bucket plan of this model and layout; the same on every rank."""
+        """The bucket plan of what engines load of this model and layout; the same on every rank."""
         from mcore_rl.weights.buckets import plan_buckets
 
-        self._plans = self.actor.export_plan()
+        self._plans = self.actor.sync_plan()
         return plan_buckets(self._plans, bucket_bytes, num_slots)
 
     def attach_buckets(self, spec: Any) -> list[int]:

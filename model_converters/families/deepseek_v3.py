@@ -78,7 +78,7 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 _COVERS = (
     "latent attention with or without q_lora_rank, yarn with mscale, sigmoid scores with correction bias, expert "
-    "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, not trained)"
+    "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, trained on request)"
 )
 _REFUSED = {
     "norm_topk_prob": False,

@@ -87,7 +87,7 @@ GLM4_MOE = Family(
     description=Description(
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
         covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
-        "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, not trained)",
+        "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, trained on request)",
         refused={
             "norm_topk_prob": False,
             "scoring_func": "softmax",

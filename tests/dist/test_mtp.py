@@ -92,3 +92,43 @@ def test_the_trainer_leaves_the_layers_out_and_says_so_once(directory: str, tmp_
     assert not any(name.startswith("model.layers.2.") for name in exported)
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     policy_batch.reference_model(tmp_path / "exported")
+
+
+def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
+    """Whether an update moved what this rank holds of the layers, and a checkpoint restored it."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.export import export_hf
+
+    config = policy_batch.config(directory, {"pp": 2}, 24)
+    config.actor.mtp_loss_coefficient, config.actor.optimizer.lr = 0.3, 1e-2
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    held = {name: tensor for name, tensor in actor.tensors().items() if name.startswith("mtp.")}
+    loaded = {name: tensor.clone() for name, tensor in held.items()}
+    share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
+    actor.annotate([share], policy_batch.chunks())
+    actor.update(share, policy_batch.chunks(), 0)
+    updated = {name: tensor.clone() for name, tensor in held.items()}
+    if rank == 0:
+        Path(root, "checkpoint").mkdir()
+    dist.barrier()
+    save_checkpoint(f"{root}/checkpoint", actor)
+    for tensor in held.values():
+        tensor.zero_()
+    load_checkpoint(f"{root}/checkpoint", actor)
+    export_hf(actor, f"{root}/exported", directory)
+    same = [torch.equal(held[name], tensor) for name, tensor in updated.items()]
+    return same + [not torch.equal(loaded[name], updated[name]) for name in held if not name.endswith("expert_bias")]
+
+
+def test_trained_layers_are_kept_by_checkpoints_and_exports(directory: str, tmp_path: Path) -> None:
+    nothing, found = launch(_train_and_keep, 2, directory, str(tmp_path))
+    assert not nothing
+    assert len(found) > 20
+    assert all(found)
+    exported, stored = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", Path(directory)))
+    assert exported.keys() == stored.keys()
+    assert not torch.equal(exported["model.layers.2.eh_proj.weight"], stored["model.layers.2.eh_proj.weight"])
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 1

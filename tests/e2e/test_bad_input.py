@@ -55,6 +55,12 @@ def rows(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+def test_multi_token_prediction_of_a_model_without_it(refused: Callable[..., str]) -> None:
+    assert "actor.mtp_loss_coefficient=0.1, but there are no multi-token-prediction layers" in refused(
+        "actor.mtp_loss_coefficient=0.1"
+    )
+
+
 def test_unknown_key(refused: Callable[..., str]) -> None:
     assert "did you mean rollout.samples_per_prompt?" in refused("rollout.samples_per_promt=4")
 
