@@ -17,7 +17,7 @@ from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import train_layout
+from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
 from mcore_rl.rewards.functions import check_reward_function
 from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
@@ -51,6 +51,7 @@ def prepare(config: Config) -> Prepared:
     _make_paths_absolute(config)
     hf_config = read_hf_config(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
+    check_experts(config.actor.moe, model_arguments(hf_config).transformer)
     parameters = _check_weights(config)
     needs = _check_algorithm(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)

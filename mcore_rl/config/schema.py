@@ -176,8 +176,8 @@ class MoeConfig:
     """Training of mixture-of-experts layers. Coefficients of 0 leave a term out."""
 
     load_balancing: str = "aux_loss"
-    """aux_loss (per micro-batch) | seq_aux_loss (per sequence) | global_aux_loss (over all ranks and micro-batches):
-    over what the auxiliary loss balances experts."""
+    """aux_loss (per micro-batch) | seq_aux_loss (per sequence) | global_aux_loss (all that the update has routed so
+    far, on all ranks): over what the auxiliary loss balances experts."""
     aux_loss_coefficient: float = 0.0
     z_loss_coefficient: float = 0.0
     bias_update_rate: float = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -29,6 +30,8 @@ from mcore_rl.megatron.optimizer import (
     materialize_state,
     wrap_chunks,
 )
+from mcore_rl.megatron.replay import RoutingStore
+from mcore_rl.megatron.routers import Routers, Row
 from mcore_rl.types import Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
@@ -92,6 +95,15 @@ class MegatronActor:
         if config.model.random_init:
             for chunk in self.ddp:
                 chunk.broadcast_params()
+        moe, place = config.actor.moe, self.layout.coordinates(self.rank)
+        self.routers = Routers(self.ddp, moe, counts=place.tp == place.cp == place.dp == 0)
+        model = self.chunks[0].config
+        self.routing = RoutingStore(
+            self.routers.layers,
+            num_experts=model.num_moe_experts or 0,
+            topk=model.moe_router_topk,
+            split=self.layout.tp if model.sequence_parallel else 1,
+        )
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
         group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
@@ -107,11 +119,10 @@ class MegatronActor:
             group=parallel_state.get_data_parallel_group() if self.layout.dp > 1 else None,
             device=self.device,
         )
-        place = self.layout.coordinates(self.rank)
         self._counts_tokens = place.tp == 0 and place.pp == self.layout.pp - 1
         self._speaks_for_all = self._counts_tokens and place.dp == 0
         self.old_logp: dict[int, torch.Tensor] = {}
-        self._policy_is_old = False
+        self._policy_is_old = self._replays = False
 
     def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Recomputes the log-probabilities of the current policy for the samples of all updates but the first, once
@@ -123,12 +134,16 @@ class MegatronActor:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.old_logp, self._policy_is_old = {}, True
+        # A single update is of the old policy throughout: its routing is its own.
+        self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         if len(shares) == 1:
             return {}
         share = _later_samples(shares)
-        batches, tokens = build_microbatches(share, chunks, self._packing)
+        batches, _ = build_microbatches(share, chunks, self._packing)
+        rows = [self.routing.row(batch, records=self._replays) for batch in batches]
         with torch.no_grad():
-            found = self._run(batches, self._annotation_closure, tokens, forward_only=True)
+            found = self._run(batches, rows, self._annotation_closure, forward_only=True)
+        self.routing.keep(batches, rows)
         self.old_logp = {
             sample: part
             for batch, logp in found
@@ -150,8 +165,9 @@ class MegatronActor:
         # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
         assert successful, f"update {update_index}: the optimizer skipped its step"
         self.scheduler.step(1)
-        metrics = merge_metrics([report.metrics for report in reports]) if self._counts_tokens else {}
+        metrics = self.routers.finish_update()
         if self._counts_tokens:
+            metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
             metrics["actor/loss"] = Mean(loss, 1 if self._speaks_for_all else 0)
             metrics["actor/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
@@ -175,13 +191,36 @@ class MegatronActor:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        batches, tokens = build_microbatches(share, chunks, self._packing)
-        closure = partial(self._loss_closure, self.mtp.token_weight(batches) if self.mtp else 0.0)
-        reports = self._run(batches, closure, tokens, forward_only=False, force_all_reduce=on_every_replica)
+        self.routers.reset()
+        batches, _ = build_microbatches(share, chunks, self._packing)
+        trained, routed = self._token_weights(batches)
+        own = self._policy_is_old
+        rows = [
+            self.routing.row(
+                batch, token_weight=routed, replays=self._replays and not own, records=self._replays and own
+            )
+            for batch in batches
+        ]
+        closure = partial(self._loss_closure, trained)
+        reports = self._run(batches, rows, closure, forward_only=False, force_all_reduce=on_every_replica)
+        self.routing.keep(batches, rows)
         bad = [sample for report in reports for sample in report.non_finite]
         problem = describe_samples("loss or log-probability", bad, share)
         require_finite(problem or describe_gradients(self.ddp, share), self.device)
         return batches, reports
+
+    def record_routing(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
+        """The experts that the current policy routes the share's samples to, by sample, in this rank's layers
+        (`routing.layers` says which of the model's they are).
+
+        Shapes: [layers, tokens, k]; tokens up to the last that predicts a trained one.
+        """
+        batches, _ = build_microbatches(share, chunks, self._packing)
+        rows = [self.routing.row(batch, records=True) for batch in batches]
+        with torch.no_grad():
+            self._run(batches, rows, self._annotation_closure, forward_only=True)
+        self.routing.keep(batches, rows)
+        return {int(sample): self.routing.by_sample[int(sample)].numpy() for sample in share.samples}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What this rank holds, live, by canonical name."""
@@ -210,21 +249,23 @@ class MegatronActor:
     def _run(
         self,
         batches: list[MicroBatch],
+        rows: list[Row],
         closure: Callable[[Any, MicroBatch], LossClosure],
-        tokens: int,
         *,
         forward_only: bool,
         force_all_reduce: bool = False,
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; what the closures returned, on the last stage."""
 
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossClosure]:
-            batch = next(iterator)
+        def forward_step(
+            iterator: Iterator[tuple[MicroBatch, Row]], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, LossClosure]:
+            batch, row = next(iterator)
+            self.routers.enter(model, row)
             output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
             return output, closure(model, batch)
 
-        self.chunks[0].config.grad_scale_func = partial(_scale, tokens)
-        iterators = [iter(batches) for _ in self.ddp]
+        iterators = [iter(zip(batches, rows, strict=True)) for _ in self.ddp]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -236,6 +277,15 @@ class MegatronActor:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
+
+    def _token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
+        """1 / (trained tokens of the update), 1 / (tokens that it computes), padding excluded; of all ranks."""
+        own = [sum(len(batch.targets) for batch in batches), sum(sum(batch.lengths) for batch in batches)]
+        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        trained, computed = counts.tolist()
+        # Context-parallel ranks share the tokens of a row, of which each counts all.
+        return 1 / max(trained, 1), self.layout.cp / max(computed, 1)
 
     def _annotation_closure(self, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
         def closure(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -285,13 +335,6 @@ def _hf_config(config: Config, *, speaks: bool) -> dict[str, Any]:
             key,
         )
     return without_mtp(hf_config)
-
-
-def _scale(tokens: int, value: torch.Tensor) -> torch.Tensor:
-    """megatron's grad_scale_func. It scales the loss, a scalar: by 1, its weights are exact. It also scales the
-    routers' auxiliary loss (0.16.1 asks with a tensor of shape [1]), which megatron multiplies by each micro-batch's
-    tokens and expects to be divided by all of them."""
-    return value / tokens if value.dim() else value
 
 
 def _later_samples(shares: Sequence[RankShare]) -> RankShare:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.config.schema import ParallelConfig
+from mcore_rl.config.schema import MoeConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError
 from model_converters.families import ModelArguments, family_for
@@ -20,6 +20,24 @@ def model_arguments(hf_config: dict[str, Any]) -> ModelArguments:
         return family_for(hf_config).model_arguments(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_path: {error}") from error
+
+
+def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
+    """Refuses settings that the model, of ModelArguments.transformer `sizes`, has no use for.
+
+    Raises: ConfigError naming the `actor.moe` key.
+    """
+    unused = {name: getattr(moe, name) for name in ("aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")}
+    unused["router_replay"] = moe.router_replay if moe.router_replay != "none" else 0
+    lacks = "experts"
+    if sizes.get("num_moe_experts"):
+        lacks = "correction bias in its routers"
+        biased = sizes.get("moe_router_enable_expert_bias")
+        unused = {} if biased else {"bias_update_rate": moe.bias_update_rate}
+    for name, value in unused.items():
+        if value:
+            default = "none" if name == "router_replay" else 0
+            raise ConfigError(f"actor.moe.{name}={value}, but the model has no {lacks}; set it to {default}")
 
 
 def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any]) -> TrainLayout:

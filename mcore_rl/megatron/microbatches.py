@@ -31,13 +31,15 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 class MicroBatch:
     """One forward pass (see the module's example).
 
-    Shapes: tokens int64 [T]; samples and trained_counts: one entry per sequence; every other tensor [N], N trained
-    tokens: predictors, targets int64; advantages, loss_weights, logp_rollout float32.
+    Shapes: tokens int64 [T]; samples, lengths (in tokens of the row) and trained_counts: one entry per sequence,
+    padding is none; every other tensor [N], N trained tokens: predictors, targets int64; advantages, loss_weights,
+    logp_rollout float32.
     `sequences` are megatron's PackedSeqParams. A micro-batch without samples is a dummy: it keeps a rank in step with
     its peers and contributes exactly nothing.
     """
 
     samples: tuple[int, ...]
+    lengths: tuple[int, ...]
     trained_counts: tuple[int, ...]
     tokens: torch.Tensor
     sequences: Any
@@ -111,6 +113,7 @@ def _microbatch(
 
     return MicroBatch(
         samples=tuple(int(sample) for sample in share.samples[members]),
+        lengths=tuple(len(sequence.tokens) for sequence in sequences),
         trained_counts=tuple(counts.tolist()),
         tokens=to_device(tokens),
         sequences=pack_sequences(lengths, packing.device),

@@ -14,10 +14,11 @@ from mcore_rl.config.schema import ActorConfig, ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.attention import SDPACoreAttention
-from mcore_rl.megatron.layout import model_arguments
+from mcore_rl.megatron.layout import check_experts, model_arguments
 from mcore_rl.megatron.mtp import DetachedMTPLayer
 from mcore_rl.megatron.norm import LocalRMSNorm
 from mcore_rl.megatron.output import PolicyModel
+from mcore_rl.megatron.routers import use_policy_router
 from model_converters.families import ModelArguments
 from model_converters.layout import TrainLayout
 
@@ -57,6 +58,7 @@ def build_model(
     Collective: all ranks, after parallel.initialize.
     """
     arguments = model_arguments(hf_config)
+    check_experts(actor_config.moe, arguments.transformer)
     config = transformer_config(arguments, actor_config, model_config, layout)
     if layout.vpp is None:
         return [_build_chunk(config, arguments, None)]
@@ -82,7 +84,7 @@ def transformer_config(
         _parallel_arguments(layout),
         _numeric_arguments(model_config),
         _recompute_arguments(actor_config.recompute),
-        _expert_arguments(actor_config) if given.get("num_moe_experts") else {},
+        _expert_arguments() if given.get("num_moe_experts") else {},
         {} if model_config.random_init else _no_initialisation(),
     )
     for group in groups:
@@ -141,15 +143,14 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _expert_arguments(actor_config: ActorConfig) -> dict[str, Any]:
-    coefficient = actor_config.moe.aux_loss_coefficient
+def _expert_arguments() -> dict[str, Any]:
     return {
-        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
+        # PolicyRouter has auxiliary losses and the bias's updates of its own.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
         # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
         "moe_router_dtype": "fp32",
-        # megatron would move the bias that chooses experts after every update; the loss is no reason to.
-        "moe_router_bias_update_rate": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
     }
 
@@ -181,6 +182,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    use_policy_router(spec.layer_specs)
     if not engine:
         _use_local_modules(spec, config)
     model = PolicyModel(

@@ -39,7 +39,7 @@ from mcore_rl.types import Mean, Metric
 
 cpu.install()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MultiTokenPredictionLayer,
     roll_tensor,
@@ -83,16 +83,6 @@ class MTPObjective:
     coefficient: float
     chunk_tokens: int
     group: dist.ProcessGroup | None
-
-    def token_weight(self, batches: list[MicroBatch]) -> float:
-        """1 / N.
-
-        Collective: the data- and context-parallel group.
-        """
-        device = batches[0].targets.device
-        count = torch.tensor([sum(len(batch.targets) for batch in batches)], dtype=torch.int64, device=device)
-        dist.all_reduce(count, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return 1.0 / max(int(count.item()), 1)
 
     def evaluate(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float

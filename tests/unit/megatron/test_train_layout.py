@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import ParallelConfig
+from mcore_rl.config.schema import MoeConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import train_layout
+from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
 from tests.tiny_models import tiny_fields
 
 DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
@@ -72,3 +72,23 @@ def test_one_chunk_per_stage_is_no_interleaving() -> None:
 
 def test_an_all_sparse_model_does_not_care_about_the_dense_width() -> None:
     assert train_layout(ParallelConfig(tp=2), 2, SPARSE | {"intermediate_size": 49}).tp == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (DENSE, {"aux_loss_coefficient": 0.1}, r"actor\.moe\.aux_loss_coefficient=0\.1.*no experts; set it to 0"),
+        (DENSE, {"router_replay": "policy"}, r"actor\.moe\.router_replay=policy.*no experts; set it to none"),
+        (SPARSE, {"bias_update_rate": 0.1}, r"actor\.moe\.bias_update_rate=0\.1.*no correction bias"),
+    ],
+)
+def test_settings_of_experts_that_the_model_has_no_use_for(
+    model: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_experts(MoeConfig(**settings), model_arguments(model).transformer)
+
+
+def test_settings_of_experts_that_the_model_has() -> None:
+    check_experts(MoeConfig(bias_update_rate=0.1, z_loss_coefficient=0.1), model_arguments(LATENT).transformer)
+    check_experts(MoeConfig(router_replay="policy", aux_loss_coefficient=0.1), model_arguments(SPARSE).transformer)

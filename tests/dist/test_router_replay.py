@@ -1,0 +1,204 @@
+"""Experts chosen by the old policy stay chosen in updates, under another cut and in every layout: recorded experts and
+every gradient against transformers' model in float64, told which experts to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dist import policy_batch
+from tests.dist.launch import RankFailedError, launch
+from tests.dist.test_router_losses import len_computed
+from tests.tiny_models import checkpoint_tensors, write_tiny_model
+
+SAMPLES = policy_batch.UPDATES[1]  # of the second update: the first starts from the old policy
+ONE_MICROBATCH, SMALL = 10_000, 24
+TOLERANCE = 1e-5  # as in test_actor_gradients
+LAYERS = 4
+# By number of ranks: layout, recomputation.
+CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
+    1: {"one": ({}, "none"), "recomputed": ({}, "full")},
+    2: {
+        "tp2": ({"tp": 2}, "full"),
+        "ep2": ({"ep": 2}, "none"),
+        "pp2 vpp2": ({"pp": 2, "vpp": 2}, "full"),
+    },
+}
+NAMES = [name for cases in CASES.values() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def results(directory: str) -> dict[str, list[dict[str, Any]]]:
+    joined: dict[str, list[dict[str, Any]]] = {}
+    for size, cases in CASES.items():
+        ranks = launch(_worker, size, directory, cases, timeout_seconds=240)
+        joined |= {name: [rank[name] for rank in ranks] for name in cases}
+    return joined
+
+
+def _imposed() -> dict[int, np.ndarray]:
+    """Experts that no router chose: [layers, tokens, 2] by sample."""
+    generator = np.random.default_rng(5)
+    return {
+        sample: generator.random((LAYERS, len_computed(sample), 8)).argsort(-1)[..., :2].astype(np.uint8)
+        for sample in range(len(policy_batch.PROMPTS))
+    }
+
+
+def _worker(rank: int, directory: str, cases: dict[str, Any]) -> dict[str, Any]:
+    return {name: _replayed(rank, directory, *settings) for name, settings in cases.items()}
+
+
+def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.actor import MegatronActor
+
+    config = policy_batch.config(directory, parallel, SMALL)
+    config.actor.moe.router_replay, config.actor.recompute = "policy", recompute
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
+    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    actor.annotate(shares, chunks)
+    recorded = {sample: ids.numpy().copy() for sample, ids in actor.routing.by_sample.items()}
+    actor.update(shares[0], chunks, 0)  # its own pass is the old policy's
+    kept = sorted(actor.routing.by_sample)
+    _restore(actor)
+    # Other weights, another cut: were they asked, the routers would choose the least likely experts.
+    for name, tensor in actor.tensors().items():
+        if name.endswith("router.weight"):
+            tensor.neg_()
+    for sample, logp in actor.old_logp.items():
+        if sample in SAMPLES:
+            logp += torch.from_numpy(policy_batch.drift(sample))
+    actor._packing = replace(actor._packing, tokens=40)
+    found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
+    found["replayed"] = _gradients(actor, shares[1], chunks)
+    actor.routing.impose(_imposed())
+    found["imposed"] = _gradients(actor, shares[1], chunks)
+    return found
+
+
+def _restore(actor: Any) -> None:
+    """The weights as loaded."""
+    from mcore_rl.megatron.loading import load_hf
+
+    load_hf(actor.chunks, actor.config.model.hf_path, actor.layout)
+
+
+def _gradients(actor: Any, share: Any, chunks: Any) -> list[Any]:
+    actor.accumulate_gradients(share, chunks, on_every_replica=True)
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    with torch.no_grad():
+        weights = [parameter.clone() for parameter in parameters]
+        torch._foreach_copy_(parameters, [parameter.main_grad for parameter in parameters])
+        pieces = policy_batch.hf_pieces(actor)
+        torch._foreach_copy_(parameters, weights)
+    return pieces
+
+
+class Told:
+    """transformers' router, told which experts to take: [tokens, k]."""
+
+    def __init__(self, gate: Any) -> None:
+        self.gate = gate
+        self.experts: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        gate.forward = self.forward
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.gate.weight.t()
+        own = logits.topk(self.gate.top_k, -1).indices
+        self.own, experts = own, own.clone()
+        if self.experts is not None:
+            experts[: len(self.experts)] = self.experts
+        return logits, logits.gather(1, experts).softmax(-1), experts
+
+
+@pytest.fixture(scope="module")
+def reference(directory: str) -> dict[str, Any]:
+    """Recorded experts by sample, and gradients of the second update with them and with those imposed."""
+    model: Any = policy_batch.reference_model(directory)
+    gates = [Told(layer.mlp.gate) for layer in model.model.layers]
+    old, recorded = {}, {}
+    with torch.no_grad():
+        for sample in SAMPLES:
+            drift = torch.from_numpy(policy_batch.drift(sample)).double()
+            old[sample] = policy_batch.reference_logp(model, sample)[0] + drift
+            recorded[sample] = torch.stack([gate.own[: len_computed(sample)] for gate in gates])
+        for gate in gates:
+            gate.gate.weight.neg_()
+    found: dict[str, Any] = {"recorded": recorded}
+    imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in _imposed().items()}
+    for name, routing in (("replayed", recorded), ("imposed", imposed)):
+        model.zero_grad()
+        for sample in SAMPLES:
+            for gate, experts in zip(gates, routing[sample], strict=True):
+                gate.experts = experts
+            _part_of_loss(model, sample, old).backward()
+        found[name] = checkpoint_tensors(model, {n: p.grad.clone() for n, p in model.named_parameters()})
+    return found
+
+
+def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torch.Tensor:
+    """One sample's term of the update's loss: weights are those of the whole update."""
+    weights = policy_batch.loss_weights
+    try:
+        policy_batch.loss_weights = lambda _: weights(list(SAMPLES))
+        return policy_batch.reference_loss(model, [sample], old)[0]
+    finally:
+        policy_batch.loss_weights = weights
+
+
+@pytest.mark.parametrize("routing", ["replayed", "imposed"])
+@pytest.mark.parametrize("case", NAMES)
+def test_every_gradient_is_that_of_the_given_experts(case: str, routing: str, results: Any, reference: Any) -> None:
+    gradients, expected = policy_batch.assemble([rank[routing] for rank in results[case]]), reference[routing]
+    assert gradients.keys() == expected.keys()
+    errors = {
+        name: float((gradients[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
+        for name, tensor in expected.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    assert all(float(expected[f"model.layers.{layer}.mlp.gate.weight"].abs().max()) > 0 for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_the_old_policys_experts_are_recorded_by_sample(case: str, results: Any, reference: Any) -> None:
+    seen = set()
+    for rank in results[case]:
+        for sample, ids in rank["recorded"].items():
+            assert ids.dtype == np.uint8
+            expected = reference["recorded"][sample].sort(-1).values.numpy()[rank["layers"]]
+            np.testing.assert_array_equal(np.sort(ids, -1), expected)
+            seen |= {(sample, layer) for layer in rank["layers"]}
+    assert seen == {(sample, layer) for sample in SAMPLES for layer in range(LAYERS)}
+
+
+def test_further_epochs_find_the_experts_of_the_first_update(results: Any) -> None:
+    assert results["one"][0]["kept"] == sorted(range(len(policy_batch.PROMPTS)))
+
+
+def _unrecorded(rank: int, directory: str) -> None:
+    from mcore_rl.megatron.actor import MegatronActor
+
+    config = policy_batch.config(directory, {}, SMALL)
+    config.actor.moe.router_replay = "policy"
+    actor = MegatronActor(config, rank, 1, None)
+    actor._replays = True
+    actor.accumulate_gradients(policy_batch.share(SAMPLES, 0, 1), policy_batch.chunks())
+
+
+def test_a_sample_without_recorded_experts_is_an_error(directory: str) -> None:
+    with pytest.raises(RankFailedError, match="have no recorded routing"):
+        launch(_unrecorded, 1, directory)
