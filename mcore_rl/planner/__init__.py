@@ -1,0 +1,1 @@
+"""Preflight: what a configuration needs, computed before anything starts and without a GPU."""

@@ -1,0 +1,190 @@
+"""What the trainer holds between two passes, byte by byte: weights, gradients and optimizer state of every rank.
+
+The parameters come from megatron's own model, built on the meta device once per pipeline stage: the ranks of a stage
+hold equally many tensors of equal shapes in the same order, which `check` confirms by the weight table for every rank.
+What is allocated for them follows megatron-core 0.16.1:
+
+- A chunk's parameters lie in buffers, from the last to the first: one of the dense parameters, one of the experts
+  where ep > 1. With the distributed optimizer a parameter starts at a multiple of 64 elements, and a bucket ends at a
+  multiple of lcm(data-parallel size, 128). Without overlapping gradient reduction a buffer is one bucket, but for a
+  tied embedding, which has its own.
+- Weights in their dtype, and gradients in float32, take the whole buffer. Without the distributed optimizer there is no
+  padding.
+- Data-parallel rank r of n owns the r-th of n equal stretches of every bucket. Its optimizer state is that of the
+  parameters in there: two float32 moments, and a float32 copy where the weights are in bfloat16. Experts are owned
+  over the expert-data-parallel ranks. Without the distributed optimizer every rank has the whole.
+- torch's AdamW counts steps in a float32 scalar per parameter; apex's and TransformerEngine's count per group.
+
+Source: core/distributed/{distributed_data_parallel,param_and_grad_buffer}.py, core/optimizer/distrib_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config.schema import ActorConfig
+from mcore_rl.megatron.sharded import meta_model
+from model_converters.layout import TrainLayout
+
+ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
+"""Elements: megatron's alignment of a parameter's start and of a bucket's end."""
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Elements: megatron's buckets when the reduction of gradients overlaps with the backward pass."""
+STEP_BYTES = 4
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """`expert`: reduced and owned over the expert-data-parallel group. `own_bucket`: a tied embedding of several
+    stages."""
+
+    elements: int
+    expert: bool = False
+    own_bucket: bool = False
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Of the trainer's state. `counts_steps`: the optimizer is torch's own."""
+
+    weight_bytes: int
+    distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    counts_steps: bool
+
+    @classmethod
+    def of(cls, actor: ActorConfig, dtype: torch.dtype, *, fused_optimizer: bool) -> Numerics:
+        return cls(dtype.itemsize, actor.distributed_optimizer, actor.overlap_grad_reduce, not fused_optimizer)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Per owned element: two moments, and a main copy of a weight that is not float32 itself."""
+        return 8 + (4 if self.weight_bytes < 4 else 0)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's share. Units: elements, bytes."""
+
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters laid out in one buffer: where each starts and ends, and where its buckets do. Units: elements."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+    def owned(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Elements, and parameters in part or whole, that each of `ranks` data-parallel ranks owns.
+
+        Shapes: int64 [ranks] both.
+        """
+        elements, parameters = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        for start, end in self.buckets:
+            first, last = np.searchsorted(self.starts, [start, end])
+            edges = start + (end - start) // ranks * np.arange(ranks + 1)
+            low = np.maximum(self.starts[first:last, None], edges[None, :-1])
+            high = np.minimum(self.ends[first:last, None], edges[None, 1:])
+            overlap = np.maximum(high - low, 0)
+            elements += overlap.sum(0)
+            parameters += (overlap > 0).sum(0)
+        return elements, parameters
+
+
+def stage_parameters(hf_config: dict[str, Any], layout: TrainLayout, stage: int) -> list[list[HeldParameter]]:
+    """What the ranks of a pipeline stage hold, by chunk and in megatron's order.
+
+    Raises: ConfigError for a model that cannot be built.
+    """
+    with meta_model(hf_config, layout, stage * layout.stage_size) as chunks:
+        return [
+            [
+                HeldParameter(
+                    parameter.numel(),
+                    not getattr(parameter, "allreduce", True),
+                    bool(getattr(parameter, "shared_embedding", False)),
+                )
+                for parameter in chunk.parameters()
+            ]
+            for chunk in chunks
+        ]
+
+
+def stage_state(
+    chunks: Sequence[Sequence[HeldParameter]], layout: TrainLayout, stage: int, numerics: Numerics
+) -> list[RankState]:
+    """The state of every rank of a stage, from what `stage_parameters` says of it."""
+    size, dense_ranks = layout.stage_size, layout.dp * layout.cp
+    elements, owned, shards = 0, np.zeros(size, np.int64), np.zeros(size, np.int64)
+    inner = np.arange(size)
+    # The place of a rank among those that share its gradients; see TrainLayout for the order of ranks.
+    groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
+    for index, chunk in enumerate(chunks):
+        bucket = None
+        if numerics.overlap_grad_reduce and stage == 0 and index == 0:
+            bucket = max(SMALLEST_BUCKET, BUCKET_PER_RANK * dense_ranks)
+        for expert, ranks, place in groups:
+            held = [parameter for parameter in chunk if parameter.expert == expert]
+            if not held:
+                continue
+            buffer = lay_out(held, ranks, bucket, aligned=numerics.distributed_optimizer)
+            elements += buffer.elements
+            if numerics.distributed_optimizer:
+                own, parts = buffer.owned(ranks)
+                owned, shards = owned + own[place], shards + parts[place]
+            else:
+                owned, shards = owned + buffer.elements, shards + len(held)
+    parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
+    optimizer = owned * numerics.optimizer_bytes + shards * (STEP_BYTES if numerics.counts_steps else 0)
+    return [
+        RankState(parameters, elements * numerics.weight_bytes, elements * 4, int(optimizer[rank]))
+        for rank in range(size)
+    ]
+
+
+def lay_out(held: Sequence[HeldParameter], ranks: int, bucket_elements: int | None, *, aligned: bool) -> Buffer:
+    """Megatron's buffer of `held`, last parameter first; `aligned` for the distributed optimizer."""
+    to_parameter, to_bucket = (ALIGNED_PARAMETER, lcm(ranks, ALIGNED_BUCKET)) if aligned else (1, 1)
+    starts, ends, buckets = [], [], []
+    bucket_start = position = 0
+    for parameter in reversed(held):
+        alone = parameter.own_bucket and aligned
+        position = _up(position, to_parameter)
+        if alone and position > bucket_start:
+            position = _up(position, to_bucket)
+            buckets.append((bucket_start, position))
+            bucket_start = position
+        starts.append(position)
+        position += parameter.elements
+        ends.append(position)
+        if alone or (bucket_elements is not None and position - bucket_start >= bucket_elements):
+            position = _up(position, to_bucket)
+            buckets.append((bucket_start, position))
+            bucket_start = position
+    if position > bucket_start:
+        buckets.append((bucket_start, _up(position, to_bucket)))
+    return Buffer(np.array(starts, np.int64), np.array(ends, np.int64), tuple(buckets))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
