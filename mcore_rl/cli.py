@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mcore_rl.errors import McoreRLError, storage_error
 
@@ -39,9 +40,20 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("config", metavar="CONFIG.yaml")
         verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.steps=3")
         verb.set_defaults(run=run)
+    _add_plan(verbs)
     doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_plan(verbs: Any) -> None:
+    text = "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not"
+    plan = verbs.add_parser("plan", help=text, description=text)
+    plan.add_argument("config", metavar="CONFIG.yaml")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as actor.parallel.ep=16")
+    plan.add_argument("--json", action="store_true", help="one JSON object on stdout, also when it does not fit")
+    plan.add_argument("--suggest", action="store_true", help="search layouts that fit, best first")
+    plan.set_defaults(run=_plan)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -56,6 +68,13 @@ def _eval(options: argparse.Namespace) -> int:
     from mcore_rl.verbs import evaluate
 
     return evaluate(load_config(options.config, options.overrides))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from mcore_rl.config import load_config
+    from mcore_rl.verbs import plan
+
+    return plan(load_config(options.config, options.overrides), as_json=options.json, suggest=options.suggest)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -55,3 +55,29 @@ def evaluate(config: Config) -> int:
     prompts = f"{len(result.accuracies) // samples} prompts" + (f" x {samples} responses" if samples > 1 else "")
     print(f"step {run.state.step}: accuracy {accuracy:.4f} over {prompts}")
     return 0
+
+
+def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
+    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits."""
+    import json
+
+    from rich.console import Console
+
+    from mcore_rl.planner.plan import make_plan
+    from mcore_rl.planner.report import print_plan, print_suggestions
+    from mcore_rl.planner.suggest import suggest_layouts
+
+    console = Console()
+    if suggest:
+        found = suggest_layouts(config)
+        if as_json:
+            print(json.dumps(found.to_json()))
+        else:
+            print_suggestions(found, console)
+        return 0 if found.suggestions else 1
+    made = make_plan(config)
+    if as_json:
+        print(json.dumps(made.to_json()))
+    else:
+        print_plan(made, console)
+    return 0 if made.fits else 1

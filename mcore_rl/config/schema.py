@@ -169,6 +169,9 @@ class OptimizerSettings:
     """constant | linear | cosine; the latter two decay to min_lr over decay_steps."""
     decay_steps: int | None = None
     """Optimizer updates; null: all updates of the run."""
+    cpu_offload: bool = False
+    """Adam's state and float32 weights lie in host memory for good, and its step runs there (CUDA only; needs
+    actor.distributed_optimizer): slower, but GPUs hold 6 bytes per parameter."""
 
 
 @dataclass

@@ -99,13 +99,16 @@ def num_trainer_ranks(config: Config) -> int:
     return config.actor.num_ranks or config.cluster.nodes * config.cluster.gpus_per_node
 
 
-def validate(config: Config) -> None:
-    """Runs every check that needs only the configuration and the model's config.json.
+def validate(config: Config, *, run_here: bool = True) -> None:
+    """Runs every check that needs only the configuration and the model's config.json; run_here=False leaves out
+    what this machine is asked, as a plan is made on another one than the run.
 
     Raises: ConfigError for the first thing that cannot work.
     """
     for check in (_check_values, _check_batches, _check_lengths, _check_engine, _check_layout, _check_run_dir):
-        check(config)
+        if run_here or check is not _check_run_dir:
+            check(config)
+    _check_host_optimizer(config)
     _check_model(config, read_hf_config(config))
 
 
@@ -204,22 +207,33 @@ def _check_layout(config: Config) -> None:
     ranks = num_trainer_ranks(config)
     dense = parallel.tp * parallel.pp * parallel.cp
     expert = parallel.pp * parallel.ep * (parallel.etp or 1)
-    if max(ranks, dense, expert) > offered:
+    if ranks > offered:
         raise ConfigError(
-            f"actor.parallel and actor.num_ranks need {max(ranks, dense, expert)} ranks, but cluster.nodes x "
-            f"cluster.gpus_per_node offers {offered}"
+            f"actor.num_ranks={ranks}, but cluster.nodes x cluster.gpus_per_node offers {offered}; lower it or raise "
+            "cluster.nodes"
         )
-    for product, names in ((dense, "tp x pp x cp"), (expert, "pp x ep x etp")):
+    for product, names in ((dense, ("tp", "pp", "cp")), (expert, ("ep", "etp", "pp"))):
         if ranks % product:
+            keys = [f"actor.parallel.{name}={getattr(parallel, name)}" for name in names if getattr(parallel, name)]
             raise ConfigError(
-                f"actor.parallel: {names} = {product} does not divide the {ranks} trainer ranks; "
-                "change actor.num_ranks or cluster.gpus_per_node"
+                f"{' x '.join(keys)} = {product} does not divide the {ranks} trainer ranks (actor.num_ranks, or "
+                "cluster.nodes x cluster.gpus_per_node); set sizes whose product divides them"
             )
     data_ranks = ranks // dense
     if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:
         raise ConfigError(
             f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
             "data-parallel ranks"
+        )
+
+
+def _check_host_optimizer(config: Config) -> None:
+    actor = config.actor
+    if actor.optimizer.cpu_offload and not actor.distributed_optimizer:
+        raise ConfigError("actor.optimizer.cpu_offload=true needs actor.distributed_optimizer=true")
+    if actor.optimizer.cpu_offload and actor.offload.optimizer:
+        raise ConfigError(
+            "actor.offload.optimizer=true has nothing to move with actor.optimizer.cpu_offload=true; set it to false"
         )
 
 

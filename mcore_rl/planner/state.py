@@ -13,6 +13,7 @@ What is allocated for them follows megatron-core 0.16.1:
 - Data-parallel rank r of n owns the r-th of n equal stretches of every bucket. Its optimizer state is that of the
   parameters in there: two float32 moments, and a float32 copy where the weights are in bfloat16. Experts are owned
   over the expert-data-parallel ranks. Without the distributed optimizer every rank has the whole.
+- With actor.optimizer.cpu_offload the owned share is in host memory instead: float32 weights, gradients, two moments.
 - torch's AdamW counts steps in a float32 scalar per parameter; apex's and TransformerEngine's count per group.
 
 Source: core/distributed/{distributed_data_parallel,param_and_grad_buffer}.py, core/optimizer/distrib_optimizer.py.
@@ -37,6 +38,8 @@ ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Elements: megatron's buckets when the reduction of gradients overlaps with the backward pass."""
 STEP_BYTES = 4
+HOST_BYTES = 16
+"""Per element of an optimizer in host memory: float32 weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,29 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Of the trainer's state. `counts_steps`: the optimizer is torch's own."""
+    """Of the trainer's state. `counts_steps`: the optimizer is torch's own. `on_host`: its state is in host memory."""
 
     weight_bytes: int
     distributed_optimizer: bool
     overlap_grad_reduce: bool
     counts_steps: bool
+    on_host: bool = False
 
     @classmethod
     def of(cls, actor: ActorConfig, dtype: torch.dtype, *, fused_optimizer: bool) -> Numerics:
-        return cls(dtype.itemsize, actor.distributed_optimizer, actor.overlap_grad_reduce, not fused_optimizer)
+        return cls(
+            dtype.itemsize,
+            actor.distributed_optimizer,
+            actor.overlap_grad_reduce,
+            counts_steps=not fused_optimizer,
+            on_host=actor.optimizer.cpu_offload,
+        )
 
     @property
     def optimizer_bytes(self) -> int:
         """Per owned element: two moments, and a main copy of a weight that is not float32 itself."""
+        if self.on_host:
+            return 0
         return 8 + (4 if self.weight_bytes < 4 else 0)
 
 
@@ -76,6 +88,9 @@ class RankState:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+
+    host_bytes: int = 0
+    """In host memory for good; not in total_bytes."""
 
     @property
     def total_bytes(self) -> int:
@@ -156,8 +171,9 @@ def stage_state(
                 owned, shards = owned + buffer.elements, shards + len(held)
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
     optimizer = owned * numerics.optimizer_bytes + shards * (STEP_BYTES if numerics.counts_steps else 0)
+    host = owned * (HOST_BYTES if numerics.on_host else 0)
     return [
-        RankState(parameters, elements * numerics.weight_bytes, elements * 4, int(optimizer[rank]))
+        RankState(parameters, elements * numerics.weight_bytes, elements * 4, int(optimizer[rank]), int(host[rank]))
         for rank in range(size)
     ]
 

@@ -1,0 +1,78 @@
+"""The layouts that `--suggest` tries: everything that divides the ranks and the model, with stages that are even."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mcore_rl.config.schema import Config, ParallelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.layout import train_layout
+from mcore_rl.planner.plan import Job
+from model_converters.layout import TrainLayout
+
+SHORTEST_PART = 4096
+"""Tokens of a row on one context-parallel rank, below which attention no longer hides the exchange of keys."""
+
+
+def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
+    """Everything that divides the ranks and the model."""
+    sizes, world, node = job.arguments.transformer, job.layout.world_size, job.config.cluster.gpus_per_node
+    experts = sizes.get("num_moe_experts") or 1
+    tensor = [tp for tp in _divisors(node) if sizes["num_attention_heads"] % tp == 0]
+    pipelines = [pp for pp in _divisors(world) if pp <= sizes["num_layers"]]
+    for tp in tensor:
+        for pp in pipelines:
+            for cp in (1, 2, 4, 8):
+                if world % (tp * pp * cp) or (cp > 1 and job.config.actor.tokens_per_microbatch < SHORTEST_PART * cp):
+                    continue
+                for ep in _divisors(experts):
+                    for etp in sorted({1, tp}) if experts > 1 else [tp]:
+                        if world % (pp * ep * etp) == 0:
+                            yield from _with_stages(job, TrainLayout(world, tp, pp, ep, etp, cp))
+
+
+def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
+    """The most even stages, and shorter ends, which hold the embeddings and in a pipeline the most micro-batches."""
+    batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
+    if batch < layout.dp:
+        return
+    for ends in _ends(job.arguments.transformer["num_layers"], layout.pp):
+        candidate = replace(layout, first_stage_layers=ends[0], last_stage_layers=ends[1])
+        if _buildable(job, candidate):
+            yield candidate
+
+
+def _ends(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
+    if layers % pp == 0:
+        yield None, None
+    if pp < 3:
+        if pp == 2 and layers % 2:
+            yield layers // 2 + 1, layers // 2
+        return
+    middle = -(-layers // pp)
+    for length in (middle, middle + 1):
+        rest = layers - length * (pp - 2)
+        if 2 <= rest <= 2 * length:
+            yield -(-rest // 2), rest // 2
+
+
+def _buildable(job: Job, layout: TrainLayout) -> bool:
+    """Whether megatron's door accepts the layout."""
+    try:
+        train_layout(parallel_of(layout, job.config), layout.world_size, job.hf_config)
+    except ConfigError:
+        return False
+    return True
+
+
+def parallel_of(layout: TrainLayout, config: Config) -> ParallelConfig:
+    names = ("tp", "pp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
+    return ParallelConfig(
+        **{name: getattr(layout, name) for name in names},
+        sequence_parallel=config.actor.parallel.sequence_parallel,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,205 @@
+"""`mcore-rl plan`: everything that can be known of a run before it starts, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.config import Config, num_trainer_ranks, validate
+from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.megatron.layout import model_arguments, train_layout
+from mcore_rl.megatron.model import DTYPES
+from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
+from mcore_rl.planner.engine import EngineRank, engine_rank
+from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
+from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank, trained_model
+from mcore_rl.planner.phases import Phases, rank_phases
+from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_parameters, stage_state
+from mcore_rl.planner.sync import WeightSync, weight_sync
+from mcore_rl.planner.verdict import Verdict, judge
+from model_converters.errors import LayoutError
+from model_converters.families import ModelArguments
+from model_converters.layout import TrainLayout
+from model_converters.table import BoundRow
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """One trainer rank. Units: bytes."""
+
+    rank: int
+    stage: int
+    state: RankState
+    activation_bytes: int
+    phases: Phases
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `mcore-rl plan` says; see docs/plan.md."""
+
+    config: Config
+    layout: TrainLayout
+    size: ModelSize
+    ranks: tuple[PlannedRank, ...]
+    stages: tuple[StageActivations, ...]
+    engine: EngineRank
+    batch: BatchArithmetic
+    flops: StepFlops
+    seconds: StepSeconds
+    sync: WeightSync
+    verdict: Verdict
+
+    @property
+    def fits(self) -> bool:
+        return not self.verdict.errors
+
+    @property
+    def fullest(self) -> PlannedRank:
+        return max(self.ranks, key=lambda planned: planned.phases.peak_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys as in the contract, and what the table shows besides."""
+        return {
+            "fits": self.fits,
+            "world_size": self.layout.world_size,
+            "parameters_total": self.size.total,
+            "parameters_active": self.size.active,
+            "per_rank": [_rank_json(planned) for planned in self.ranks],
+            "fullest_rank": self.fullest.rank,
+            "weight_sync": asdict(self.sync),
+            "errors": list(self.verdict.errors),
+            "warnings": list(self.verdict.warnings),
+            "layout": asdict(self.layout) | {"dp": self.layout.dp, "edp": self.layout.edp},
+            "activations_by_stage": [
+                {name: int(value) for name, value in stage.components.items()} for stage in self.stages
+            ],
+            "engine": asdict(self.engine),
+            "host_bytes_per_node": self.verdict.host_bytes_per_node,
+            "batch": asdict(self.batch),
+            "flops": asdict(self.flops),
+            "seconds": asdict(self.seconds),
+        }
+
+
+def _rank_json(planned: PlannedRank) -> dict[str, Any]:
+    state = planned.state
+    return {
+        "rank": planned.rank,
+        "stage": planned.stage,
+        "parameters": state.parameters,
+        "state_bytes": state.total_bytes,
+        "weights_bytes": state.weights_bytes,
+        "gradients_bytes": state.gradients_bytes,
+        "optimizer_bytes": state.optimizer_bytes,
+        "activation_bytes": planned.activation_bytes,
+        "peak_bytes": planned.phases.peak_bytes,
+        "phases": {name: getattr(planned.phases, name) for name in ("generate", "annotate", "update", "sync")},
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked configuration with what every part of a plan asks of it. `cuda`: device=auto plans for GPUs."""
+
+    config: Config
+    hf_config: dict[str, Any]
+    arguments: ModelArguments
+    layout: TrainLayout
+    rows: list[BoundRow]
+    cuda: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Job:
+        """Raises: ConfigError for what cannot work on any machine."""
+        validate(config, run_here=False)
+        hf_config = trained_model(config)
+        layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
+        rows = bound_rows(hf_config, DTYPES[config.model.dtype])
+        return cls(config, hf_config, model_arguments(hf_config), layout, rows, config.cluster.device != "cpu")
+
+    @property
+    def element_bytes(self) -> int:
+        return int(DTYPES[self.config.model.dtype].itemsize)
+
+    @property
+    def numerics(self) -> Numerics:
+        return Numerics.of(self.config.actor, DTYPES[self.config.model.dtype], fused_optimizer=self.cuda)
+
+    @property
+    def shared(self) -> bool:
+        """Whether trainer ranks and engines take turns on a GPU."""
+        return self.cuda and self.config.cluster.placement == "colocated"
+
+    def execution(self) -> Execution:
+        return Execution.of(self.config, self.layout, element_bytes=self.element_bytes, engine=self.cuda)
+
+
+def make_plan(config: Config) -> Plan:
+    """Builds every pipeline stage of the model on the meta device, once, and counts.
+
+    Raises: ConfigError for a layout or a setting that cannot work.
+    """
+    job = Job.of(config)
+    try:
+        held = parameters_by_rank(job.rows, job.layout)
+    except LayoutError as error:
+        raise ConfigError(f"actor.parallel: {error}") from error
+    batch = batch_arithmetic(config, job.layout)
+    engine = engine_rank(config, job.rows, job.arguments, element_bytes=job.element_bytes, cuda=job.cuda)
+    ranks: list[PlannedRank] = []
+    stages = []
+    for stage in range(job.layout.pp):
+        chunks = stage_parameters(job.hf_config, job.layout, stage)
+        stages.append(planned_activations(job, stage, chunks, batch))
+        ranks += planned_stage(job, stage, chunks, stages[-1], engine)
+    _check_counts([planned.state.parameters for planned in ranks], held)
+    size = model_size(job.hf_config, job.rows)
+    sync = weight_sync(config, job.rows, job.layout, engine.weights_bytes)
+    flops = step_flops(config, job.arguments, size, batch)
+    seconds = step_seconds(config, flops, batch, engine, job.layout.world_size)
+    verdict = judge(config, job.layout, [planned.phases for planned in ranks], engine, batch, sync, cuda=job.cuda)
+    return Plan(config, job.layout, size, tuple(ranks), tuple(stages), engine, batch, flops, seconds, sync, verdict)
+
+
+def planned_activations(
+    job: Job, stage: int, chunks: list[list[HeldParameter]], batch: BatchArithmetic
+) -> StageActivations:
+    """The widest moment of an update on the ranks of a stage."""
+    largest = max(parameter.elements for chunk in chunks for parameter in chunk)
+    return stage_activations(
+        job.arguments,
+        stage,
+        job.execution(),
+        config=job.config,
+        microbatches=batch.most_microbatches,
+        largest_weight_elements=largest,
+    )
+
+
+def planned_stage(
+    job: Job, stage: int, chunks: list[list[HeldParameter]], activations: StageActivations, engine: EngineRank
+) -> list[PlannedRank]:
+    """Every rank of a stage."""
+    first = stage * job.layout.stage_size
+    total = int(activations.total_bytes)
+    return [
+        PlannedRank(
+            first + index, stage, state, total, rank_phases(job.config, state, activations, engine, shared=job.shared)
+        )
+        for index, state in enumerate(stage_state(chunks, job.layout, stage, job.numerics))
+    ]
+
+
+def _check_counts(built: list[int], by_table: np.ndarray) -> None:
+    """One rank of each stage was built; the weight table says that every other one holds as much."""
+    wrong = np.flatnonzero(np.asarray(built) != by_table)
+    if len(wrong):
+        rank = int(wrong[0])
+        raise McoreRLError(
+            f"rank {rank} holds {by_table[rank]} parameters by the weight table, but its stage was built with "
+            f"{built[rank]}"
+        )

@@ -1,0 +1,133 @@
+"""The plan as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.planner.engine import GIB
+from mcore_rl.planner.plan import Plan, PlannedRank
+from mcore_rl.planner.suggest import Suggestions
+
+PHASES = ("generate", "annotate", "update", "sync")
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Summary, stages, the fullest rank, then errors and warnings."""
+    console.print(_summary(plan))
+    console.print(_stages(plan))
+    console.print(_fullest(plan))
+    for warning in plan.verdict.warnings:
+        console.print(f"[yellow]warning[/]: {_plain(warning)}", highlight=False)
+    for error in plan.verdict.errors:
+        console.print(f"[red]error[/]: {_plain(error)}", highlight=False)
+    console.print("[green]fits[/]" if plan.fits else "[red]does not fit[/]")
+
+
+def print_suggestions(found: Suggestions, console: Console) -> None:
+    """The layouts, best first, with what to set and what each gives up."""
+    for place, suggestion in enumerate(found.suggestions, 1):
+        checked = "confirmed by an exact plan" if suggestion.exact else "estimated"
+        console.print(
+            f"{place}. about {suggestion.seconds:.0f} s of updates per step, fullest rank "
+            f"{_gib(suggestion.peak_bytes)} ({checked})",
+            highlight=False,
+        )
+        console.print(f"   {_plain(' '.join(suggestion.overrides))}", highlight=False, soft_wrap=True)
+        console.print(f"   gives up: {_plain('; '.join(suggestion.gives_up) or 'nothing')}", highlight=False)
+    console.print(found.problem or f"{found.tried} layouts divide the ranks and the model", highlight=False)
+
+
+def _summary(plan: Plan) -> Table:
+    layout, batch, engine, sync = plan.layout, plan.batch, plan.engine, plan.sync
+    sizes = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "edp")}
+    shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size and (size > 1 or name in {"tp", "pp"}))
+    responses = (
+        f"{batch.responses} responses, {batch.tokens / 1e6:.2f} million tokens expected, {batch.updates} updates of "
+        f"{batch.responses_per_update} responses, about {batch.microbatches} micro-batches per rank each"
+    )
+    cache = (
+        f"weights {_gib(engine.weights_bytes)}, KV cache {_gib(max(engine.kv_cache_bytes, 0))} for "
+        f"{engine.sequences:.1f} sequences of full length"
+    )
+    moved = (
+        f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
+        f"{sync.buckets} buckets, {sync.transport}"
+    )
+    rows = [
+        ("trainer ranks", f"{layout.world_size}: {shown}"),
+        ("parameters", f"{plan.size.total / 1e9:.2f} billion, {plan.size.active / 1e9:.2f} active per token"),
+        ("batch", responses),
+        ("engine rank", cache),
+        ("weight sync", moved),
+        ("host memory", f"{_gib(plan.verdict.host_bytes_per_node)} per node: offloaded state and weight buckets"),
+        ("FLOP per step", _flops(plan)),
+        ("time per step", _seconds(plan)),
+    ]
+    return _rows("Plan", rows)
+
+
+def _flops(plan: Plan) -> str:
+    flops = plan.flops
+    return f"generate {flops.generate:.2e}, annotate {flops.annotate:.2e}, update {flops.update:.2e}"
+
+
+def _seconds(plan: Plan) -> str:
+    known = {name: getattr(plan.seconds, name) for name in ("generate", "annotate", "update")}
+    if all(value is None for value in known.values()):
+        return "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
+    return ", ".join(f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
+
+
+def _stages(plan: Plan) -> Table:
+    table = Table(title="Pipeline stages, GiB of the fullest rank of each")
+    for column in ("stage", "10⁹ params", "weights", "grads", "optim", "activ", *PHASES):
+        table.add_column(column, justify="right", no_wrap=True)
+    size = plan.layout.stage_size
+    lines = []
+    for stage in range(plan.layout.pp):
+        fullest = max(plan.ranks[stage * size : (stage + 1) * size], key=lambda planned: planned.phases.peak_bytes)
+        figures = [f"{value / GIB:.1f}" for value in _figures(fullest)]
+        lines.append((stage, (f"{fullest.state.parameters / 1e9:.3f}", *figures)))
+    for figures, alike in groupby(lines, key=lambda line: line[1]):
+        stages = [stage for stage, _ in alike]
+        table.add_row(f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0]), *figures)
+    return table
+
+
+def _figures(planned: PlannedRank) -> list[int]:
+    state = planned.state
+    parts = [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes, planned.activation_bytes]
+    return parts + [getattr(planned.phases, name) for name in PHASES]
+
+
+def _fullest(plan: Plan) -> Table:
+    planned = plan.fullest
+    state = planned.state
+    parts = [
+        ("weights", state.weights_bytes),
+        ("gradients", state.gradients_bytes),
+        ("optimizer", state.optimizer_bytes),
+        *((f"activations: {name}", value) for name, value in plan.stages[planned.stage].components.items()),
+    ]
+    title = f"Fullest rank: {planned.rank} (stage {planned.stage}), {_gib(planned.phases.peak_bytes)} in phase "
+    return _rows(title + planned.phases.widest, [(name, _gib(value)) for name, value in parts])
+
+
+def _rows(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _plain(message: str) -> str:
+    """Square brackets in a message are no markup."""
+    return message.replace("[", r"\[")

@@ -1,0 +1,371 @@
+"""`mcore-rl plan --suggest`: layouts that fit the cluster, best first, and what each gives up.
+
+Every combination of tp, pp, ep, etp, cp that divides the ranks and the model is estimated (stages as even as they go;
+of recomputation and offloading the least that fits), ranked by the time of a step, and the best one is confirmed by an
+exact plan.
+
+The estimate, for ranking only:
+
+    time = (FLOP / rate x slowest stage / mean stage x recomputation x narrow + messages / bandwidth) x (1 + bubble)
+    narrow = 1 + 256 / (units of an expert or MLP on one rank): matrix products lose speed when they are thin
+    bubble = (pp - 1) / micro-batches of a rank
+    messages, per token and layer, in hidden states: tp 4 (tp - 1) / tp; experts, of a rank's own tokens,
+    4 topk ((ep - 1) / ep + etp - 1); cp 3 x keys and values x (cp - 1) / cp. Per update and
+    parameter 4 + weight bytes, over dp ranks
+
+A group of more ranks than a node has GPUs talks at the network's bandwidth. Source of the bubble: D. Narayanan et al.
+2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from mcore_rl.config.schema import Config, OffloadConfig, ParallelConfig
+from mcore_rl.planner.activations import StageActivations, stage_activations
+from mcore_rl.planner.batches import batch_arithmetic
+from mcore_rl.planner.candidates import candidate_layouts, parallel_of
+from mcore_rl.planner.engine import GIB, EngineRank, engine_rank
+from mcore_rl.planner.flops import step_flops
+from mcore_rl.planner.model_size import is_parameter, model_size
+from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
+from mcore_rl.planner.plan import Job, make_plan
+from mcore_rl.planner.state import HOST_BYTES, Numerics, RankState
+from model_converters.layout import TrainLayout
+
+PEAK_TFLOPS = 989.0
+"""Of an H100 in bfloat16, where plan.peak_tflops is not set."""
+NODE_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND = 200e9, 40e9
+"""Of one GPU, as collectives reach them: NVLink of a node, and 400 Gbit/s InfiniBand."""
+THIN_UNITS = 256
+HOST_BYTES_PER_SECOND = 25e9
+"""Of one GPU's share of PCIe and of host memory."""
+OFFLOADS = (
+    OffloadConfig(),
+    OffloadConfig(optimizer=True),
+    OffloadConfig(optimizer=True, grads=True),
+    OffloadConfig(optimizer=True, grads=True, params=True),
+)
+WITH_HOST_OPTIMIZER = (OffloadConfig(), OffloadConfig(grads=True), OffloadConfig(grads=True, params=True))
+SELECTIVE_COST, MLP_COST, FULL_COST = 0.05, 0.2, 1 / 3
+"""FLOP of an update that recomputation adds: cheap modules, whole dense MLPs, everything."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One layout. `overrides` are what to set; `exact`: confirmed by a whole plan."""
+
+    overrides: tuple[str, ...]
+    seconds: float
+    peak_bytes: int
+    gives_up: tuple[str, ...]
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """`tried`: layouts that divide the ranks and the model. Empty `suggestions`: none of them fits."""
+
+    suggestions: tuple[Suggestion, ...]
+    tried: int
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tried": self.tried,
+            "problem": self.problem,
+            "suggestions": [
+                {
+                    "overrides": list(found.overrides),
+                    "estimated_step_seconds": found.seconds,
+                    "peak_bytes": found.peak_bytes,
+                    "gives_up": list(found.gives_up),
+                    "exact": found.exact,
+                }
+                for found in self.suggestions
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Elements of a group of layers: divided by tp, on every rank, of routed experts."""
+
+    divided: int = 0
+    whole: int = 0
+    experts: int = 0
+
+    def __add__(self, other: _Weights) -> _Weights:
+        return _Weights(self.divided + other.divided, self.whole + other.whole, self.experts + other.experts)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The model and the cluster that layouts are tried on."""
+
+    job: Job
+
+    @cached_property
+    def by_group(self) -> dict[str, _Weights]:
+        """ "embedding", "layer.<l>", "head", "mtp"."""
+        found: dict[str, _Weights] = {}
+        for bound in self.job.rows:
+            if not is_parameter(bound) or (bound.row.copy_of_embedding and self.job.arguments.tied_embeddings):
+                continue
+            elements = sum(prod(shape) for shape in bound.row.shapes)
+            kind = "experts" if bound.expert is not None else "whole" if bound.row.axis == "none" else "divided"
+            found[bound.group] = found.get(bound.group, _Weights()) + replace(_Weights(), **{kind: elements})
+        return found
+
+    @cached_property
+    def flops(self) -> float:
+        config = self.job.config
+        size = model_size(self.job.hf_config, self.job.rows)
+        batch = batch_arithmetic(config, self.job.layout)
+        return step_flops(_with(config, recompute="none"), self.job.arguments, size, batch).update
+
+    @cached_property
+    def engine(self) -> EngineRank:
+        job = self.job
+        return engine_rank(job.config, job.rows, job.arguments, element_bytes=job.element_bytes, cuda=job.cuda)
+
+    def stage_weights(self, layout: TrainLayout, stage: int) -> _Weights:
+        layers = layout.stage_layers(self.job.arguments.transformer["num_layers"])[stage]
+        groups = [f"layer.{layer}" for chunk in layers for layer in chunk]
+        groups += ["embedding"] if stage == 0 else []
+        groups += ["head", "mtp"] if stage == layout.pp - 1 else []
+        total = sum((self.by_group[group] for group in groups if group in self.by_group), _Weights())
+        tied = self.job.arguments.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1
+        return total + self.by_group["embedding"] if tied else total
+
+    def state(self, layout: TrainLayout, stage: int, numerics: Numerics) -> RankState:
+        """Without padding."""
+        weights = self.stage_weights(layout, stage)
+        dense = weights.divided // layout.tp + weights.whole
+        experts = weights.experts // (layout.ep * layout.etp)
+        sharded = numerics.distributed_optimizer
+        owned = dense // (layout.dp * layout.cp if sharded else 1) + experts // (layout.edp if sharded else 1)
+        held = dense + experts
+        host = owned * (HOST_BYTES if numerics.on_host else 0)
+        return RankState(held, held * numerics.weight_bytes, held * 4, owned * numerics.optimizer_bytes, host)
+
+    @cached_property
+    def variants(self) -> list[Config]:
+        """Ways to fit, from what costs least: recomputation and offloading, then the optimizer on the host."""
+        config, job = self.job.config, self.job
+        found = []
+        for on_host in (False, True) if job.cuda and config.actor.distributed_optimizer else (False,):
+            for recompute, modules in self.recomputations():
+                for offload in (WITH_HOST_OPTIMIZER if on_host else OFFLOADS) if job.shared else OFFLOADS[:1]:
+                    chosen = _with(config, recompute=recompute, modules=modules, offload=offload)
+                    chosen.actor.optimizer.cpu_offload = on_host
+                    found.append(chosen)
+        return found
+
+    def phases(
+        self, config: Config, layout: TrainLayout, cache: dict[tuple[str, int], StageActivations]
+    ) -> list[Phases]:
+        """Of the stages that can be the fullest: the first, the one behind it, and the last. `cache` is of one
+        layout."""
+        job = replace(self.job, config=config, layout=layout)
+        found = []
+        for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+            key = config.actor.recompute, stage
+            if key not in cache:
+                cache[key] = stage_activations(
+                    job.arguments,
+                    stage,
+                    job.execution(),
+                    config=config,
+                    microbatches=batch_arithmetic(config, layout).most_microbatches,
+                    largest_weight_elements=max(self._vocabulary(layout), self._expert_weight(layout)),
+                )
+            state = self.state(layout, stage, job.numerics)
+            found.append(rank_phases(config, state, cache[key], self.engine, shared=job.shared))
+        return found
+
+    def _vocabulary(self, layout: TrainLayout) -> int:
+        arguments = self.job.arguments
+        return int(arguments.vocab_size * arguments.transformer["hidden_size"] // layout.tp)
+
+    def _expert_weight(self, layout: TrainLayout) -> int:
+        sizes = self.job.arguments.transformer
+        return int(2 * sizes["ffn_hidden_size"] * sizes["hidden_size"] // layout.tp)
+
+    def recomputations(self) -> list[tuple[str, list[str]]]:
+        """From none to full."""
+        sizes = self.job.arguments.transformer
+        if not self.job.cuda:
+            modules = ["core_attn"]
+        elif sizes.get("num_moe_experts"):
+            modules = ["layernorm", "moe_act"] + (["mla_up_proj"] if sizes.get("multi_latent_attention") else [])
+        else:
+            modules = ["layernorm", "mlp"]
+        return [("none", ["core_attn"]), ("selective", modules), ("full", ["core_attn"])]
+
+
+def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
+    """The best `limit` layouts for the cluster and the batch of `config`, whose own layout is not looked at.
+
+    Raises: ConfigError for settings that no layout mends.
+    """
+    base = deepcopy(config)
+    base.actor.parallel = ParallelConfig(sequence_parallel=config.actor.parallel.sequence_parallel)
+    extra = _fit_engines(base)
+    search = _Search(Job.of(base))
+    if search.engine.sequences < 1:
+        return Suggestions((), 0, "rollout.tp: an engine rank has no room for one sequence; raise it")
+    layouts = list(candidate_layouts(search.job))
+    fitting = [found for layout in layouts if (found := _best(search, layout)) is not None]
+    fitting.sort(key=lambda pair: pair[0].seconds)
+    for index, (_, chosen) in enumerate(fitting[:limit]):
+        plan = make_plan(chosen)
+        if plan.fits:
+            best = replace(fitting[index][0], exact=True, peak_bytes=plan.fullest.phases.peak_bytes)
+            rest = [found for found, _ in fitting[index + 1 : index + limit]]
+            return Suggestions(tuple(_also(found, extra) for found in [best, *rest]), len(layouts))
+    problem = f"cluster.nodes={config.cluster.nodes}: none of {len(layouts)} layouts fits; raise it"
+    return Suggestions((), len(layouts), problem)
+
+
+def _fit_engines(config: Config) -> tuple[str, ...]:
+    """No more engines than there are GPUs for."""
+    slots = config.cluster.nodes * config.cluster.gpus_per_node
+    most = max(slots // config.rollout.tp, 1)
+    if config.cluster.placement != "colocated" or config.rollout.num_engines <= most:
+        return ()
+    config.rollout.num_engines = most
+    return (f"rollout.num_engines={most}",)
+
+
+def _also(found: Suggestion, overrides: tuple[str, ...]) -> Suggestion:
+    return replace(found, overrides=(*found.overrides, *overrides))
+
+
+def _best(search: _Search, layout: TrainLayout) -> tuple[Suggestion, Config] | None:
+    """The first of the variants that fits."""
+    cache: dict[tuple[str, int], StageActivations] = {}
+    for variant in search.variants:
+        phases = search.phases(variant, layout, cache)
+        if not search.job.cuda or max(rank.peak_bytes for rank in phases) <= usable_bytes(variant):
+            chosen = deepcopy(variant)
+            chosen.actor.parallel = parallel_of(layout, variant)
+            return _describe(search, layout, chosen, phases), chosen
+    return None
+
+
+def _with(
+    config: Config, *, recompute: str, modules: Sequence[str] = (), offload: OffloadConfig | None = None
+) -> Config:
+    chosen = deepcopy(config)
+    chosen.actor.recompute = recompute
+    if modules:
+        chosen.actor.recompute_modules = list(modules)
+    if offload is not None:
+        chosen.actor.offload = deepcopy(offload)
+    return chosen
+
+
+def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequence[Phases]) -> Suggestion:
+    actor, gives_up = chosen.actor, []
+    added = _recompute_cost(search, actor.recompute)
+    if added:
+        gives_up.append(f"{actor.recompute} recomputation: +{added:.0%} FLOP of an update")
+    away = [part for part in ("params", "grads", "optimizer") if getattr(actor.offload, part)]
+    kept = [part for part in away if part != "grads"]  # gradients are dropped
+    if kept:
+        room = f"{_host_gib(chosen, phases):.0f} GiB of host memory per node"
+        gives_up.append(f"offload of {', '.join(kept)} while the engine generates: {room}, and the copies")
+    if actor.optimizer.cpu_offload:
+        gives_up.append(
+            f"optimizer on the host: {_host_gib(chosen, phases):.0f} GiB of host memory per "
+            f"node, +{_host_seconds(search, layout):.0f} s per step"
+        )
+    bubble = _bubble(search, layout)
+    if bubble > 0.02:
+        gives_up.append(f"pipeline bubble: +{bubble:.0%} of an update")
+    for message, seconds in _messages(search, layout).items():
+        share = seconds / _compute(search, layout, added)
+        if share > 0.1:
+            gives_up.append(f"{message}: +{share:.0%} of computing, unless it overlaps")
+    keys = ["tp", "pp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"]
+    overrides = [f"actor.parallel.{key}={getattr(layout, key)}" for key in keys if getattr(layout, key) is not None]
+    overrides.append(f"actor.recompute={actor.recompute}")
+    overrides.append(f"actor.optimizer.cpu_offload={str(actor.optimizer.cpu_offload).lower()}")
+    if actor.recompute == "selective":
+        overrides.append(f"actor.recompute_modules=[{','.join(actor.recompute_modules)}]")
+    overrides += [f"actor.offload.{part}={str(part in away).lower()}" for part in ("params", "grads", "optimizer")]
+    seconds = (_compute(search, layout, added) + sum(_messages(search, layout).values())) * (1 + bubble)
+    seconds += _host_seconds(search, layout) if actor.optimizer.cpu_offload else 0.0
+    return Suggestion(tuple(overrides), seconds, max(rank.peak_bytes for rank in phases), tuple(gives_up))
+
+
+def _host_gib(config: Config, phases: Sequence[Phases]) -> float:
+    return max(rank.host_bytes for rank in phases) * config.cluster.gpus_per_node / GIB
+
+
+def _recompute_cost(search: _Search, recompute: str) -> float:
+    if recompute == "full":
+        return FULL_COST
+    if recompute == "none":
+        return 0.0
+    return SELECTIVE_COST if search.job.arguments.transformer.get("num_moe_experts") else MLP_COST
+
+
+def _bubble(search: _Search, layout: TrainLayout) -> float:
+    return (layout.pp - 1) / batch_arithmetic(search.job.config, layout).microbatches
+
+
+def _compute(search: _Search, layout: TrainLayout, recompute: float) -> float:
+    """Seconds of all updates of a step, at the pace of the longest stage."""
+    plan, layers = search.job.config.plan, search.job.arguments.transformer["num_layers"]
+    rate = layout.world_size * (plan.peak_tflops or PEAK_TFLOPS) * 1e12 * plan.mfu_update
+    longest = max(sum(map(len, chunks)) for chunks in layout.stage_layers(layers))
+    sizes = search.job.arguments.transformer
+    units = sizes["moe_ffn_hidden_size"] / layout.etp if sizes.get("num_moe_experts") else 0
+    narrow = 1 + THIN_UNITS / (units or sizes["ffn_hidden_size"] / layout.tp)
+    return search.flops / rate * (1 + recompute) * longest * layout.pp / layers * narrow
+
+
+def _messages(search: _Search, layout: TrainLayout) -> dict[str, float]:
+    """Seconds of a step's communication by kind."""
+    job = search.job
+    sizes, b, node = job.arguments.transformer, job.element_bytes, job.config.cluster.gpus_per_node
+    batch = batch_arithmetic(job.config, layout)
+    tokens = batch.tokens * job.config.trainer.update_epochs / (layout.dp * layout.cp)
+    layers, hidden = sizes["num_layers"] / layout.pp, sizes["hidden_size"]
+    state = tokens * layers * hidden * b
+
+    def seconds(num_bytes: float, span: int) -> float:
+        return num_bytes / (NODE_BYTES_PER_SECOND if span <= node else NETWORK_BYTES_PER_SECOND)
+
+    found = {"tensor parallelism": seconds(4 * state * (layout.tp - 1) / layout.tp, layout.tp)}
+    if sizes.get("num_moe_experts"):
+        routed = 4 * state / layout.tp * sizes["moe_router_topk"] * ((layout.ep - 1) / layout.ep + layout.etp - 1)
+        found["expert dispatch"] = seconds(routed, layout.ep * layout.etp)
+    keys = 2 * sizes["num_query_groups"] * sizes.get("kv_channels", 0) / layout.tp
+    ring = 3 * tokens * layers * keys * b * (layout.cp - 1)
+    found["context parallelism"] = seconds(ring, layout.tp * layout.cp)
+    held = _held(search, layout)
+    reduced = held * (4 + b) * batch.updates if layout.dp * layout.cp > 1 else 0.0
+    found["gradient reduction"] = seconds(reduced, layout.stage_size)
+    return found
+
+
+def _held(search: _Search, layout: TrainLayout) -> int:
+    """Parameters of a rank of the fullest stage."""
+    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    return max(search.state(layout, stage, search.job.numerics).parameters for stage in stages)
+
+
+def _host_seconds(search: _Search, layout: TrainLayout) -> float:
+    """Of all updates of a step: gradients to the host, weights back, and Adam reading and writing 28 bytes."""
+    owned = sum(weights.divided + weights.whole + weights.experts for weights in search.by_group.values())
+    updates = batch_arithmetic(search.job.config, layout).updates
+    per_element = 4 + search.job.element_bytes + 28
+    return owned / layout.world_size * per_element * updates / HOST_BYTES_PER_SECOND

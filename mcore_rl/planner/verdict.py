@@ -1,0 +1,146 @@
+"""Whether a plan fits, and what to set where it does not: every message begins with the key to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.config.schema import Config
+from mcore_rl.planner.batches import BatchArithmetic
+from mcore_rl.planner.engine import GIB, EngineRank
+from mcore_rl.planner.phases import FRAGMENTATION, RESERVE_BYTES, Phases, usable_bytes
+from mcore_rl.planner.sync import WeightSync
+from model_converters.layout import TrainLayout
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`errors` is empty exactly when the plan fits. `host_bytes_per_node`: offloaded state and sync buckets."""
+
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+    host_bytes_per_node: int
+
+
+def judge(
+    config: Config,
+    layout: TrainLayout,
+    phases: Sequence[Phases],
+    engine: EngineRank,
+    batch: BatchArithmetic,
+    sync: WeightSync,
+    *,
+    cuda: bool,
+) -> Verdict:
+    """Compares the phases of all ranks, the engine and the host with what the cluster has."""
+    host = host_bytes_per_node(config, phases, sync)
+    errors = [*_device_errors(config, layout, phases, engine)] if cuda else []
+    errors += _engine_errors(config, engine)
+    errors += _host_errors(config, host)
+    return Verdict(tuple(errors), tuple(_warnings(config, layout, engine, batch, sync)), host)
+
+
+def host_bytes_per_node(config: Config, phases: Sequence[Phases], sync: WeightSync) -> int:
+    """Of the fullest node; consecutive ranks fill a node."""
+    size = config.cluster.gpus_per_node
+    away = [sum(rank.host_bytes for rank in phases[i : i + size]) for i in range(0, len(phases), size)]
+    return max(away) + sync.slots_bytes
+
+
+def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases], engine: EngineRank) -> Iterator[str]:
+    usable = usable_bytes(config)
+    reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are kept back"
+    for name in ("generate", "annotate", "update", "sync"):
+        rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
+        needed = getattr(phases[rank], name)
+        if needed > usable:
+            yield (
+                f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} is too little for phase {name}: "
+                f"rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({reserve}); "
+                f"{_remedy(config, layout, name)}"
+            )
+    engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config, layout)
+    if engines > slots:
+        yield (
+            f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are there for engines; lower "
+            "rollout.num_engines"
+        )
+
+
+def _engine_slots(config: Config, layout: TrainLayout) -> int:
+    offered = config.cluster.nodes * config.cluster.gpus_per_node
+    return offered if config.cluster.placement == "colocated" else offered - layout.world_size
+
+
+def _remedy(config: Config, layout: TrainLayout, phase: str) -> str:
+    offload = config.actor.offload
+    away = [f"actor.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
+    if phase in ("generate", "sync"):
+        steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
+    else:
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        steps = [] if config.actor.recompute == "full" else ["actor.recompute=full"]
+        if config.actor.tokens_per_microbatch > longest:
+            steps.append(f"actor.tokens_per_microbatch={longest}")
+        if phase == "annotate":
+            steps += away
+        if not config.actor.optimizer.cpu_offload and phase == "update":
+            steps.append("actor.optimizer.cpu_offload=true")
+        steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))
+        steps.append("a higher cluster.nodes")
+    return "set " + ", or ".join(steps)
+
+
+def _engine_errors(config: Config, engine: EngineRank) -> Iterator[str]:
+    if engine.sequences >= 1:
+        return
+    longest = (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * engine.kv_bytes_per_token
+    fixed = engine.weights_bytes + engine.workspace_bytes
+    if config.cluster.device == "cpu":
+        yield (
+            f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} does not hold one sequence of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens; set it to at least {longest / GIB:.3f}"
+        )
+    else:
+        yield (
+            f"rollout.gpu_memory_fraction={config.rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
+            f"engine rank needs {fixed / GIB:.1f} GiB for weights and workspace and {longest / GIB:.2f} GiB of KV "
+            f"cache; raise rollout.tp or rollout.gpu_memory_fraction"
+        )
+
+
+def _host_errors(config: Config, host: int) -> Iterator[str]:
+    limit = config.cluster.host_memory_gib
+    if limit is not None and host > limit * GIB:
+        yield (
+            f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
+            "buckets into host memory; unset an actor.offload key, or use more nodes (cluster.nodes)"
+        )
+
+
+def _warnings(
+    config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic, sync: WeightSync
+) -> Iterator[str]:
+    if sync.transport == "network":
+        yield (
+            f"cluster.nodes={config.cluster.nodes}: weights go through shared memory, which ends at the host; a "
+            "transport between hosts is not available yet"
+        )
+    if not sync.mapped and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
+        yield (
+            f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "
+            f"engine rank copies all {sync.total_bytes / GIB:.1f} GiB instead of its own "
+            f"{sync.floor_bytes_per_engine_rank / GIB:.1f}; the whole model at once needs weights.num_buckets="
+            f"{sync.buckets}"
+        )
+    if 1 <= engine.sequences < config.rollout.max_concurrent_requests:
+        yield (
+            f"rollout.max_concurrent_requests={config.rollout.max_concurrent_requests}: the KV cache holds "
+            f"{engine.sequences:.1f} sequences of full length; more are preempted when they grow"
+        )
+    if layout.pp > 1 and batch.microbatches < layout.pp:
+        yield (
+            f"actor.parallel.pp={layout.pp}: an update has {batch.microbatches} micro-batches per rank, so the "
+            "pipeline idles more than half of the time; raise trainer.prompts_per_update or lower "
+            "actor.tokens_per_microbatch"
+        )
