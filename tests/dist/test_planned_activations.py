@@ -63,9 +63,7 @@ def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str,
     config.actor.parallel = ParallelConfig(**parallel)
     config.actor.recompute, config.actor.recompute_modules = recompute, modules
     hf_config = fields_of(kind)
-    run = Execution.of(
-        config, train_layout(config.actor.parallel, num_ranks, hf_config), element_bytes=4, engine=False
-    )
+    run = Execution.of(config, train_layout(config.actor.parallel, num_ranks, hf_config), element_bytes=4, engine=False)
     square = sum(length * length for length in LENGTHS) / sum(LENGTHS)
     run = dataclasses.replace(run, imbalance=1.0, square_length=square)
     layers = range(hf_config["num_hidden_layers"])

@@ -53,9 +53,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
     cases = [
-        (directories[model], layout, dtype)
-        for model, layout in LAYOUTS[num_ranks]
-        for dtype in ("float32", "bfloat16")
+        (directories[model], layout, dtype) for model, layout in LAYOUTS[num_ranks] for dtype in ("float32", "bfloat16")
     ]
     allocated = launch(allocate, num_ranks, cases)
     for index, (directory, layout, dtype) in enumerate(cases):
