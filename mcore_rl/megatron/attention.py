@@ -2,6 +2,7 @@
 
 Used where TransformerEngine is absent. Packed sequences (THD) are never mixed: short ones of similar length share a
 padded batch, which under a causal mask is exact, because a query never reaches the padding behind its sequence.
+Over context-parallel ranks `context_attention` takes its place.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.context import ContextPart
+from mcore_rl.megatron.context_attention import context_attention
 
 cpu.install()
 
@@ -28,10 +31,13 @@ SIMILAR = 0.8
 """The shortest sequence of a batch is at least this fraction of the longest."""
 
 
-def pack_sequences(lengths: list[int], device: torch.device | str = "cpu") -> PackedSeqParams:
+def pack_sequences(
+    lengths: list[int], device: torch.device | str = "cpu", *, context_parallel: bool = False
+) -> PackedSeqParams:
     """What GPTModel.forward takes as packed_seq_params for sequences laid end to end, positions from 0 in each.
 
-    Units: lengths in tokens, each at least 1; their sum is the length of the packed row.
+    Units: lengths in tokens, each at least 1; their sum is the length of the packed row. With context_parallel they are
+    those of the whole sequences, padded, and the rank's row is a part of theirs.
     """
     assert min(lengths) > 0, "a packed row has no empty sequence"
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
@@ -42,6 +48,10 @@ def pack_sequences(lengths: list[int], device: torch.device | str = "cpu") -> Pa
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
+        # TransformerEngine refuses packed sequences on context-parallel ranks without these. They are no others:
+        # padding belongs to its sequence, where no token sees it.
+        cu_seqlens_q_padded=offsets if context_parallel else None,
+        cu_seqlens_kv_padded=offsets if context_parallel else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -116,7 +126,7 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
 class SDPACoreAttention(MegatronModule):
     """core_attention of a local layer spec: causal self-attention, grouped queries, THD and BSHD.
 
-    Raises: ConfigError for context parallelism.
+    Raises: ConfigError for context parallelism on CUDA.
     """
 
     def __init__(
@@ -126,14 +136,19 @@ class SDPACoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config)
+        self.context = ContextPart()
         if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"actor.parallel.cp is {config.context_parallel_size}: context parallelism needs CUDA and "
-                "TransformerEngine; set actor.parallel.cp=1"
-            )
+            if torch.cuda.is_available():
+                raise ConfigError(
+                    f"actor.parallel.cp is {config.context_parallel_size}: on CUDA context parallelism needs "
+                    "TransformerEngine; install it or set actor.parallel.cp=1"
+                )
+            group = pg_collection.cp
+            self.context = ContextPart(group.rank(), group.size(), group)
         assert not config.attention_dropout, "the model builder turns dropout off"
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"layer {layer_number}: {attention_type} attention with mask {attn_mask_type}")
@@ -149,7 +164,10 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         """Shapes: query [T, heads, d], key and value [T, groups, d] when packed, giving [T, heads * d];
-        [S, B, heads, d] and [S, B, groups, d] otherwise, giving [S, B, heads * d]. The mask is always causal."""
+        [S, B, heads, d] and [S, B, groups, d] otherwise, giving [S, B, heads * d]. The mask is always causal.
+        Collective: the context-parallel group."""
+        if self.context.size > 1:
+            return self._attend_over_ranks(query, key, value, packed_seq_params)
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
@@ -161,6 +179,19 @@ class SDPACoreAttention(MegatronModule):
             outputs.append(batch.unpad(self._attend(q, k, v).transpose(1, 2)))
         packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (packed if place is None else packed.index_select(0, place)).flatten(1)
+
+    def _attend_over_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams | None
+    ) -> torch.Tensor:
+        """Shapes: as of forward, of this rank's tokens."""
+        if packed is not None:
+            lengths = tuple(packed.cu_seqlens_q.diff().tolist())
+            return context_attention(query, key, value, lengths, self.context, scale=self.scale).flatten(1)
+        length, rows = query.shape[:2]
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        lengths = (length * self.context.size,) * rows
+        out = context_attention(q, k, v, lengths, self.context, scale=self.scale)
+        return out.unflatten(0, (rows, length)).transpose(0, 1).flatten(2)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""

@@ -83,6 +83,9 @@ def test_the_first_call_may_come_from_inference_mode() -> None:
     _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths)).sum().backward()
 
 
-def test_context_parallelism_is_refused_by_its_key() -> None:
+def test_context_parallelism_on_cuda_without_transformer_engine_is_refused_by_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"actor\.parallel\.cp"):
         _attention(context_parallel_size=2)

@@ -17,6 +17,7 @@ from mcore_rl.megatron.cpu.registry import Fix, fix
 @fix("fused_rotary", "models.common.embeddings.rope_utils")
 def _fused_rotary(this: Fix, module: ModuleType) -> None:
     """Slices the frequencies of every sequence in Python, in every layer, for queries and for keys."""
+    from mcore_rl.megatron.context import ContextPart
     from mcore_rl.megatron.cpu.kernels.jit import takes
     from mcore_rl.megatron.cpu.kernels.rotary import rotate
 
@@ -32,22 +33,17 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
         multi_latent_attention: bool = False,
         **other_rotations: bool,
     ) -> torch.Tensor:
-        if any(other_rotations.values()) or cp_group.size() > 1 or not takes(t):
+        if any(other_rotations.values()) or not takes(t):
             options = other_rotations | {"multi_latent_attention": multi_latent_attention}
             return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **options)
         if multi_latent_attention:  # its heads hold neighbours that turn together; all of them turn
             t = torch.cat((t[..., 0::2], t[..., 1::2]), -1)
         table = freqs.detach().flatten(1)
         cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
-        return rotate(t, cos, sin, _positions(cu_seqlens, len(t)))
+        part = ContextPart(cp_group.rank(), cp_group.size())
+        return rotate(t, cos, sin, part.positions(cu_seqlens.diff().long()))
 
     this.patch(module, "_apply_rotary_pos_emb_thd", rotate_packed)
-
-
-def _positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Of every token within its sequence, int64 [tokens]."""
-    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long(), output_size=tokens)
-    return torch.arange(tokens) - starts
 
 
 @fix("fused_swiglu", "transformer.mlp")
