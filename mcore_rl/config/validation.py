@@ -105,7 +105,15 @@ def validate(config: Config, *, run_here: bool = True) -> None:
 
     Raises: ConfigError for the first thing that cannot work.
     """
-    for check in (_check_values, _check_batches, _check_lengths, _check_engine, _check_layout, _check_run_dir):
+    for check in (
+        _check_values,
+        _check_batches,
+        _check_lengths,
+        _check_row,
+        _check_engine,
+        _check_layout,
+        _check_run_dir,
+    ):
         if run_here or check is not _check_run_dir:
             check(config)
     _check_host_optimizer(config)
@@ -199,6 +207,22 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             "weights.verify_every must be 0 with rollout.expert_parallel=true: whole experts spread over engine ranks "
             "cannot be read back"
+        )
+
+
+def _check_row(config: Config) -> None:
+    """Whether the longest sequence fits in one packed row, padded as context parallelism pads it."""
+    budget, parallel = config.actor.tokens_per_microbatch, config.actor.parallel
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > budget:
+        raise ConfigError(
+            f"actor.tokens_per_microbatch={budget} must be at least rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}: a sequence is never split over micro-batches"
+        )
+    if parallel.cp > 1 and budget % (2 * parallel.cp):
+        raise ConfigError(
+            f"actor.tokens_per_microbatch={budget} must be a multiple of 2 x actor.parallel.cp = {2 * parallel.cp}, to "
+            "which sequences are padded"
         )
 
 

@@ -38,17 +38,21 @@ def balance(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
 def pack(lengths: np.ndarray, capacity: int, min_bins: int = 1) -> list[np.ndarray]:
     """Packs sequences into as few bins of `capacity` tokens as first-fit decreasing finds.
 
-    A sequence longer than capacity gets a bin of its own. With min_bins above the number needed, the sequences are
-    spread evenly over min_bins bins (bins stay empty only where B < min_bins): pipelines want a set number of
-    micro-batches, and equal ones.
+    With min_bins above the number needed, the sequences are spread evenly over min_bins bins (bins stay empty only
+    where B < min_bins): pipelines want a set number of micro-batches, and equal ones.
 
     Shapes: lengths integer [B]; returns bins of int64 indices, together 0..B - 1 exactly once, each ascending.
     Units: capacity in tokens.
-    Raises: DataError for a negative length or capacity < 1.
+    Raises: DataError for a negative length, a sequence longer than capacity, or capacity < 1.
     """
     lengths = _checked(lengths)
     if capacity < 1:
         raise DataError(f"cannot pack into bins of {capacity} tokens; raise actor.tokens_per_microbatch")
+    if lengths.size and lengths.max() > capacity:
+        raise DataError(
+            f"a sequence takes {lengths.max()} tokens, more than the {capacity} of a micro-batch; raise "
+            "actor.tokens_per_microbatch"
+        )
     bins = _first_fit_decreasing(lengths, capacity)
     if len(bins) < min_bins:
         bins = _spread(lengths, capacity, bins, min_bins)
@@ -111,12 +115,10 @@ def _fill_bin(ascending: list[int], free: list[int], place: int, room: int, take
 
 def _spread(lengths: np.ndarray, capacity: int, bins: list[np.ndarray], num_bins: int) -> list[np.ndarray]:
     """Even bins, num_bins of them, from a packing with fewer."""
-    too_long = np.flatnonzero(lengths > capacity)
-    rest = np.flatnonzero(lengths <= capacity)
-    ranks = balance(lengths[rest], num_bins - len(too_long))
-    even = [rest[ranks == rank] for rank in range(num_bins - len(too_long))]
+    ranks = balance(lengths, num_bins)
+    even = [np.flatnonzero(ranks == rank) for rank in range(num_bins)]
     if all(lengths[members].sum() <= capacity for members in even):
-        return [*np.split(too_long, len(too_long)), *even] if len(too_long) else even
+        return even
     # Few and long sequences can be even only above capacity: then halve the fullest bins of the packing instead.
     return _halve_fullest(lengths, bins, num_bins)
 

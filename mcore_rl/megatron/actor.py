@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu, parallel
+from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
@@ -56,7 +57,7 @@ class MegatronActor:
 
     `chunks` are the bare model chunks, `ddp` the same in DistributedDataParallel; with `optimizer` and `scheduler`
     they are all that a checkpoint holds. `old_logp` maps a sample to the annotated log-probabilities of its trained
-    tokens, on the ranks of the last stage.
+    tokens, on the ranks of the last stage; each context-parallel rank has those of its own part of the sequence.
 
     `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
 
@@ -69,8 +70,6 @@ class MegatronActor:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.hf_config = _hf_config(config, speaks=rank == 0)
         self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
-        if self.layout.cp > 1:
-            raise ConfigError("actor.parallel.cp: micro-batches are not split over context ranks; set it to 1")
         timeout_seconds, seed = config.cluster.collective_timeout_seconds, config.run.seed
         if init_method is None:
             parallel.initialize_groups(self.layout, timeout_seconds=timeout_seconds, seed=seed)
@@ -107,7 +106,8 @@ class MegatronActor:
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
         group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
-        self.objective = Objective.from_config(config, group)
+        context = self._context_part()
+        self.objective = Objective.from_config(config, group, context)
         self.mtp: MTPObjective | None = None
         if config.actor.mtp_loss_coefficient:
             self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, config.actor.logprob_chunk_tokens, group)
@@ -118,11 +118,18 @@ class MegatronActor:
             count_multiple=self.layout.pp if self.layout.vpp else 1,
             group=parallel_state.get_data_parallel_group() if self.layout.dp > 1 else None,
             device=self.device,
+            context=context,
         )
         self._counts_tokens = place.tp == 0 and place.pp == self.layout.pp - 1
-        self._speaks_for_all = self._counts_tokens and place.dp == 0
+        self._speaks_for_all = self._counts_tokens and place.dp == place.cp == 0
         self.old_logp: dict[int, torch.Tensor] = {}
         self._policy_is_old = self._replays = False
+
+    def _context_part(self) -> ContextPart:
+        if self.layout.cp == 1:
+            return ALONE
+        group = parallel_state.get_context_parallel_group()
+        return ContextPart(group.rank(), group.size(), group)
 
     def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Recomputes the log-probabilities of the current policy for the samples of all updates but the first, once

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.context import ContextPart
+from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.context_attention import context_attention
 
 cpu.install()
@@ -140,7 +140,7 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self.context = ContextPart()
+        self.context = ALONE
         if config.context_parallel_size > 1:
             if torch.cuda.is_available():
                 raise ConfigError(

@@ -78,6 +78,10 @@ class ContextPart:
         return _Gather.apply(values, owners, self)
 
 
+ALONE = ContextPart()
+"""Without context parallelism a rank has the whole row."""
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, owners: torch.Tensor, part: ContextPart) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Causal self-attention over context-parallel ranks on a CPU: the order of tokens is that of `context`.
 
 Keys and values are gathered from all ranks and their gradients reduced and scattered; they are gathered anew for the
-backward pass, so that what a layer keeps stays a rank's share. Of a sequence of 2 * size chunks, queries of chunk c meet
-chunk c under a causal mask and the chunks before it under none, and log-sum-exps join the two results. So nothing is
-computed that the mask hides: each rank does exactly 1 / size of a sequence's work.
+backward pass, so that what a layer keeps stays a rank's share. Of a sequence of 2 * size chunks, queries of chunk c
+meet chunk c under a causal mask and the chunks before it under none, and log-sum-exps join the two results. So nothing
+is computed that the mask hides: each rank does exactly 1 / size of a sequence's work.
 """
 
 from __future__ import annotations

@@ -9,10 +9,14 @@ two sequences (p prompt, r and s response, all of it trained):
     tokens         p p p r     p r          the last s is only a target
     predictors         2 3     4 5          hidden states that predict
     targets            r s     r s          trained_counts 2, 2
+
+Context-parallel ranks build the same micro-batch and keep their part of it (see context.py): every trained token lies
+on one of them, that of its predictor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +28,7 @@ import torch.distributed as dist
 from mcore_rl.data.packing import pack
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.attention import pack_sequences
+from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
@@ -31,16 +36,19 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 class MicroBatch:
     """One forward pass (see the module's example).
 
-    Shapes: tokens int64 [T]; samples, lengths (in tokens of the row) and trained_counts: one entry per sequence,
-    padding is none; every other tensor [N], N trained tokens: predictors, targets int64; advantages, loss_weights,
-    logp_rollout float32.
-    `sequences` are megatron's PackedSeqParams. A micro-batch without samples is a dummy: it keeps a rank in step with
-    its peers and contributes exactly nothing.
+    Shapes: tokens int64 [T]; samples, lengths (in tokens of the whole row) and trained_counts: one entry per sequence,
+    padding is none; owners int64 [M]; every other tensor [N], N trained tokens: predictors, targets int64; advantages,
+    loss_weights, logp_rollout float32.
+    `sequences` are megatron's PackedSeqParams. With context parallelism tokens and trained tokens are this rank's;
+    `sequences`, `lengths`, `whole_counts` and `owners` (the rank of each of the M trained tokens) are those of all.
+    A micro-batch without samples is a dummy: it keeps a rank in step with its peers and contributes exactly nothing.
     """
 
     samples: tuple[int, ...]
     lengths: tuple[int, ...]
     trained_counts: tuple[int, ...]
+    whole_counts: tuple[int, ...]
+    owners: torch.Tensor
     tokens: torch.Tensor
     sequences: Any
     predictors: torch.Tensor
@@ -54,9 +62,9 @@ class MicroBatch:
 class Packing:
     """How micro-batches are cut.
 
-    `tokens` is the budget; a longer sequence gets a micro-batch of its own. Rows are padded to a multiple of
+    `tokens` is the budget of the whole row; a longer sequence is refused. Each rank's row is padded to a multiple of
     `row_multiple` (sequence parallelism), the number of micro-batches to one of `count_multiple` (an interleaved
-    pipeline). Ranks of `group` must run equally many.
+    pipeline). Ranks of `group` must run equally many; `context` is this rank's part of every row.
     """
 
     tokens: int
@@ -64,6 +72,7 @@ class Packing:
     count_multiple: int = 1
     group: dist.ProcessGroup | None = None
     device: torch.device | str = "cpu"
+    context: ContextPart = ALONE
 
 
 def build_microbatches(
@@ -71,10 +80,11 @@ def build_microbatches(
 ) -> tuple[list[MicroBatch], int]:
     """The micro-batches of a share, and the tokens of all ranks together, padding included.
 
-    Raises: DataError for a trajectory without a prompt.
+    Raises: DataError for a trajectory without a prompt, or longer than the budget.
     Collective: all ranks of packing.group.
     """
-    lengths = share.total_tokens
+    multiple = packing.context.multiple
+    lengths = -(-share.total_tokens // multiple) * multiple
     bins = pack(lengths, packing.tokens)
     most = _agree(len(bins), dist.ReduceOp.MAX, packing)
     count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
@@ -82,7 +92,8 @@ def build_microbatches(
         bins = pack(lengths, packing.tokens, min_bins=count)
     bins += [np.empty(0, np.int64)] * (count - len(bins))
     batches = [_microbatch(share, members, chunks, packing) for members in bins]
-    return batches, _agree(sum(len(batch.tokens) for batch in batches), dist.ReduceOp.SUM, packing)
+    row_tokens = sum(len(batch.tokens) for batch in batches) * packing.context.size
+    return batches, _agree(row_tokens, dist.ReduceOp.SUM, packing)
 
 
 def _agree(value: int, operation: Any, packing: Packing) -> int:
@@ -99,14 +110,14 @@ def _microbatch(
     # Descending lengths: attention then takes sequences of one length from the row as they lie.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    counts = np.array([len(sequence.targets) for sequence in sequences], np.int64)
-    padding = -int(starts[-1]) % packing.row_multiple or (0 if lengths else packing.row_multiple)
-    if padding:
-        lengths.append(padding)
-    tokens = _join([sequence.tokens for sequence in sequences] + [np.zeros(padding, np.int64)], np.int64)
-    predictors = _join([s.predictors + first for s, first in zip(sequences, starts, strict=False)], np.int64)
+    row = _row(sequences, packing)
+    lengths, part = torch.tensor(row.lengths), packing.context
+    cells = part.cells(lengths).numpy()
+    place = np.full(len(row.tokens), -1)
+    place[cells] = np.arange(len(cells))
+    owners = part.owners(lengths).numpy()[row.predictors]
+    mine = owners == part.rank
+    responses = row.responses[mine]
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(packing.device)
@@ -114,14 +125,56 @@ def _microbatch(
     return MicroBatch(
         samples=tuple(int(sample) for sample in share.samples[members]),
         lengths=tuple(len(sequence.tokens) for sequence in sequences),
-        trained_counts=tuple(counts.tolist()),
-        tokens=to_device(tokens),
-        sequences=pack_sequences(lengths, packing.device),
-        predictors=to_device(predictors),
-        targets=to_device(_join([sequence.targets for sequence in sequences], np.int64)),
-        advantages=to_device(np.repeat(share.advantages[members], counts).astype(np.float32)),
-        loss_weights=to_device(np.repeat(share.loss_weights[members], counts).astype(np.float32)),
-        logp_rollout=to_device(_join([sequence.logp_rollout for sequence in sequences], np.float32)),
+        trained_counts=_counts(responses, len(members)),
+        whole_counts=_counts(row.responses, len(members)),
+        owners=to_device(owners),
+        tokens=to_device(row.tokens[cells]),
+        sequences=pack_sequences(row.lengths, packing.device, context_parallel=part.size > 1),
+        predictors=to_device(place[row.predictors[mine]]),
+        targets=to_device(row.targets[mine]),
+        advantages=to_device(share.advantages[members][responses].astype(np.float32)),
+        loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
+        logp_rollout=to_device(row.logp_rollout[mine]),
+    )
+
+
+def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
+    return tuple(np.bincount(responses, minlength=num_responses).tolist())
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A packed row of all context-parallel ranks.
+
+    Shapes: tokens int64 [T]; every other tensor [M], its trained tokens: responses int64, ordinals of their responses.
+    """
+
+    lengths: list[int]
+    tokens: np.ndarray
+    responses: np.ndarray
+    predictors: np.ndarray
+    targets: np.ndarray
+    logp_rollout: np.ndarray
+
+
+def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
+    part = packing.context
+    lengths = [-(-len(sequence.tokens) // part.multiple) * part.multiple for sequence in sequences]
+    starts = np.cumsum([0, *lengths])
+    row_multiple = math.lcm(part.multiple, part.size * packing.row_multiple)
+    padding = -int(starts[-1]) % row_multiple or (0 if lengths else row_multiple)
+    if padding:
+        lengths.append(padding)
+    tokens = np.zeros(sum(lengths), np.int64)
+    for sequence, first in zip(sequences, starts, strict=False):
+        tokens[first : first + len(sequence.tokens)] = sequence.tokens
+    return _Row(
+        lengths=lengths,
+        tokens=tokens,
+        responses=np.repeat(np.arange(len(sequences)), [len(sequence.targets) for sequence in sequences]),
+        predictors=_join([s.predictors + first for s, first in zip(sequences, starts, strict=False)], np.int64),
+        targets=_join([sequence.targets for sequence in sequences], np.int64),
+        logp_rollout=_join([sequence.logp_rollout for sequence in sequences], np.float32),
     )
 
 

@@ -14,6 +14,7 @@ from mcore_rl.algorithms import PolicyLossInputs, PolicyLossResult, policy_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.logprobs import linear_logp_entropy
 from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.output import output_weight, unwrap
@@ -33,7 +34,8 @@ class MicroBatchReport:
 
 @dataclass(frozen=True)
 class Objective:
-    """The configured loss on micro-batches. `group` is the tensor-parallel group, None for a single rank.
+    """The configured loss on micro-batches. `group` is the tensor-parallel group, None for a single rank; `context` is
+    the rank's part of every row, of which it reports its own tokens only.
 
     A loss of advantages is one of the policy that the engine samples from, so its log-probabilities are those of
     rollout.temperature (1 where rollouts are greedy); any other loss sees the model's own distribution.
@@ -44,9 +46,10 @@ class Objective:
     entropy_coefficient: float
     chunk_tokens: int
     group: dist.ProcessGroup | None
+    context: ContextPart = ALONE
 
     @classmethod
-    def from_config(cls, config: Config, group: dist.ProcessGroup | None) -> Objective:
+    def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
         """Raises: ConfigError for an unknown loss or option, or one that needs what the actor does not have."""
         section = config.algorithm.policy_loss
         options = {field.name: getattr(section, field.name) for field in fields(section) if field.name != "name"}
@@ -60,6 +63,7 @@ class Objective:
             entropy_coefficient=config.algorithm.entropy_coefficient,
             chunk_tokens=config.actor.logprob_chunk_tokens,
             group=group,
+            context=context,
         )
 
     def logp(
@@ -94,7 +98,8 @@ class Objective:
 
         Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs.
 
-        Shapes: old_logp maps a sample to [n], its trained tokens.
+        Shapes: old_logp maps a sample to [n], its trained tokens on this rank.
+        Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         if policy_is_old:
@@ -131,11 +136,24 @@ class Objective:
             advantages=batch.advantages,
             rollout_logp=batch.logp_rollout,
         )
-        if not self.loss.needs.whole_sequence or not len(logp):
+        if not self.loss.needs.whole_sequence or not len(batch.owners):
             return self.loss(inputs)
-        result = self.loss(_one_response_per_row(inputs, batch.trained_counts))
-        selected = _row(torch.ones_like(logp), batch.trained_counts) > 0
-        return PolicyLossResult(result.loss[selected], result.metrics)
+        return self._of_whole_responses(inputs, batch)
+
+    def _of_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
+        """A loss that reads all tokens of a response at once: of the rank's own tokens, [N].
+
+        Its metrics are of whole responses, so one of the context-parallel ranks reports them for all.
+        """
+        if self.context.size == 1:
+            result = self.loss(_one_response_per_row(inputs, batch.whole_counts))
+            return PolicyLossResult(_flat(result.loss, batch), result.metrics)
+        given = {name: value for name, value in vars(inputs).items() if value is not None}
+        whole = self.context.gather(torch.stack(list(given.values())), batch.owners)
+        rows = _one_response_per_row(PolicyLossInputs(**dict(zip(given, whole, strict=True))), batch.whole_counts)
+        result = self.loss(rows)
+        own = _flat(result.loss, batch)[batch.owners == self.context.rank]
+        return PolicyLossResult(own, result.metrics if self.context.rank == 0 else {})
 
 
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:
@@ -166,6 +184,12 @@ def _remembered(batch: MicroBatch, old_logp: Mapping[int, torch.Tensor], like: t
 def _row(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     """[N] -> [B, T], one response per row, 0 behind its end."""
     return pad_sequence(list(flat.split(list(counts))), batch_first=True)
+
+
+def _flat(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """The inverse of _row for a micro-batch of whole responses."""
+    counts = torch.tensor(batch.whole_counts, device=rows.device)
+    return rows[torch.arange(rows.shape[1], device=rows.device) < counts[:, None]]
 
 
 def _one_response_per_row(inputs: PolicyLossInputs, counts: tuple[int, ...]) -> PolicyLossInputs:

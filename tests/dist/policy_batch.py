@@ -57,6 +57,15 @@ def drift(sample: int) -> np.ndarray:
     return np.random.default_rng(300 + sample).normal(0, 0.35, int(trained(sample).sum())).astype(np.float32)
 
 
+def held(sample: int, layout: Any, rank: int) -> np.ndarray:
+    """Which of the sample's trained tokens lie on this context-parallel rank: chunks and mirror images, counted out."""
+    predictors = PROMPTS[sample] - 1 + np.flatnonzero(trained(sample))
+    num_chunks = 2 * layout.cp
+    chunk = -(-(int(predictors[-1]) + 1) // num_chunks)
+    cp = layout.coordinates(rank).cp
+    return np.isin(predictors // chunk, [cp, num_chunks - 1 - cp])
+
+
 def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
     """An uneven cut: the last data-parallel rank gets one sample, so that it needs dummy micro-batches."""
     mine = [s for i, s in enumerate(samples) if min(i, num_dp_ranks - 1) == num_dp_ranks - 1 - dp_rank]

@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "dense pp2": ("qwen3", {"pp": 2}),
         "moe ep2": ("qwen3_moe", {"ep": 2}),
         "v3 tp2": ("deepseek_v3", {"tp": 2}),
+        "moe cp2": ("qwen3_moe", {"cp": 2}),
     },
 }
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
@@ -296,7 +297,9 @@ def _rates(rank: int, directories: dict[str, str]) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"tp": 2})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"tp": 2}), ("qwen3_moe", {"cp": 2})]
+)
 def test_a_resumed_actor_takes_the_very_same_step(
     kind: str, sizes: dict[str, int], directories: dict[str, str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import DataError
+from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.types import RankShare
 from tests.dist import policy_batch
@@ -33,7 +34,7 @@ def _bounds(batch: MicroBatch) -> list[int]:
     return batch.sequences.cu_seqlens_q.tolist()
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 45, 10_000])
+@pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])
 def test_every_trained_token_is_predicted_once_from_the_position_before_it(tokens: int) -> None:
     share = policy_batch.share(SAMPLES, 0, 1)
     found: dict[int, list[tuple[int, int, float, float, float]]] = {}
@@ -61,12 +62,12 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(token
         assert found[sample] == expected
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 45, 10_000])
-def test_rows_are_whole_sequences_within_the_budget_or_one_long_sequence(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])
+def test_rows_are_whole_sequences_within_the_budget(tokens: int) -> None:
     for batch in _build(Packing(tokens=tokens)):
         bounds = _bounds(batch)
         assert bounds[-1] == len(batch.tokens) == sum(LENGTHS[sample] for sample in batch.samples)
-        assert len(batch.tokens) <= tokens or len(batch.samples) == 1
+        assert len(batch.tokens) <= tokens
         for sample, (first, end) in zip(batch.samples, pairwise(bounds), strict=True):
             assert batch.tokens[first:end].tolist() == policy_batch.sequence(sample)[: _computed(sample)].tolist()
 
@@ -93,6 +94,67 @@ def test_a_rank_without_samples_still_runs() -> None:
     batches, tokens = build_microbatches(empty, policy_batch.chunks(), Packing(tokens=20))
     assert [len(batch.tokens) for batch in batches] == [1]
     assert tokens == 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("row_multiple", [1, 2, 3])
+def test_context_parallel_ranks_hold_every_row_once_each_token_where_megatron_looks_for_it(
+    size: int, row_multiple: int
+) -> None:
+    whole = _build(Packing(tokens=24))
+    ranks = [_build(Packing(24, row_multiple, context=ContextPart(rank, size))) for rank in range(size)]
+    for parts in zip(*ranks, strict=True):
+        first = parts[0]
+        lengths = first.sequences.cu_seqlens_q.diff()
+        assert torch.equal(first.sequences.cu_seqlens_q_padded, first.sequences.cu_seqlens_q)
+        assert (lengths % (2 * size) == 0).all()
+        assert len({len(part.tokens) for part in parts}) == 1
+        assert len(first.tokens) % row_multiple == 0
+        # Chunks back into the order of the row: chunk c of a sequence lies on rank c or, mirrored, 2 * size - 1 - c.
+        held = [part.tokens.split((lengths // size).tolist()) for part in parts]
+        bounds = _bounds(first)
+        for index, sample in enumerate(first.samples):
+            halves = [rank[index].chunk(2) for rank in held]
+            row = torch.cat([pair[0] for pair in halves] + [pair[1] for pair in reversed(halves)])
+            tokens = policy_batch.sequence(sample)[: _computed(sample)]
+            assert row.tolist() == [*tokens.tolist(), *[0] * (bounds[index + 1] - bounds[index] - len(tokens))]
+    ours = _by_token([batch for rank in ranks for batch in rank])
+    assert ours == _by_token(whole)
+    assert len(ours) == sum(len(batch.targets) for rank in ranks for batch in rank)
+
+
+def _by_token(batches: list[MicroBatch]) -> dict[tuple[int, float], tuple[float, ...]]:
+    """What is known of every trained token, named by its sample and its (unique) log-probability."""
+    found = {}
+    for batch in batches:
+        samples = np.repeat(batch.samples, batch.trained_counts).tolist()
+        columns = (batch.tokens[batch.predictors], batch.targets, batch.advantages, batch.loss_weights)
+        for sample, logp, *values in zip(
+            samples, batch.logp_rollout.tolist(), *(column.tolist() for column in columns), strict=True
+        ):
+            found[sample, logp] = tuple(values)
+    return found
+
+
+def test_context_parallel_ranks_know_the_rank_of_every_trained_token() -> None:
+    ranks = [_build(Packing(48, context=ContextPart(rank, 2))) for rank in range(2)]
+    for parts in zip(*ranks, strict=True):
+        assert torch.equal(parts[0].owners, parts[1].owners)
+        assert parts[0].whole_counts == parts[1].whole_counts
+        for sample, count in zip(parts[0].samples, parts[0].whole_counts, strict=True):
+            assert count == policy_batch.trained(sample).sum()
+        for rank, part in enumerate(parts):
+            assert len(part.targets) == (part.owners == rank).sum() == sum(part.trained_counts)
+            joined = torch.empty(len(part.owners))
+            for other, peer in enumerate(parts):
+                joined[peer.owners == other] = peer.logp_rollout
+            in_order = [policy_batch.logp_rollout(s)[policy_batch.trained(s) > 0] for s in part.samples]
+            assert np.array_equal(joined.numpy(), np.concatenate(in_order))
+
+
+def test_a_sequence_longer_than_the_budget_is_refused() -> None:
+    with pytest.raises(DataError, match=r"takes 16 tokens.*actor\.tokens_per_microbatch"):
+        _build(Packing(tokens=15))
 
 
 def test_a_response_without_a_prompt_is_refused() -> None:
