@@ -111,12 +111,8 @@ def _microbatch(
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
     row = _row(sequences, packing)
-    lengths, part = torch.tensor(row.lengths), packing.context
-    cells = part.cells(lengths).numpy()
-    place = np.full(len(row.tokens), -1)
-    place[cells] = np.arange(len(cells))
-    owners = part.owners(lengths).numpy()[row.predictors]
-    mine = owners == part.rank
+    tokens, predictors, owners = _part_of_row(row, packing.context)
+    mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
     responses = row.responses[mine]
 
     def to_device(values: np.ndarray) -> torch.Tensor:
@@ -128,14 +124,26 @@ def _microbatch(
         trained_counts=_counts(responses, len(members)),
         whole_counts=_counts(row.responses, len(members)),
         owners=to_device(owners),
-        tokens=to_device(row.tokens[cells]),
-        sequences=pack_sequences(row.lengths, packing.device, context_parallel=part.size > 1),
-        predictors=to_device(place[row.predictors[mine]]),
+        tokens=to_device(tokens),
+        sequences=pack_sequences(row.lengths, packing.device, context_parallel=packing.context.size > 1),
+        predictors=to_device(predictors),
         targets=to_device(row.targets[mine]),
         advantages=to_device(share.advantages[members][responses].astype(np.float32)),
         loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
         logp_rollout=to_device(row.logp_rollout[mine]),
     )
+
+
+def _part_of_row(row: _Row, part: ContextPart) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A rank's tokens, its predictors' positions among them, and the rank of every trained token of the whole row."""
+    if part.size == 1:
+        return row.tokens, row.predictors, np.zeros(len(row.predictors), np.int64)
+    lengths = torch.tensor(row.lengths)
+    cells = part.cells(lengths).numpy()
+    place = np.full(len(row.tokens), -1)
+    place[cells] = np.arange(len(cells))
+    owners = part.owners(lengths).numpy()[row.predictors]
+    return row.tokens[cells], place[row.predictors[owners == part.rank]], owners
 
 
 def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
