@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
-from model_converters.mtp import num_mtp_layers, settle_mtp
+from model_converters.mtp import num_mtp_layers, settle_mtp, without_mtp
 from model_converters.table import bind
 
 # Of a checkpoint: a float32 parameter, its float32 main copy and two Adam moments.
@@ -49,7 +50,7 @@ def prepare(config: Config) -> Prepared:
     validate(config)
     _check_export(config)
     _make_paths_absolute(config)
-    hf_config = read_hf_config(config)
+    hf_config = _trained_model(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
     parameters = _check_weights(config)
@@ -74,6 +75,15 @@ def prepare(config: Config) -> Prepared:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     return Prepared(layout, prompts, targets, tuple(reports), parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+
+
+def _trained_model(config: Config) -> dict[str, Any]:
+    """config.json without the multi-token-prediction layers that are not trained."""
+    hf_config = read_hf_config(config)
+    try:
+        return hf_config if config.actor.mtp_loss_coefficient else without_mtp(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
 
 
 def _check_algorithm(config: Config) -> Needs:

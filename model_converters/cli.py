@@ -107,6 +107,11 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--etp", type=int, help="tensor-parallel size of experts (default 1 with --ep > 1, else tp)")
     flags.add_argument("--first-stage-layers", type=int, metavar="N", help="layers of the first pipeline stage")
     flags.add_argument("--last-stage-layers", type=int, metavar="N", help="layers of the last pipeline stage")
+    flags.add_argument(
+        "--pipeline-layout",
+        metavar="TEXT",
+        help="megatron's layout of pipeline stages, such as 'E|(tt|)*30tmL'; replaces the two above and --vpp",
+    )
     flags.add_argument("--world-size", type=int, metavar="N", help="ranks (default: the fewest the sizes allow)")
 
 
@@ -126,6 +131,7 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
         vpp=parsed.vpp if parsed.vpp != 1 else None,
         first_stage_layers=parsed.first_stage_layers,
         last_stage_layers=parsed.last_stage_layers,
+        pipeline_layout=parsed.pipeline_layout,
     )
 
 

@@ -16,7 +16,7 @@ from model_converters.hf_config import (
     refuse_unsupported,
     rotary,
 )
-from model_converters.table import Row
+from model_converters.table import FINAL_NORM, Row
 from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
 
 
@@ -106,7 +106,7 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
             redundant=(head,) if tied else (),
             **vocabulary,
         ),
-        norm_row("decoder.final_layernorm.weight", "model.norm.weight", hidden, place="head"),
+        norm_row(FINAL_NORM, "model.norm.weight", hidden, place="head"),
         Row(
             mcore="output_layer.weight",
             hf=(embedding if tied else head,),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from model_converters.errors import LayoutError
+from model_converters.pipeline_layout import DECODER, MTP, check_stages, parse_stages
 
 
 class Coordinates(NamedTuple):
@@ -28,6 +29,8 @@ class TrainLayout:
     Experts: rank = etp + ETP * (ep + EP * (edp + EDP * pp)).
     Source: megatron.core.parallel_state.initialize_model_parallel, order "tp-cp-ep-dp-pp".
 
+    `pipeline_layout` (see pipeline_layout.py) fixes what every stage and chunk holds, and with it vpp.
+
     Raises: LayoutError when the sizes do not divide the world.
     """
 
@@ -40,6 +43,7 @@ class TrainLayout:
     vpp: int | None = None
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    pipeline_layout: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "ep", "etp", "cp"):
@@ -61,12 +65,41 @@ class TrainLayout:
     def _check_stages(self) -> None:
         if self.vpp is not None and self.vpp < 1:
             raise LayoutError(f"vpp is {self.vpp}; it must be at least 1, or unset")
-        if self.pp > 1:
-            return
-        if self.vpp is not None and self.vpp > 1:
+        ends = self.first_stage_layers is not None or self.last_stage_layers is not None
+        if self.pp == 1 and self.vpp is not None and self.vpp > 1:
             raise LayoutError(f"vpp {self.vpp} needs more than one pipeline stage; set pp > 1 or leave vpp unset")
-        if self.first_stage_layers is not None or self.last_stage_layers is not None:
+        if self.pp == 1 and ends:
             raise LayoutError("first_stage_layers and last_stage_layers need more than one pipeline stage; set pp > 1")
+        if self.pipeline_layout is None:
+            return
+        if ends:
+            raise LayoutError("pipeline_layout replaces first_stage_layers and last_stage_layers; leave them unset")
+        if self.pp == 1:
+            raise LayoutError("pipeline_layout needs more than one pipeline stage; set pp > 1")
+        self._follow_pipeline_layout(self.pipeline_layout)
+
+    def _follow_pipeline_layout(self, text: str) -> None:
+        stages = parse_stages(text)
+        check_stages(text, stages)
+        chunks, rest = divmod(len(stages), self.pp)
+        if rest:
+            raise LayoutError(f"pipeline_layout {text!r} has {len(stages)} stages, which pp {self.pp} does not divide")
+        if (self.vpp or chunks) != chunks:
+            raise LayoutError(
+                f"pipeline_layout {text!r} has {len(stages)} stages, {chunks} for each of pp {self.pp}, but vpp is "
+                f"{self.vpp}; leave vpp unset"
+            )
+        object.__setattr__(self, "vpp", chunks if chunks > 1 else None)  # frozen, and still being made
+
+    @property
+    def num_mtp_layers(self) -> int | None:
+        """Multi-token-prediction layers that pipeline_layout places; None without it: as many as the model has."""
+        return None if self.pipeline_layout is None else self.pipeline_layout_stages()[-1].count(MTP)
+
+    def pipeline_layout_stages(self) -> tuple[str, ...]:
+        """What pipeline_layout says of every stage, in the order in which data passes them."""
+        assert self.pipeline_layout is not None
+        return parse_stages(self.pipeline_layout)
 
     @property
     def dp(self) -> int:
@@ -112,17 +145,11 @@ class TrainLayout:
         Source: megatron.core.transformer.transformer_layer.get_transformer_layer_offset.
         Raises: LayoutError when the layers do not divide.
         """
-        chunks = self.vpp or 1
-        counts = self._stage_counts(num_layers)
-        for stage, count in enumerate(counts):
-            if count % chunks:
-                raise LayoutError(f"the {count} layers of pipeline stage {stage} are not a multiple of vpp {chunks}")
-        stages: list[list[range]] = [[] for _ in counts]
+        stages: list[list[range]] = [[] for _ in range(self.pp)]
         start = 0
-        for _ in range(chunks):
-            for stage, count in enumerate(counts):
-                stages[stage].append(range(start, start + count // chunks))
-                start += count // chunks
+        for index, count in enumerate(self._chunk_counts(num_layers)):
+            stages[index % self.pp].append(range(start, start + count))
+            start += count
         return stages
 
     def stage_of_layer(self, num_layers: int) -> list[int]:
@@ -133,6 +160,28 @@ class TrainLayout:
                 for layer in layers:
                     stages[layer] = stage
         return stages
+
+    def final_norm_stage(self, num_layers: int) -> int:
+        """Pipeline stage of the norm behind the last layer. Megatron puts it behind the last decoder layer where the
+        model has multi-token prediction (0.16.1), else on the last stage."""
+        return self.stage_of_layer(num_layers)[-1] if self.num_mtp_layers else self.pp - 1
+
+    def _chunk_counts(self, num_layers: int) -> list[int]:
+        """Decoder layers of every chunk, in the order in which data passes them."""
+        if self.pipeline_layout is not None:
+            counts = [stage.count(DECODER) for stage in self.pipeline_layout_stages()]
+            if sum(counts) != num_layers:
+                raise LayoutError(
+                    f"pipeline_layout {self.pipeline_layout!r} places {sum(counts)} decoder layers (t), but the model "
+                    f"has {num_layers} (num_hidden_layers)"
+                )
+            return counts
+        chunks = self.vpp or 1
+        counts = self._stage_counts(num_layers)
+        for stage, count in enumerate(counts):
+            if count % chunks:
+                raise LayoutError(f"the {count} layers of pipeline stage {stage} are not a multiple of vpp {chunks}")
+        return [count // chunks for count in counts] * chunks
 
     def _stage_counts(self, num_layers: int) -> list[int]:
         first, last = self.first_stage_layers, self.last_stage_layers

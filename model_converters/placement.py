@@ -11,7 +11,7 @@ import torch
 
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.layout import Coordinates, TrainLayout
-from model_converters.table import BoundRow, Row
+from model_converters.table import FINAL_NORM, BoundRow, Row
 from model_converters.transforms import Segment, Shape
 
 
@@ -64,7 +64,9 @@ class Placement:
         self.layout = layout
         num_layers = 1 + max((b.layer for b in bound if b.layer is not None), default=-1)
         self._stage_of_layer = layout.stage_of_layer(num_layers)
+        self._final_norm_stage = layout.final_norm_stage(num_layers)
         self._check({id(b.row): b.row for b in bound}.values())
+        self._check_mtp(bound)
 
     def holdings(self, bound: BoundRow) -> Iterator[Holding]:
         """One per shard; none for a tied head that shares the first stage's tensor."""
@@ -87,6 +89,8 @@ class Placement:
     def stage(self, bound: BoundRow) -> int:
         if bound.layer is not None:
             return self._stage_of_layer[bound.layer]
+        if bound.mcore == FINAL_NORM:
+            return self._final_norm_stage
         return 0 if bound.row.place == "embedding" else self.layout.pp - 1
 
     def shard_at(self, bound: BoundRow, at: Coordinates) -> tuple[int, int] | None:
@@ -98,6 +102,14 @@ class Placement:
             held = bound.expert // (row.num_experts // layout.ep) == at.ep
             return (at.etp, layout.etp) if held else None
         return (0, 1) if row.axis == "none" else (at.tp, layout.tp)
+
+    def _check_mtp(self, bound: Sequence[BoundRow]) -> None:
+        placed = self.layout.num_mtp_layers
+        held = len({b.mcore.split(".")[2] for b in bound if b.mcore.startswith("mtp.layers.")})
+        if placed is not None and placed != held:
+            raise LayoutError(
+                f"pipeline_layout places {placed} multi-token-prediction layers (m), but the model has {held}"
+            )
 
     def _check(self, rows: Iterable[Row]) -> None:
         layout = self.layout

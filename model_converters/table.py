@@ -13,6 +13,7 @@ from model_converters.transforms import Shape, Transform
 
 Axis = Literal["tp", "etp", "none"]
 Place = Literal["embedding", "layer", "head", "mtp"]
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, kw_only=True)

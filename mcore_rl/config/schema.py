@@ -148,8 +148,8 @@ class ParallelConfig:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     pipeline_layout: str | None = None
-    """Megatron's layout of pipeline stages, such as `Et*3|(tt|)*29m|L`; replaces first_stage_layers,
-    last_stage_layers and vpp."""
+    """Megatron's layout of pipeline stages, such as `E|(tt|)*30tL`; its stages are pp x vpp. Replaces
+    first_stage_layers, last_stage_layers and vpp."""
     sequence_parallel: bool | None = None
     """null: with tp > 1. Mixture-of-experts and latent-attention models are wrong without it."""
 

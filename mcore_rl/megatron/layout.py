@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl.config.schema import MoeConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
-from model_converters.errors import ConversionError
+from model_converters.errors import ConversionError, LayoutError
 from model_converters.families import ModelArguments, family_for
 from model_converters.layout import TrainLayout
 
@@ -45,7 +45,8 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
 
     Raises: ConfigError naming the `actor.parallel` key that does not fit.
     """
-    sizes = model_arguments(hf_config).transformer
+    arguments = model_arguments(hf_config)
+    sizes = arguments.transformer
     etp = parallel.etp
     if etp is None:
         etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
@@ -56,7 +57,23 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
     _check_ranks(parallel, world_size, etp)
     _check_tensor_axis(parallel, sizes)
     _check_expert_axes(parallel, sizes, etp)
-    _check_stages(parallel, sizes["num_layers"])
+    _check_sequence_parallel(parallel, sizes)
+    if parallel.pipeline_layout is None:
+        _check_stages(parallel, sizes["num_layers"])
+    try:
+        layout = _layout(parallel, world_size, etp)
+    except LayoutError as error:
+        raise ConfigError(f"actor.parallel.{error}") from error
+    _check_pipeline_layout(layout, arguments)
+    return layout
+
+
+def sequence_parallel(parallel: ParallelConfig, tp: int) -> bool:
+    """Whether activations between tensor-parallel regions are split along the tokens, over `tp` ranks."""
+    return tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
+
+
+def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
     return TrainLayout(
         world_size,
         tp=parallel.tp,
@@ -68,6 +85,7 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
         vpp=parallel.vpp if (parallel.vpp or 1) > 1 else None,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
+        pipeline_layout=parallel.pipeline_layout,
     )
 
 
@@ -123,6 +141,36 @@ def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int
     if sizes["moe_ffn_hidden_size"] % etp:
         raise ConfigError(
             f"actor.parallel.etp={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an expert"
+        )
+
+
+def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
+    key = "actor.parallel.sequence_parallel"
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ConfigError(f"{key}=true needs actor.parallel.tp > 1; leave it unset")
+    if parallel.tp == 1 or sequence_parallel(parallel, parallel.tp):
+        return
+    reason = None
+    if sizes.get("multi_latent_attention"):
+        reason = "the key part that all heads of latent attention share would get the gradient of one rank's heads only"
+    elif sizes.get("num_moe_experts"):
+        reason = "megatron trains mixture-of-experts models with tensor parallelism only on split sequences"
+    if reason:
+        raise ConfigError(f"{key}=false with actor.parallel.tp={parallel.tp}: {reason}; leave it unset")
+
+
+def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments) -> None:
+    if layout.pipeline_layout is None:
+        return
+    try:
+        layout.stage_layers(arguments.transformer["num_layers"])
+    except LayoutError as error:
+        raise ConfigError(f"actor.parallel.{error}") from error
+    if layout.num_mtp_layers != arguments.mtp_num_layers:
+        raise ConfigError(
+            f"actor.parallel.pipeline_layout={layout.pipeline_layout} places {layout.num_mtp_layers} "
+            f"multi-token-prediction layers (m), but {arguments.mtp_num_layers} are built: the model's own with "
+            "actor.mtp_loss_coefficient above 0, else none"
         )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig
+from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.attention import SDPACoreAttention
-from mcore_rl.megatron.layout import check_experts, model_arguments
+from mcore_rl.megatron.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.megatron.mtp import DetachedMTPLayer
 from mcore_rl.megatron.norm import LocalRMSNorm
 from mcore_rl.megatron.output import PolicyModel
@@ -27,6 +27,7 @@ cpu.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
@@ -81,7 +82,7 @@ def transformer_config(
     unknown = set(given) - {f.name for f in fields(kind)}
     assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
     groups = (
-        _parallel_arguments(layout),
+        _parallel_arguments(layout, actor_config.parallel),
         _numeric_arguments(model_config),
         _recompute_arguments(actor_config.recompute),
         _expert_arguments() if given.get("num_moe_experts") else {},
@@ -95,7 +96,7 @@ def transformer_config(
     return kind(**given)
 
 
-def _parallel_arguments(layout: TrainLayout) -> dict[str, Any]:
+def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -105,8 +106,9 @@ def _parallel_arguments(layout: TrainLayout) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
         # Mixture-of-experts layers require it with tp > 1; dense ones save activations with it.
-        "sequence_parallel": layout.tp > 1,
+        "sequence_parallel": sequence_parallel(parallel, layout.tp),
         # Packed micro-batches differ in length: stages tell each other the shape before they send.
         "variable_seq_lengths": layout.pp > 1,
         # The default dispatcher refuses variable lengths, even in a dense model.
@@ -212,10 +214,16 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
 def _mtp_spec(
     config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Multi-token-prediction layers like the last layer of `spec`, where this chunk has any."""
+    """Multi-token-prediction layers like the model's last layer, where this chunk has any."""
     if not config.mtp_num_layers:
         return None
     engine = has_transformer_engine()
+    if not spec.layer_specs:
+        # A stage of a pipeline layout may hold them without a decoder layer, which megatron 0.16.1 takes for granted.
+        layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
+        spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
+        if not engine:
+            _use_local_modules(spec, config)
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
     for layer in found.layer_specs if found is not None else ():
         layer.module = DetachedMTPLayer

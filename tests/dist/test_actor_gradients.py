@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "glm": ("glm4_moe", {}),
 }
-CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
+CASES: dict[int, dict[str, tuple[str, dict[str, Any], int]]] = {
     1: {
         "dense": ("qwen3", {}, ONE_MICROBATCH),
         "dense split": ("qwen3", {}, SMALL),
@@ -46,12 +46,17 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int]]] = {
         "dense tp2": ("qwen3", {"tp": 2}, SMALL),
         "dense pp2": ("qwen3", {"pp": 2}, SMALL),
         "dense pp2 vpp2": ("qwen3", {"pp": 2, "vpp": 2}, SMALL),
+        "dense pp2 layout": ("qwen3", {"pp": 2, "pipeline_layout": "Ettt|tL"}, SMALL),
+        "dense pp2 vpp2 layout": ("qwen3", {"pp": 2, "pipeline_layout": "E|tt|t|tL"}, SMALL),
+        "dense tp2 without sp": ("qwen3", {"tp": 2, "sequence_parallel": False}, SMALL),
         "odd tp2": ("odd", {"tp": 2}, SMALL),
+        "odd tp2 without sp": ("odd", {"tp": 2, "sequence_parallel": False}, SMALL),
         "moe dp2": ("qwen3_moe", {}, SMALL),
         "moe ep2": ("qwen3_moe", {"ep": 2}, SMALL),
         "moe ep2 one microbatch": ("qwen3_moe", {"ep": 2}, ONE_MICROBATCH),
         "moe tp2": ("qwen3_moe", {"tp": 2}, SMALL),
         "moe pp2": ("qwen3_moe", {"pp": 2}, SMALL),
+        "moe pp2 vpp3 layout": ("qwen3_moe", {"pp": 2, "pipeline_layout": "E|t|t|t|t|L"}, SMALL),
         "mixtral tp2": ("mixtral", {"tp": 2}, SMALL),
         "mixtral pp2": ("mixtral", {"pp": 2}, SMALL),
         "mixtral ep2": ("mixtral", {"ep": 2}, SMALL),

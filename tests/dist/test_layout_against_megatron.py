@@ -10,8 +10,15 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
+from model_converters.errors import LayoutError
+from model_converters.families import family_for
 from model_converters.layout import TrainLayout
+from model_converters.pipeline_layout import parse_stages
+from model_converters.plan import local_shapes_by_rank
+from model_converters.table import bind
+from tests.tiny_models import tiny_fields
 
 WORLDS: list[dict[str, int]] = [
     {"world_size": 1},
@@ -39,6 +46,19 @@ STAGES: list[tuple[int, dict[str, int]]] = [
     (20, {"pp": 4, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 4}),
     (16, {"pp": 3, "vpp": 2, "first_stage_layers": 4}),
 ]
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (4, {"pp": 2, "pipeline_layout": "Ettt|tL"}),
+    (4, {"pp": 2, "pipeline_layout": "E|t|tt|tL"}),
+    (3, {"pp": 3, "pipeline_layout": "Et*2|t|L"}),
+    (61, {"pp": 16, "pipeline_layout": "E|(tt|)*30tL"}),
+    (62, {"pp": 11, "pipeline_layout": "Et*2(|t*3)*20|L"}),
+    (8, {"pp": 3, "pipeline_layout": "Et,t|(t|t)*2|tt|L"}),
+]
+STRINGS = """
+    EttL Et|tL Ettt|(tt|)*29,m|L E|(tt|)*30tmL Et*3|(tt|)*29m|L xt |EL EL|| (t|t)*3 t*3|L E(|t)*4L Ett*2L
+    (Et|)*1tL E(tt|)*0L t*0 (t*2|)*3 ((t)*2|)*2 (t*2 t)*2 t*2*3 E|*3L (tt|*3 t**2 *3 () ()*2 (t)*a ,,E,t,|,L, E.L
+    Em|L EttmmL e|l Et|tL* (EtL)*2 E*2 L*0 |*4 t*١
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +132,42 @@ def megatron_stages(num_layers: int, sizes: dict[str, int]) -> list[list[tuple[i
     return stages
 
 
+def megatron_layers(text: str, pp: int) -> list[list[list[int]]]:
+    """Layers by [stage][chunk] of a string, as Megatron deals them; runs in the child."""
+    from mcore_rl.megatron.cpu import install
+
+    install()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = PipelineParallelLayerLayout(text, pp)
+    vpp = layout.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+    try:
+        return [[layout.get_layer_id_list(vp_stage=chunk, pp_rank=rank) for chunk in range(vpp)] for rank in range(pp)]
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def megatron_parses(texts: list[str]) -> list[list[str] | None]:
+    """Every string's stages by Megatron's parser, None where it refuses; runs in the child."""
+    from mcore_rl.megatron.cpu import install
+
+    install()
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {"embedding": "E", "loss": "L", "decoder": "t", "mtp": "m"}
+    found: list[list[str] | None] = []
+    for text in texts:
+        try:
+            stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+        except AssertionError:
+            found.append(None)
+        else:
+            found.append(["".join(letters[layer.name] for layer in stage) for stage in stages])
+    return found
+
+
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
 def test_every_rank_sits_where_megatron_puts_it(sizes: dict[str, int], child: Executor) -> None:
     layout = TrainLayout(**sizes)
@@ -128,3 +184,54 @@ def test_every_stage_has_the_layers_that_megatron_builds(
     found = child.submit(megatron_stages, num_layers, sizes).result(timeout=100)
     ours = TrainLayout(sizes["pp"], **sizes).stage_layers(num_layers)
     assert [[(layers.start, layers.stop) for layers in chunks] for chunks in ours] == found
+
+
+@pytest.mark.parametrize(("num_layers", "sizes"), LAYOUTS, ids=str)
+def test_a_pipeline_layout_deals_layers_as_megatron_does(
+    num_layers: int, sizes: dict[str, Any], child: Executor
+) -> None:
+    found = child.submit(megatron_layers, sizes["pipeline_layout"], sizes["pp"]).result(timeout=100)
+    ours = TrainLayout(sizes["pp"], **sizes).stage_layers(num_layers)
+    assert [[list(layers) for layers in chunks] for chunks in ours] == found
+
+
+def megatron_shapes(hf_config: dict[str, Any], layout: TrainLayout) -> list[dict[str, tuple[int, ...]]]:
+    """What every rank's model holds; runs in the child."""
+    from mcore_rl.megatron.sharded import rank_state
+
+    return [dict(rank_state(hf_config, layout, rank).shapes) for rank in range(layout.world_size)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"world_size": 4, "pp": 2, "ep": 2, "pipeline_layout": "Ett|ttmL"},
+        # The norm behind the last layer is not where the output projection is, nor multi-token prediction.
+        {"world_size": 2, "pp": 2, "pipeline_layout": "Ett|t|t|mL"},
+    ],
+    ids=str,
+)
+def test_every_rank_of_a_pipeline_layout_holds_what_the_weight_table_gives_it(
+    sizes: dict[str, Any], child: Executor
+) -> None:
+    config = tiny_fields("deepseek_v3", num_nextn_predict_layers=1)
+    layout = TrainLayout(**sizes)
+    bound = bind(family_for(config).rows(config), config, torch.float32)
+    found = child.submit(megatron_shapes, config, layout).result(timeout=100)
+    assert found == [dict(shapes) for shapes in local_shapes_by_rank(bound, layout)]
+
+
+def test_pipeline_layouts_are_read_as_megatron_reads_them(child: Executor) -> None:
+    """Every string, and every pair of them, which makes new repeats and new nonsense."""
+    texts = [*STRINGS, *(a + b for a in STRINGS for b in STRINGS)]
+    expected = child.submit(megatron_parses, texts).result(timeout=100)
+    assert None in expected
+    for text, stages in zip(texts, expected, strict=True):
+        assert _parsed(text) == stages, text
+
+
+def _parsed(text: str) -> list[str] | None:
+    try:
+        return list(parse_stages(text))
+    except LayoutError:
+        return None

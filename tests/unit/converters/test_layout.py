@@ -45,6 +45,19 @@ def test_holders_are_the_ranks_with_those_coordinates(sizes):
         ({"world_size": 4, "ep": 0}, "ep is 0"),
         ({"world_size": 4, "vpp": 2}, "set pp > 1"),
         ({"world_size": 4, "first_stage_layers": 2}, "set pp > 1"),
+        ({"world_size": 4, "pipeline_layout": "EttL"}, "pipeline_layout needs more than one pipeline stage"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ett|t|tL"}, "3 stages, which pp 2 does not divide"),
+        ({"world_size": 2, "pp": 2, "vpp": 3, "pipeline_layout": "Et|t|t|tL"}, "2 for each of pp 2, but vpp is 3"),
+        ({"world_size": 2, "pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|tL"}, "replaces first_stage"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "|EttL"}, "first stage must begin with E"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|EtL"}, "E, which stands nowhere else"),
+        ({"world_size": 3, "pp": 3, "pipeline_layout": "Ett||L"}, "every stage must hold something"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "tE|tL"}, "first stage must begin with E"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "EtL|t"}, "last stage must end with L"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ettm|L"}, "m must stand on the last stage"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|mtL"}, "every t must stand before m"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Et | tL"}, "' ' means nothing"),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "E(t)*99999999|L"}, "repeats more than"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
@@ -65,6 +78,21 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 def test_layers_that_do_not_divide_are_refused(sizes, layers, message):
     with pytest.raises(LayoutError, match=message):
         TrainLayout(4, **sizes).stage_layers(layers)
+
+
+def test_a_pipeline_layout_fixes_the_layers_of_every_chunk_and_the_number_of_chunks():
+    layout = TrainLayout(2, pp=2, pipeline_layout="E|(tt|)*2tL")
+    assert layout.vpp == 2
+    assert layout.stage_layers(5) == [[range(0), range(2, 4)], [range(2), range(4, 5)]]
+    assert layout.stage_of_layer(5) == [1, 1, 0, 0, 1]
+    assert TrainLayout(2, pp=2, pipeline_layout="Ettt|tL").vpp is None
+    with pytest.raises(LayoutError, match=r"places 5 decoder layers \(t\), but the model has 6"):
+        layout.stage_layers(6)
+
+
+def test_the_final_norm_follows_the_last_decoder_layer_where_tokens_further_ahead_are_predicted():
+    assert TrainLayout(2, pp=2, pipeline_layout="Ett|mL").final_norm_stage(2) == 0
+    assert TrainLayout(2, pp=2, pipeline_layout="Ett|L").final_norm_stage(2) == 1
 
 
 def test_a_rank_outside_the_world_is_refused():
