@@ -112,6 +112,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_row,
         _check_engine,
         _check_layout,
+        _check_actor,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:
@@ -259,6 +260,17 @@ def _check_host_optimizer(config: Config) -> None:
         raise ConfigError(
             "actor.offload.optimizer=true has nothing to move with actor.optimizer.cpu_offload=true; set it to false"
         )
+
+
+def _check_actor(config: Config) -> None:
+    actor = config.actor
+    if actor.overlap_param_gather:
+        for needed in ("distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(actor, needed):
+                raise ConfigError(
+                    f"actor.overlap_param_gather=true needs actor.{needed}=true: "
+                    "only sharded parameters are gathered, and in the order in which gradients were reduced"
+                )
 
 
 def _check_run_dir(config: Config) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
@@ -27,8 +27,10 @@ from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, n
 from mcore_rl.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
+    gather_parameters,
     learning_rate,
     materialize_state,
+    parameters_are_gathered,
     wrap_chunks,
 )
 from mcore_rl.megatron.replay import RoutingStore
@@ -90,7 +92,7 @@ class MegatronActor:
         self.chunks = build_model(self.hf_config, config.actor, config.model, self.layout)
         if not config.model.random_init:
             load_hf(self.chunks, config.model.hf_path, self.layout)
-        self.ddp = wrap_chunks(self.chunks)
+        self.ddp = wrap_chunks(self.chunks, config.actor)
         if config.model.random_init:
             for chunk in self.ddp:
                 chunk.broadcast_params()
@@ -103,6 +105,7 @@ class MegatronActor:
             topk=model.moe_router_topk,
             split=self.layout.tp if model.sequence_parallel else 1,
         )
+        gather_parameters(self.ddp)
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
         group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
@@ -195,6 +198,8 @@ class MegatronActor:
 
         Raises: NonFiniteError on every rank.
         """
+        # An overlapped reduction is under way before the end of the pass says on which ranks the sum is wanted.
+        assert not (on_every_replica and self.config.actor.overlap_grad_reduce)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -229,8 +234,18 @@ class MegatronActor:
         self.routing.keep(batches, rows)
         return {int(sample): self.routing.by_sample[int(sample)].numpy() for sample in share.samples}
 
+    def gather_parameters(self) -> None:
+        """Makes this rank's parameters whole again. Call it after updates, before `tensors` or a checkpoint; with
+        actor.overlap_param_gather a step leaves that to the next forward pass. Costs nothing when they are whole."""
+        gather_parameters(self.ddp)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank holds, live, by canonical name."""
+        """What this rank holds, live, by canonical name. Not collective.
+
+        Raises: McoreRLError when `gather_parameters` has not been called since the last update.
+        """
+        if not parameters_are_gathered(self.ddp):
+            raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
         return canonical_tensors(self.chunks)
 
     def export_plan(self) -> list[TensorPlan]:

@@ -46,6 +46,7 @@ def save_checkpoint(directory: str, actor: MegatronActor) -> None:
     Collective: all ranks.
     Raises: OSError when the disk is full; CheckpointError for any other failure to write.
     """
+    actor.gather_parameters()
     try:
         dist_checkpointing.save(_sharded_state(actor, loading=False), directory)
     except CheckpointException as error:

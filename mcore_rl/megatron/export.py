@@ -19,6 +19,7 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
     Collective: all ranks; they must see the same file system.
     Raises: ConversionError.
     """
+    actor.gather_parameters()
     plans = actor.export_plan()
     with HFWriter(directory) as writer:
         if actor.rank == 0:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from mcore_rl.config.schema import Config, OptimizerSettings
+from mcore_rl.config.schema import ActorConfig, Config, OptimizerSettings
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.output import output_weight, unwrap
 
 cpu.install()
 
@@ -21,27 +22,93 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 SCHEDULES = ("constant", "linear", "cosine")
+BUCKET_PARAMETERS: int | None = None
+"""Parameters whose gradients are reduced in one call where reduction overlaps; None: megatron's own number."""
 
 
-def wrap_chunks(chunks: list[Any]) -> list[DistributedDataParallel]:
+def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataParallel]:
     """Puts every chunk into Float16Module (bfloat16) and DistributedDataParallel: gradients of the parameters add up
     in `main_grad`, float32, over micro-batches, and are summed, never averaged, over data-parallel ranks.
+
+    With actor.overlap_param_gather parameters are whole only after `gather_parameters`, or inside a forward pass.
 
     Collective: all ranks.
     """
     config = chunks[0].config
     # DDP reads it when it is built: without it gradients would be divided by the data-parallel size.
     assert config.calculate_per_token_loss
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=actor.distributed_optimizer,
+        overlap_grad_reduce=actor.overlap_grad_reduce,
+        overlap_param_gather=actor.overlap_param_gather,
+        # Only the interleaved schedule starts gathers for all stages at once.
+        align_param_gather=actor.overlap_param_gather and len(chunks) > 1,
+        bucket_size=BUCKET_PARAMETERS,
+    )
     modules = [_in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = sum_gradients
+    _overlap(wrapped, config)
     return wrapped
+
+
+def _overlap(chunks: list[DistributedDataParallel], config: TransformerConfig) -> None:
+    """Tells megatron's schedules how to hold back and to start what overlaps, as its own training loop does."""
+    settings = chunks[0].ddp_config
+    if settings.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if settings.overlap_param_gather:
+        if settings.align_param_gather:
+            config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+        for chunk in chunks:
+            if unwrap(chunk).post_process:
+                _gather_output_weight(chunk)
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    """What the schedules of one and of several chunks take."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _gather_output_weight(chunk: DistributedDataParallel) -> None:
+    """Waits for the output projection behind the decoder: the loss multiplies with its weight, so the module that
+    owns it, where megatron's hook is, is never called."""
+    group = chunk.param_to_bucket_group[output_weight(chunk)]
+    skip_next = chunk.ddp_config.align_param_gather
+    unwrap(chunk).decoder.register_forward_hook(lambda *_: group.finish_param_sync(skip_next_bucket_dispatch=skip_next))
+
+
+def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Makes every parameter whole on its ranks after an optimizer step whose gathers overlap; else they are already.
+
+    Collective: all ranks.
+    """
+    for group in _overlapped_groups(chunks):
+        if not _is_gathered(group):
+            group.start_param_sync(force_sync=True)
+
+
+def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
+    """Whether every parameter is whole on this rank. Not collective."""
+    return all(_is_gathered(group) for group in _overlapped_groups(chunks))
+
+
+def _overlapped_groups(chunks: list[DistributedDataParallel]) -> Iterator[Any]:
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+
+def _is_gathered(group: Any) -> bool:
+    return group.param_gather_dispatched and group.param_gather_handle is None
 
 
 def _in_bfloat16(chunk: Any) -> Float16Module:
@@ -63,7 +130,8 @@ def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **op
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
-    """AdamW, sharded over data-parallel ranks; float32 main parameters for bfloat16 models.
+    """AdamW, sharded over data-parallel ranks where `chunks` are wrapped for that; float32 main parameters for bfloat16
+    models.
 
     Collective: all ranks, after the weights are loaded (it copies them).
     """
@@ -80,7 +148,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
             clip_grad=settings.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
             **_host_arguments(settings),
         ),
         chunks,

@@ -68,6 +68,7 @@ class TrainerProcess(_Process):
         for index, share in enumerate(shares):
             with self.spans.span("update"):
                 reports.append(self.actor.update(share, chunks, index))
+        self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
 
     def save(self, directory: str) -> None:

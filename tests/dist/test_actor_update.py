@@ -20,7 +20,11 @@ from tests.tiny_models import checkpoint_tensors, write_tiny_model
 LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
 # Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
 EPS = 1e-2
-CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
+REPLICATED = {"distributed_optimizer": False}
+GRADIENTS = {"overlap_grad_reduce": True}
+BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+INTERLEAVED = {"pp": 2, "vpp": 2}
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})},
     2: {
         "dense dp2": ("qwen3", {}),
@@ -29,6 +33,19 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
         "moe ep2": ("qwen3_moe", {"ep": 2}),
         "v3 tp2": ("deepseek_v3", {"tp": 2}),
         "moe cp2": ("qwen3_moe", {"cp": 2}),
+        "dense dp2 replicated": ("qwen3", {}, REPLICATED),
+        "dense dp2 overlapped gradients": ("qwen3", {}, GRADIENTS),
+        "dense dp2 replicated, overlapped": ("qwen3", {}, REPLICATED | GRADIENTS),
+        "dense dp2 overlapped": ("qwen3", {}, BOTH),
+        "moe ep2 replicated": ("qwen3_moe", {"ep": 2}, REPLICATED),
+        "moe dp2 overlapped": ("qwen3_moe", {}, BOTH),
+        "moe ep2 overlapped": ("qwen3_moe", {"ep": 2}, BOTH),
+    },
+    4: {
+        "dense dp2 pp2 vpp2 replicated": ("qwen3", INTERLEAVED, REPLICATED),
+        "dense dp2 pp2 vpp2 overlapped gradients": ("qwen3", INTERLEAVED, GRADIENTS),
+        "dense dp2 pp2 vpp2 overlapped": ("qwen3", INTERLEAVED, BOTH),
+        "dense dp2 pp2 overlapped": ("qwen3", {"pp": 2}, BOTH),
     },
 }
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
@@ -63,8 +80,9 @@ def _actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) 
 
 
 @pytest.fixture(scope="module")
-def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]]]]:
-    """By case: final weights by HF name, and merged metrics of the annotation and of each update."""
+def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]], Any]]:
+    """By case: final weights by HF name, merged metrics of the annotation and of each update, and the final policy's
+    log-probabilities of the first update's samples."""
     joined = {}
     for size, cases in CASES.items():
         ranks = launch(_train, size, directories, cases)
@@ -73,14 +91,18 @@ def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tens
             joined[name] = (
                 weights,
                 [merge_metrics(list(parts)) for parts in zip(*(r[name][1] for r in ranks), strict=True)],
+                {sample: logp for rank in ranks for sample, logp in rank[name][2].items()},
             )
     return joined
 
 
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
+    from mcore_rl.megatron import optimizer
+
+    optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules wait for buckets of their own
     results = {}
-    for name, (kind, parallel) in cases.items():
-        actor, shares = _actor(rank, directories[kind], parallel)
+    for name, (kind, parallel, *changes) in cases.items():
+        actor, shares = _actor(rank, directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
         # The first share twice, as a second epoch gives it: its samples must be annotated once.
         metrics = [actor.annotate([*shares, shares[0]], chunks)]
@@ -88,16 +110,20 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dic
         # The first update finds out itself what annotation would have found of its samples.
         found = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
         metrics[0] = merge_metrics([metrics[0], found])
-        results[name] = policy_batch.hf_pieces(actor), metrics
+        # Straight behind the step, before anything has gathered parameters.
+        actor.annotate(shares[::-1], chunks)
+        after = {sample: logp.numpy().copy() for sample, logp in actor.old_logp.items()}
+        actor.gather_parameters()
+        results[name] = policy_batch.hf_pieces(actor), metrics, after
     return results
 
 
 @pytest.fixture(scope="module")
-def references(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, float]]]]:
+def references(directories: dict[str, str]) -> dict[str, tuple[Any, ...]]:
     return {kind: _reference(directory) for kind, directory in directories.items()}
 
 
-def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[int, torch.Tensor]]:
     model = policy_batch.reference_model(directory)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -132,13 +158,15 @@ def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         metrics.append(figures)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
-    return checkpoint_tensors(model, weights), metrics
+    with torch.no_grad():
+        after = {sample: policy_batch.reference_logp(model, sample)[0] for sample in policy_batch.UPDATES[0]}
+    return checkpoint_tensors(model, weights), metrics, after
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
 def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, results: Any, references: Any) -> None:
-    expected, _ = references[CASES[size][case][0]]
-    weights, _ = results[case]
+    expected = references[CASES[size][case][0]][0]
+    weights = results[case][0]
     assert weights.keys() == expected.keys()
     errors = {name: float((weights[name] - tensor).abs().max()) for name, tensor in expected.items()}
     worst = max(errors, key=errors.__getitem__)
@@ -148,10 +176,20 @@ def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, resu
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
 def test_metrics_merged_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
-    _, expected = references[CASES[size][case][0]]
-    _, reported = results[case]
+    expected = references[CASES[size][case][0]][1]
+    reported = results[case][1]
     for ours, reference in zip(reported, expected, strict=True):
         assert {name: ours[name].value for name in reference} == pytest.approx(reference, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_the_pass_behind_a_step_sees_all_of_it(size: int, case: str, results: Any, references: Any) -> None:
+    """Also where the step has left the gathering of parameters to this pass."""
+    expected, found = references[CASES[size][case][0]][2], results[case][2]
+    assert found.keys() == expected.keys()
+    # The step moves them by 1e-2.
+    error = max(float((torch.from_numpy(found[sample]) - logp).abs().max()) for sample, logp in expected.items())
+    assert error <= 5e-5
 
 
 def test_the_second_update_sees_ratios_away_from_one(references: Any) -> None:

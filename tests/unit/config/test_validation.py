@@ -63,6 +63,11 @@ def base(tmp_path: Path) -> str:
         ([*EXPERT_PARALLEL, "cluster.device=cpu"], "rollout.expert_parallel"),
         ([*EXPERT_PARALLEL, "weights.verify_every=1"], "weights.verify_every must be 0"),
         (["data.long_prompts=cut"], "data.long_prompts"),
+        (["actor.overlap_param_gather=true"], "actor.overlap_grad_reduce=true"),
+        (
+            ["actor.overlap_param_gather=true", "actor.overlap_grad_reduce=true", "actor.distributed_optimizer=false"],
+            "actor.distributed_optimizer=true",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(base: str, overrides: list[str], key: str) -> None:
