@@ -7,7 +7,6 @@ take the report down and the answer comes at once.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -18,6 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from mcore_rl.megatron import installed
+from mcore_rl.megatron.implementation import Implementation, Wanted, choose
+from mcore_rl.megatron.installed import TRANSFORMER_ENGINE, has_module
 
 
 class Need(Enum):
@@ -75,20 +78,8 @@ GIB = 1 << 30
 
 def version_of(distributions: Sequence[str]) -> str | None:
     """`name version` of the first of these distributions that is installed."""
-    for name in distributions:
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def has_module(name: str) -> bool:
-    """Whether a top-level module could be found; imports nothing."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    found = installed.version_of(distributions)
+    return " ".join(found) if found else None
 
 
 def has_subpackage(package: str, name: str) -> bool:
@@ -151,7 +142,7 @@ def check_vllm() -> list[Check]:
 
 
 def check_transformer_engine() -> Check:
-    found = version_of(["transformer-engine", "transformer-engine-torch", "transformer_engine"])
+    found = version_of(TRANSFORMER_ENGINE)
     ok = found is not None and has_module("transformer_engine")
     return Check("transformer-engine", ok, found or "-", Need.GPU, "fused and FP8 layers on GPUs", GPU_INSTALL)
 
@@ -243,6 +234,25 @@ def report() -> list[Check]:
     ]
 
 
+def implementation() -> Implementation:
+    """What a mixture-of-experts model whose experts are spread over nodes would be built from here."""
+    *_, num_devices = torch_devices()
+    capability = None
+    if num_devices:
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+    spread = Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1)
+    return choose(installed.look(cuda=num_devices > 0, capability=capability), spread)
+
+
+def print_implementation(chosen: Implementation) -> None:
+    """What was chosen and why, one line each."""
+    print("\nWhat a mixture-of-experts model on several nodes is built from here:")
+    for name, choice in chosen.choices():
+        print(f"{name:24}{choice.value:20}{choice.why}")
+
+
 def is_complete(checks: Sequence[Check], path: Need) -> bool:
     """Whether nothing of this path, nor of what every run needs, is missing."""
     return all(check.ok for check in checks if check.need in (Need.BOTH, path))
@@ -294,6 +304,9 @@ def main(arguments: Sequence[str] = ()) -> int:
         print_table(checks)
     else:
         print_plain(checks)
+    if not options.missing:
+        print_implementation(implementation())
+        print()
     print("\n".join(verdicts(checks)))
     return 0 if complete else 1
 

@@ -18,7 +18,10 @@ from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.implementation import choose, wanted
+from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
+from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
 from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
@@ -53,6 +56,7 @@ def prepare(config: Config) -> Prepared:
     hf_config = _trained_model(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
+    _check_implementation(config, hf_config, layout)
     parameters = _check_weights(config)
     needs = _check_algorithm(config)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
@@ -84,6 +88,14 @@ def _trained_model(config: Config) -> dict[str, Any]:
         return hf_config if config.actor.mtp_loss_coefficient else without_mtp(hf_config)
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
+
+
+def _check_implementation(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> None:
+    """What trainer ranks could not be built from; they run on this machine or on one with the same packages."""
+    device, arguments = config.cluster.device, model_arguments(hf_config)
+    installed = look(cuda=torch.cuda.is_available() if device == "auto" else device == "cuda")
+    wishes = wanted(config.actor, config.model, layout, arguments, config.cluster.gpus_per_node)
+    recompute_arguments(config.actor, arguments, layout, choose(installed, wishes))
 
 
 def _check_algorithm(config: Config) -> Needs:

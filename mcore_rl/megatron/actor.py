@@ -17,6 +17,7 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
+from mcore_rl.megatron.implementation import row_multiple
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
 from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
@@ -89,7 +90,9 @@ class MegatronActor:
     def _build(self) -> None:
         config = self.config
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        self.chunks = build_model(self.hf_config, config.actor, config.model, self.layout)
+        self.chunks = build_model(
+            self.hf_config, config.actor, config.model, self.layout, gpus_per_node=config.cluster.gpus_per_node
+        )
         if not config.model.random_init:
             load_hf(self.chunks, config.model.hf_path, self.layout)
         self.ddp = wrap_chunks(self.chunks, config.actor)
@@ -117,7 +120,7 @@ class MegatronActor:
         self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
         self._packing = Packing(
             tokens=config.actor.tokens_per_microbatch,
-            row_multiple=self.layout.tp,
+            row_multiple=self.layout.tp * row_multiple(config.actor.fp8),
             count_multiple=self.layout.pp if self.layout.vpp else 1,
             group=parallel_state.get_data_parallel_group() if self.layout.dp > 1 else None,
             device=self.device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -14,10 +13,13 @@ from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.attention import SDPACoreAttention
+from mcore_rl.megatron.implementation import Implementation, choose, wanted
+from mcore_rl.megatron.installed import Installed, look
 from mcore_rl.megatron.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.megatron.mtp import DetachedMTPLayer
 from mcore_rl.megatron.norm import LocalRMSNorm
 from mcore_rl.megatron.output import PolicyModel
+from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.megatron.routers import use_policy_router
 from model_converters.families import ModelArguments
 from model_converters.layout import TrainLayout
@@ -42,32 +44,44 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
-def has_transformer_engine() -> bool:
-    """TransformerEngine's layers need CUDA."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
 def build_model(
-    hf_config: dict[str, Any], actor_config: ActorConfig, model_config: ModelConfig, layout: TrainLayout
+    hf_config: dict[str, Any],
+    actor_config: ActorConfig,
+    model_config: ModelConfig,
+    layout: TrainLayout,
+    *,
+    gpus_per_node: int | None = None,
 ) -> list[PolicyModel]:
     """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
 
     Weights are initialised only with model_config.random_init (megatron's streams make it repeatable for one layout);
     otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
 
+    gpus_per_node: decides whether experts are spread over nodes; None: they are not.
+
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
     """
     arguments = model_arguments(hf_config)
     check_experts(actor_config.moe, arguments.transformer)
-    config = transformer_config(arguments, actor_config, model_config, layout)
-    if layout.vpp is None:
-        return [_build_chunk(config, arguments, None)]
-    return [_build_chunk(config, arguments, stage) for stage in range(layout.vpp)]
+    implementation = choose(here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
+    config = transformer_config(arguments, actor_config, model_config, layout, implementation)
+    stages = [None] if layout.vpp is None else range(layout.vpp)
+    return [_build_chunk(config, arguments, implementation, stage) for stage in stages]
+
+
+def here() -> Installed:
+    """What this process can build models from."""
+    cuda = torch.cuda.is_available()
+    return look(cuda=cuda, capability=torch.cuda.get_device_capability() if cuda else None)
 
 
 def transformer_config(
-    arguments: ModelArguments, actor_config: ActorConfig, model_config: ModelConfig, layout: TrainLayout
+    arguments: ModelArguments,
+    actor_config: ActorConfig,
+    model_config: ModelConfig,
+    layout: TrainLayout,
+    implementation: Implementation,
 ) -> TransformerConfig:
     """Megatron's configuration of the model, its parallelism, and what the actor relies on.
 
@@ -84,15 +98,13 @@ def transformer_config(
     groups = (
         _parallel_arguments(layout, actor_config.parallel),
         _numeric_arguments(model_config),
-        _recompute_arguments(actor_config.recompute),
+        implementation.arguments(),
+        recompute_arguments(actor_config, arguments, layout, implementation),
         _expert_arguments() if given.get("num_moe_experts") else {},
         {} if model_config.random_init else _no_initialisation(),
     )
     for group in groups:
         given.update(group)
-    if kind is MLATransformerConfig:
-        # megatron's fused one takes yarn only, and our tests have not seen it.
-        given["apply_rope_fusion"] = False
     return kind(**given)
 
 
@@ -111,8 +123,6 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
         "sequence_parallel": sequence_parallel(parallel, layout.tp),
         # Packed micro-batches differ in length: stages tell each other the shape before they send.
         "variable_seq_lengths": layout.pp > 1,
-        # The default dispatcher refuses variable lengths, even in a dense model.
-        "moe_token_dispatcher_type": "alltoall",
         # 0.16.1 on gloo: an interleaved schedule without overlap is silently wrong at pp=2, and with outputs
         # deallocated it races.
         "overlap_p2p_comm": layout.vpp is not None,
@@ -125,7 +135,6 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
     dtype = DTYPES.get(model_config.dtype)
     if dtype is None:
         raise ConfigError(f"model.dtype is {model_config.dtype!r}; known: {', '.join(DTYPES)}")
-    engine = has_transformer_engine()
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -134,12 +143,9 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "bias_dropout_fusion": engine,
         "bias_activation_fusion": True,
-        "apply_rope_fusion": engine,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
         # Megatron allocates weights on the current device otherwise, whatever torch's default device is.
         "use_cpu_initialization": torch.get_default_device().type == "meta",
     }
@@ -153,19 +159,7 @@ def _expert_arguments() -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": has_transformer_engine(),
     }
-
-
-def _recompute_arguments(mode: str) -> dict[str, Any]:
-    known: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-    if mode not in known:
-        raise ConfigError(f"actor.recompute is {mode!r}; known: {', '.join(known)}")
-    return known[mode]
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,8 +172,10 @@ def _no_initialisation() -> dict[str, Any]:
     return {"init_method": _leave, "output_layer_init_method": _leave, "embedding_init_method": _leave}
 
 
-def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage: int | None) -> PolicyModel:
-    engine = has_transformer_engine()
+def _build_chunk(
+    config: TransformerConfig, arguments: ModelArguments, implementation: Implementation, vp_stage: int | None
+) -> PolicyModel:
+    engine = implementation.transformer_engine
     tp = config.tensor_model_parallel_size
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
@@ -200,7 +196,7 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
         rotary_base=arguments.rotary.base,
         rope_scaling=arguments.rotary.scaling_factor is not None,
         rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
-        mtp_block_spec=_mtp_spec(config, spec, vp_stage),
+        mtp_block_spec=_mtp_spec(config, spec, engine, vp_stage),
         vp_stage=vp_stage,
     )
     model.unpadded_vocab_size = arguments.vocab_size
@@ -212,12 +208,11 @@ def _build_chunk(config: TransformerConfig, arguments: ModelArguments, vp_stage:
 
 
 def _mtp_spec(
-    config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None
+    config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Multi-token-prediction layers like the model's last layer, where this chunk has any."""
     if not config.mtp_num_layers:
         return None
-    engine = has_transformer_engine()
     if not spec.layer_specs:
         # A stage of a pipeline layout may hold them without a decoder layer, which megatron 0.16.1 takes for granted.
         layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
     "model_converters": set(),
-    "doctor": set(),
+    "doctor": {"megatron"},
 }
 """Folder or top-level module -> what it may import beside itself and errors. Modules of the command line, which put the
 parts together, are absent: they may import anything, and nothing above may import them."""

@@ -31,13 +31,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "glm": ("glm4_moe", {}),
 }
-CASES: dict[int, dict[str, tuple[str, dict[str, Any], int]]] = {
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "dense": ("qwen3", {}, ONE_MICROBATCH),
         "dense split": ("qwen3", {}, SMALL),
         "dense tight": ("qwen3", {}, TIGHT),
         "moe": ("qwen3_moe", {}, ONE_MICROBATCH),
         "moe split": ("qwen3_moe", {}, SMALL),
+        "moe allgather": ("qwen3_moe", {}, SMALL, {"dispatcher": "allgather"}),
         "mixtral split": ("mixtral", {}, SMALL),
         "v3 split": ("v3", {}, SMALL),
     },
@@ -55,6 +56,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], int]]] = {
         "moe ep2": ("qwen3_moe", {"ep": 2}, SMALL),
         "moe ep2 one microbatch": ("qwen3_moe", {"ep": 2}, ONE_MICROBATCH),
         "moe tp2": ("qwen3_moe", {"tp": 2}, SMALL),
+        "moe tp2 allgather": ("qwen3_moe", {"tp": 2}, SMALL, {"dispatcher": "allgather"}),
         "moe pp2": ("qwen3_moe", {"pp": 2}, SMALL),
         "moe pp2 vpp3 layout": ("qwen3_moe", {"pp": 2, "pipeline_layout": "E|t|t|t|t|L"}, SMALL),
         "mixtral tp2": ("mixtral", {"tp": 2}, SMALL),
@@ -141,8 +143,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
 
     results = {}
     samples = policy_batch.UPDATES[0]
-    for name, (kind, parallel, tokens) in cases.items():
+    for name, (kind, parallel, tokens, *moe) in cases.items():
         config = policy_batch.config(directories[kind], parallel, tokens)
+        for key, value in dict(*moe).items():
+            setattr(config.actor.moe, key, value)
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
         chunks = policy_batch.chunks()
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)

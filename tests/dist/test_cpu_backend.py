@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backe
 # ---- helpers on the ranks ----
 
 
-def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", **changes: Any) -> Any:
+def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: Any = None, **changes: Any) -> Any:
     """One randomly initialised chunk in a layout."""
     from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
     from mcore_rl.megatron import model, parallel
@@ -36,7 +36,7 @@ def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", **change
     layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
     parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
     settings = ModelConfig(hf_path="", dtype=dtype, random_init=True)
-    return model.build_model(hf_config, ActorConfig(), settings, layout)[0]
+    return model.build_model(hf_config, actor or ActorConfig(), settings, layout)[0]
 
 
 def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:
@@ -232,6 +232,24 @@ def test_a_router_in_float32_needs_no_transformer_engine() -> None:
     torch.testing.assert_close(logits, tokens.bfloat16().float() @ weight.bfloat16().float().t())
     with without("router_gemm"), pytest.raises(NameError):
         router_gating_linear(tokens, weight, None, torch.float32)
+
+
+def _recompute_norms(_: int, skipped: list[str]) -> None:
+    if skipped:
+        with without(*skipped):
+            return _recompute_norms(0, [])
+    from mcore_rl.config.schema import ActorConfig
+
+    _hidden(
+        _model("qwen3", {}, actor=ActorConfig(recompute="selective", recompute_modules=["layernorm"]))
+    ).sum().backward()
+    return None
+
+
+def test_norms_are_recomputed_without_transformer_engine() -> None:
+    launch(_recompute_norms, 1, [])
+    with pytest.raises(RankFailedError, match="FP8GlobalStateManager"):
+        launch(_recompute_norms, 1, ["checkpoint_without_output"])
 
 
 def _expert_parallel(_: int, skipped: list[str]) -> None:

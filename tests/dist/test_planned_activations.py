@@ -91,7 +91,7 @@ def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: li
     layout = train_layout(actor.parallel, dist.get_world_size(), hf_config)
     groups.initialize_groups(layout, timeout_seconds=60, seed=3)
     (chunk,) = build_model(hf_config, actor, ModelConfig(hf_path="", random_init=True), layout)
-    (wrapped,) = wrap_chunks([chunk])
+    (wrapped,) = wrap_chunks([chunk], actor)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     found: dict[int, torch.Tensor] = {}
 

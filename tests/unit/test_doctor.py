@@ -118,6 +118,16 @@ def test_exit_code_is_0_when_one_path_is_complete(
     assert all(name in text for name in missing)
 
 
+def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.print_implementation(doctor.implementation())
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    chosen = dict(doctor.implementation().choices())
+    assert {"layers", "attention", "experts", "dispatcher", "fp8", "gradient accumulation"} <= chosen.keys()
+    for name, choice in chosen.items():
+        assert choice.value in lines[name]
+        assert lines[name].endswith(choice.why)
+
+
 def test_every_missing_thing_says_for_what_and_what_to_do() -> None:
     assert [c.name for c in doctor.report() if not (c.feature and (c.ok or c.remedy))] == []
 

@@ -36,6 +36,21 @@ def _generator_state(this: Fix, module: ModuleType) -> None:
     logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
+@fix("checkpoint_without_output", "tensor_parallel.random")
+def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
+    """Recomputing norms asks for no FP8 by fp8=False, which counts as FP8 (`fp8 is not None`): it then calls
+    TransformerEngine, a NameError without it. And it releases storages that our kernels have seen."""
+    original = module.CheckpointWithoutOutput.__init__
+
+    def initialize(self: Any, fp8: Any = None) -> None:
+        from mcore_rl.megatron.cpu.kernels.jit import resize_storages
+
+        resize_storages()
+        original(self, fp8=fp8 or None)
+
+    this.patch(module.CheckpointWithoutOutput, "__init__", initialize)
+
+
 @fix("router_gemm", "transformer.moe.moe_utils")
 def _router_gemm(this: Fix, module: ModuleType) -> None:
     """moe_router_dtype=fp32 tests `te_general_gemm is not None`, a name that is only bound when TransformerEngine

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.megatron.cpu.kernels.jit import kernel, row_sum
+from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows))
-        _forward(rows.numpy(), weight.numpy(), eps, out.numpy(), scale.numpy())
+        _forward(array(rows), array(weight), eps, array(out), array(scale))
         ctx.save_for_backward(rows, weight, scale)
         return out.view(x.shape)
 
@@ -32,12 +32,12 @@ class _RMSNorm(torch.autograd.Function):
         rows, weight, scale = ctx.saved_tensors
         grad_rows, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
         _backward(
-            grad.reshape(rows.shape).numpy(),
-            rows.numpy(),
-            weight.numpy(),
-            scale.numpy(),
-            grad_rows.numpy(),
-            grad_weight.numpy(),
+            array(grad.reshape(rows.shape)),
+            array(rows),
+            array(weight),
+            array(scale),
+            array(grad_rows),
+            array(grad_weight),
         )
         return grad_rows.view(grad.shape), grad_weight, None
 

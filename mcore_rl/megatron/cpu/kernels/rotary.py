@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.megatron.cpu.kernels.jit import kernel
+from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
 
 def rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -25,14 +25,14 @@ class _Rotary(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin, positions)
         out = torch.empty(t.shape, dtype=t.dtype)
-        _forward(t.contiguous().numpy(), cos.numpy(), sin.numpy(), positions.numpy(), out.numpy())
+        _forward(array(t.contiguous()), array(cos), array(sin), array(positions), array(out))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin, positions = ctx.saved_tensors
         out = torch.empty(grad.shape, dtype=grad.dtype)
-        _backward(grad.contiguous().numpy(), cos.numpy(), sin.numpy(), positions.numpy(), out.numpy())
+        _backward(array(grad.contiguous()), array(cos), array(sin), array(positions), array(out))
         return out, None, None, None
 
 

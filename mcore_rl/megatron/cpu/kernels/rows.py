@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.megatron.cpu.kernels.jit import kernel
+from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
 
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class _Add(torch.autograd.Function):
 
 def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     out = x.new_zeros((rows, *x.shape[1:]))
-    _add(x.reshape(len(x), -1).numpy(), index.numpy(), out.view(rows, -1).numpy())
+    _add(array(x.reshape(len(x), -1)), array(index), array(out.view(rows, -1)))
     return out
 
 

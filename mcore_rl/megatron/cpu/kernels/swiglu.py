@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.megatron.cpu.kernels.jit import kernel, row_sum
+from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
 _BLOCK_ELEMENTS = 1 << 16
 """Sigmoids are torch's, which vectorises the exponential; a block of them stays in the cache of a core."""
@@ -28,7 +28,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(x, weights)
         out = x.new_empty(len(x), x.shape[1] // 2)
         for rows, sigmoid in _sigmoids(x):
-            _forward(x[rows].numpy(), sigmoid.numpy(), weights[rows].numpy(), out[rows].numpy())
+            _forward(array(x[rows]), array(sigmoid), array(weights[rows]), array(out[rows]))
         return out
 
     @staticmethod
@@ -37,8 +37,8 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
         for rows, sigmoid in _sigmoids(x):
-            inputs = (grad[rows].numpy(), x[rows].numpy(), sigmoid.numpy(), weights[rows].numpy())
-            _backward(*inputs, grad_x[rows].numpy(), grad_weights[rows].numpy())
+            inputs = (array(grad[rows]), array(x[rows]), array(sigmoid), array(weights[rows]))
+            _backward(*inputs, array(grad_x[rows]), array(grad_weights[rows]))
         return grad_x, grad_weights
 
 
