@@ -38,6 +38,10 @@ class CheckpointError(McoreRLError):
     """A checkpoint that cannot be read back or does not belong to this run."""
 
 
+class OffloadedError(McoreRLError):
+    """Model or optimizer state was used while it lies in host memory; the message names the part."""
+
+
 def storage_error(error: OSError) -> ConfigError | None:
     """What the user can mend about a failed write: a disk that is full or read-only; None for anything else."""
     if error.errno not in _CANNOT_WRITE:

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from model_converters.errors import ConversionError
@@ -135,7 +136,8 @@ def layout_shard(
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writing to it changes the tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    # Not Tensor.numpy(): torch would never again resize the tensor's storage, which may belong to a live model.
+    return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:

@@ -25,6 +25,7 @@ from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.mtp import MTPObjective
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
+from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -60,7 +61,8 @@ class MegatronActor:
 
     `chunks` are the bare model chunks, `ddp` the same in DistributedDataParallel; with `optimizer` and `scheduler`
     they are all that a checkpoint holds. `old_logp` maps a sample to the annotated log-probabilities of its trained
-    tokens, on the ranks of the last stage; each context-parallel rank has those of its own part of the sequence.
+    tokens, on the ranks of the last stage; each context-parallel rank has those of its own part of the sequence. `memory`
+    offloads; every method loads what it needs.
 
     `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
 
@@ -111,6 +113,7 @@ class MegatronActor:
         gather_parameters(self.ddp)
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
+        self.memory = Offloader(self.ddp, self.optimizer, config.actor.offload)
         group = parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
         context = self._context_part()
         self.objective = Objective.from_config(config, group, context)
@@ -151,6 +154,7 @@ class MegatronActor:
         self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         if len(shares) == 1:
             return {}
+        self.memory.load("params")
         share = _later_samples(shares)
         batches, _ = build_microbatches(share, chunks, self._packing)
         rows = [self.routing.row(batch, records=self._replays) for batch in batches]
@@ -203,6 +207,7 @@ class MegatronActor:
         """
         # An overlapped reduction is under way before the end of the pass says on which ranks the sum is wanted.
         assert not (on_every_replica and self.config.actor.overlap_grad_reduce)
+        self.memory.load("params", "grads", "optimizer")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -243,12 +248,13 @@ class MegatronActor:
         gather_parameters(self.ddp)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank holds, live, by canonical name. Not collective.
+        """What this rank holds, live, by canonical name; loads parameters that are offloaded. Not collective.
 
         Raises: McoreRLError when `gather_parameters` has not been called since the last update.
         """
         if not parameters_are_gathered(self.ddp):
             raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
+        self.memory.load("params")
         return canonical_tensors(self.chunks)
 
     def export_plan(self) -> list[TensorPlan]:

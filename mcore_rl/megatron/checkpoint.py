@@ -83,6 +83,7 @@ def _chunk_key(index: int) -> str:
 
 
 def _sharded_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
+    actor.memory.load("params", "optimizer")
     # The copies that multi-token prediction has of embedding and head are named by the group (0.16.1 makes it for all
     # else by itself).
     metadata = ensure_metadata_has_dp_cp_group({})

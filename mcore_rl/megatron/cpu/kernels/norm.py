@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows))
-        _forward(array(rows), array(weight), eps, array(out), array(scale))
+        _forward(array(rows), _copy(weight), eps, array(out), array(scale))
         ctx.save_for_backward(rows, weight, scale)
         return out.view(x.shape)
 
@@ -34,12 +34,17 @@ class _RMSNorm(torch.autograd.Function):
         _backward(
             array(grad.reshape(rows.shape)),
             array(rows),
-            array(weight),
+            _copy(weight),
             array(scale),
             array(grad_rows),
             array(grad_weight),
         )
         return grad_rows.view(grad.shape), grad_weight, None
+
+
+def _copy(weight: torch.Tensor) -> np.ndarray:
+    """numpy() forbids torch ever to resize a tensor's storage, here DDP's buffer, which offloading empties."""
+    return weight.clone().numpy()
 
 
 @row_sum

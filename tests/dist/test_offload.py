@@ -1,0 +1,253 @@
+"""State that goes to host memory between phases: the bytes that it gives up, and training that never notices."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.errors import OffloadedError
+from tests.dist import policy_batch
+from tests.dist.launch import launch
+from tests.tiny_models import write_tiny_model
+
+CASES: dict[int, dict[str, tuple[str, str, dict[str, int]]]] = {
+    1: {
+        "dense float32": ("qwen3", "float32", {}),
+        "dense bfloat16": ("qwen3", "bfloat16", {}),
+        "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+    },
+    2: {
+        "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+        "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
+        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
+    },
+}
+ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case: what every rank found."""
+    root = tmp_path_factory.mktemp("offload")
+    directories = {
+        kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in ("qwen3", "qwen3_moe")
+    }
+    found = {}
+    for size, cases in CASES.items():
+        ranks = launch(_train_both_ways, size, directories, cases, str(root))
+        found |= {name: [rank[name] for rank in ranks] for name in cases}
+    return found
+
+
+def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, (kind, dtype, parallel) in cases.items():
+        stays = _actor(rank, directories[kind], dtype, parallel, offload=False)
+        _two_steps(stays, lambda: None)
+        expected = _state(stays)
+        del stays
+        gc.collect()
+        leaves = _actor(rank, directories[kind], dtype, parallel, offload=True)
+        found = results[name] = {"before any update": _away_and_back(leaves)}
+        _two_steps(leaves, leaves.memory.offload)
+        found["training"] = _differences(expected, _state(leaves))
+        found["after updates"] = _away_and_back(leaves)
+        found["part by part"] = _part_by_part(leaves)
+        found["refusals"] = _refusals(leaves)
+        found["checkpoint"] = _save_away_and_load(leaves, Path(root, "checkpoints", name), expected)
+    return results
+
+
+def _actor(rank: int, directory: str, dtype: str, parallel: dict[str, int], *, offload: bool) -> Any:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.offload import Offloader
+
+    config = policy_batch.config(directory, parallel, 24)
+    config.model.dtype = dtype
+    config.actor.optimizer.lr = 4e-3
+    settings = config.actor.offload
+    settings.params = settings.grads = settings.optimizer = offload
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    # Pieces that no tensor's size is a multiple of.
+    actor.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
+    return actor
+
+
+def _two_steps(actor: Any, between: Any) -> None:
+    """Two training steps of two updates each, with `between` wherever the engine may want the memory."""
+    chunks = policy_batch.chunks()
+    dp = actor.layout.coordinates(actor.rank).dp
+    shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    for _ in range(2):
+        between()
+        actor.annotate(shares, chunks)
+        between()
+        for index, share in enumerate(shares):
+            actor.update(share, chunks, index)
+            between()
+        actor.tensors()
+        between()
+
+
+def _state(actor: Any) -> dict[str, torch.Tensor]:
+    """Copies of every parameter, main parameter and Adam moment."""
+    from mcore_rl.megatron.optimizer import _torch_optimizers
+
+    actor.memory.load("params", "optimizer")
+    state = {name: tensor.clone() for name, tensor in actor.tensors().items()}
+    for part, inner in enumerate(_torch_optimizers(actor.optimizer)):
+        masters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(masters):
+            state[f"{part}.{index}"] = parameter.detach().clone()
+            state |= {f"{part}.{index}.{key}": value.clone() for key, value in inner.state[parameter].items()}
+    return state
+
+
+def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    return [name for name in {*expected, *found} if not torch.equal(expected[name], found[name])]
+
+
+def _live_bytes(actor: Any) -> int:
+    """Of every storage in this process, whoever holds it, less the host copies."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for thing in gc.get_objects()
+            if isinstance(thing, torch.Tensor)
+            for storage in [thing.untyped_storage()]
+            if storage.nbytes()
+        }
+        held = [piece for copy in actor.memory._copies.values() for piece in copy._pieces]
+    return sum(storages.values()) - sum(piece.nbytes for piece in held)
+
+
+def _buffer_bytes(actor: Any) -> dict[str, int]:
+    """What megatron allocated, from its buffers' sizes."""
+    from mcore_rl.megatron.optimizer import _torch_optimizers
+
+    buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    model = {id(p) for chunk in actor.chunks for p in chunk.parameters()}
+    assert model
+    optimizer = 0
+    float32 = actor.config.model.dtype == "float32"
+    for inner in _torch_optimizers(actor.optimizer):
+        masters = [p for group in inner.param_groups for p in group["params"]]
+        moments = 2 if inner.state else 0
+        optimizer += sum(4 * p.numel() * (moments + (0 if float32 else 1)) for p in masters)
+    return {
+        "params": sum(b.numel * b.param_dtype.itemsize for b in buffers),
+        "grads": sum(b.numel * 4 for b in buffers),
+        "optimizer": optimizer,
+    }
+
+
+def _away_and_back(actor: Any) -> dict[str, Any]:
+    actor.memory.load("params", "grads", "optimizer")
+    gc.collect()
+    sizes, live = _buffer_bytes(actor), _live_bytes(actor)
+    reported = actor.memory.offload()
+    fell = live - _live_bytes(actor)
+    again = actor.memory.offload()
+    actor.memory.load("params", "grads", "optimizer")
+    return {
+        "sizes": sizes,
+        "reported": reported,
+        "again": again,
+        "fell": fell,
+        "back": live - _live_bytes(actor),
+        "left": actor.memory.released_bytes,
+    }
+
+
+def _part_by_part(actor: Any) -> dict[str, Any]:
+    """Each part alone, in an order that is not that of the class."""
+    before = _state(actor)
+    sizes, fell = _buffer_bytes(actor), {}
+    for part in ("optimizer", "params", "grads"):
+        live = _live_bytes(actor)
+        actor.memory.offload([part])
+        fell[part] = live - _live_bytes(actor)
+    for part in ("params", "grads", "optimizer"):
+        actor.memory.load(part)
+        actor.memory.load(part)
+    zero = all(not b.grad_data.any() for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    return {"sizes": sizes, "fell": fell, "zero": zero, "differ": _differences(before, _state(actor))}
+
+
+def _refusals(actor: Any) -> list[str]:
+    """What reading parameters, gradients and masters says while they are away."""
+    parameter = next(actor.chunks[0].parameters())
+    master = actor.optimizer.param_groups[0]["params"][0]
+    actor.memory.offload()
+    messages = []
+    for tensor in (parameter, parameter.main_grad, master):
+        for read in (lambda t: t + 1, lambda t: torch.equal(t, t), lambda t: t.detach(), lambda t: t.tolist()):
+            try:
+                read(tensor)
+                messages.append("read")
+            except OffloadedError as error:
+                messages.append(str(error))
+    return messages
+
+
+def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+
+    actor.memory.offload()
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_checkpoint(str(directory), actor)
+    for tensor in actor.tensors().values():
+        tensor.zero_()
+    actor.memory.offload()
+    load_checkpoint(str(directory), actor)
+    return _differences(expected, _state(actor))
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_live_bytes_fall_by_what_each_part_holds_and_come_back(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        for when in ("before any update", "after updates"):
+            found = rank[when]
+            assert all(found["sizes"].values()) or when == "before any update"
+            total = sum(found["sizes"].values())
+            assert (found["reported"], found["again"], found["fell"]) == (total, total, total)
+            assert (found["back"], found["left"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_training_between_moves_is_bit_equal(size: int, case: str, results: Any) -> None:
+    assert [rank["training"] for rank in results[case]] == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_parts_move_alone_in_any_order(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        found = rank["part by part"]
+        assert found["fell"] == found["sizes"]
+        assert found["zero"]
+        assert found["differ"] == []
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_what_is_away_cannot_be_read(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        params, grads, masters = rank["refusals"][:4], rank["refusals"][4:8], rank["refusals"][8:]
+        assert all("actor.offload.params" in message for message in params)
+        assert all("actor.offload.grads" in message for message in grads)
+        owner = "params" if "float32" in case else "optimizer"  # float32 masters are the parameters
+        assert all(f"actor.offload.{owner}" in message for message in masters)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_checkpoints_are_saved_and_loaded_while_away(size: int, case: str, results: Any) -> None:
+    assert [rank["checkpoint"] for rank in results[case]] == [[]] * size
