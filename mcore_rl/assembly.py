@@ -23,6 +23,7 @@ from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.launch import Processes, launch
+from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_weights
@@ -60,19 +61,26 @@ class _Site:
     def reinforcement(self) -> Run:
         config, engines = self.config, self.processes.engines
         assert engines is not None
+        journal = self._journal()
+        in_phase = self._turns(journal) if shares_device(config) else _always
+        pool = in_phase(engines, run=Phase.GENERATE)
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
-        collector = self._collector(sampler)
+        collector = self._collector(pool, sampler)
         publisher = SharedMemoryPublisher.connect(
             self.processes.trainers,
             engines,
             bucket_bytes=int(config.weights.bucket_mib * MIB),
             num_slots=config.weights.num_buckets,
         )
+        updating = {"annotate": Phase.REPLACE, "update": Phase.REPLACE}
+        keeping = {"save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
         return Run(
-            **self._common(),
+            **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),
             collector=self._timed(collector, collect="rollout"),
-            publisher=self._timed(publisher, publish="weight_sync", verify="verify"),
-            validator=self._validator(),
+            publisher=self._timed(
+                in_phase(publisher, publish=Phase.SYNC, verify=Phase.SYNC), publish="weight_sync", verify="verify"
+            ),
+            validator=self._validator(pool),
             positions={"sampler": sampler, "collector": collector},
             batch_of=batch_builder(config, self.prepared.layout.dp),
             describe=describe,
@@ -85,27 +93,37 @@ class _Site:
         batches = SupervisedBatches(
             self.config, targets, sampler, self.prepared.layout.dp, self.processes.trainers.store
         )
-        return SupervisedRun(**self._common(), next_batch=batches.draw, positions={"sampler": sampler})
+        common = self._common(self._journal(), self.processes.trainers)
+        return SupervisedRun(**common, next_batch=batches.draw, positions={"sampler": sampler})
 
-    def _common(self) -> dict[str, Any]:
-        trainers, engines = self.processes.trainers, self.processes.engines
-        sources = [trainers.spans, *([engines.spans] if engines else [])]
+    def _common(self, journal: RunJournal, trainers: Any) -> dict[str, Any]:
         return {
             "config": self.config,
             "actor": self._timed(trainers, annotate="logp", update="update", save="checkpoint", load="load"),
-            "journal": RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources),
+            "journal": journal,
             "checkpoints": Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last),
             "forget_after": self._forget_after,
         }
 
+    def _journal(self) -> RunJournal:
+        trainers, engines = self.processes.trainers, self.processes.engines
+        sources = [trainers.spans, *([engines.spans] if engines else [])]
+        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
+
+    def _turns(self, journal: RunJournal) -> Callable[..., InPhase]:
+        """Wraps a target so that its methods wait for their turn on the device."""
+        engines = self.processes.engines
+        assert engines is not None
+        phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
+        return lambda target, **phase_of: InPhase(target, phases, **phase_of)
+
     def _forget_after(self, step: int) -> None:
         remove_after(self.directory / "rollouts", step)
 
-    def _collector(self, sampler: PromptSampler) -> RolloutCollector:
+    def _collector(self, pool: Any, sampler: PromptSampler) -> RolloutCollector:
         config = self.config
-        assert self.processes.engines is not None
         return RolloutCollector(
-            pool=self.processes.engines,
+            pool=pool,
             sampler=sampler,
             rollout=config.rollout,
             dynamic=config.algorithm.dynamic_sampling,
@@ -115,12 +133,11 @@ class _Site:
             records_dir=self.directory / "rollouts",
         )
 
-    def _validator(self) -> Any:
+    def _validator(self, pool: Any) -> Any:
         if "val" not in self.prepared.prompts:
             return None
-        assert self.processes.engines is not None
         validator = RolloutValidator(
-            self.processes.engines,
+            pool,
             len(self.prepared.prompts["val"]),
             self.config.rollout,
             self.config.run.seed,
@@ -130,6 +147,11 @@ class _Site:
 
     def _timed(self, target: Any, **phases: str) -> Any:
         return Timed(target, self.recorder, **phases)
+
+
+def _always(target: Any, **phase_of: Phase) -> Any:
+    """Without turns, engines and trainer ranks hold their memory all the time."""
+    return target
 
 
 @dataclass(frozen=True)

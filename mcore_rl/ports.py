@@ -34,6 +34,16 @@ class RolloutEngine(Protocol):
     def weight_checksums(self) -> dict[str, str]:
         """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
 
+    def sleep(self, *, keep_weights: bool) -> int:
+        """Gives device memory back, as much as the engine can: the KV cache, and weights, which keep_weights moves
+        to host memory and not keep_weights may discard. Returns the bytes freed.
+
+        Asleep it must not generate; an update needs the weights awake. Sleeping twice does nothing more.
+        """
+
+    def wake_up(self, part: str) -> None:
+        """Takes memory back for "weights" or "kv_cache". Discarded weights are undefined until an update."""
+
     def shutdown(self) -> None: ...
 
 

@@ -118,6 +118,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         if run_here or check is not _check_run_dir:
             check(config)
     _check_host_optimizer(config)
+    _check_offload(config)
     _check_model(config, read_hf_config(config))
 
 
@@ -271,6 +272,17 @@ def _check_actor(config: Config) -> None:
                     f"actor.overlap_param_gather=true needs actor.{needed}=true: "
                     "only sharded parameters are gathered, and in the order in which gradients were reduced"
                 )
+
+
+def _check_offload(config: Config) -> None:
+    if config.cluster.placement == "colocated":
+        return
+    for part in ("params", "grads", "optimizer"):
+        if getattr(config.actor.offload, part):
+            raise ConfigError(
+                f"actor.offload.{part}=true makes room for an engine on the same device, which "
+                f"cluster.placement={config.cluster.placement} does not have; set it to false"
+            )
 
 
 def _check_run_dir(config: Config) -> None:

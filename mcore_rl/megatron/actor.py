@@ -245,6 +245,7 @@ class MegatronActor:
     def gather_parameters(self) -> None:
         """Makes this rank's parameters whole again. Call it after updates, before `tensors` or a checkpoint; with
         actor.overlap_param_gather a step leaves that to the next forward pass. Costs nothing when they are whole."""
+        self.memory.load("params")
         gather_parameters(self.ddp)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -55,6 +55,7 @@ class VllmEngine:
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
         self._version = 0
+        self._asleep: set[str] = set()
         arguments: dict[str, Any] = {
             "model": str(model_dir),
             "dtype": dtype,
@@ -73,6 +74,8 @@ class VllmEngine:
         return self._version
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
         running = {request.request_id: _Running(request) for request in requests}
         if len(running) != len(requests):
             raise ValueError("request ids of one call must differ")
@@ -109,8 +112,7 @@ class VllmEngine:
         Raises: WeightSyncError when a bucket or a parameter is missing.
         """
         self._call("finish_bucket_update")
-        if not self._core.reset_prefix_cache():
-            raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
+        self._reset_prefix_cache()
         self._version = version
 
     def weight_checksums(self) -> dict[str, str]:
@@ -124,12 +126,40 @@ class VllmEngine:
                 digests[name] = found if digests.get(name, found) == found else "copies differ"
         return digests
 
+    def sleep(self, *, keep_weights: bool) -> int:
+        """On GPUs vLLM's sleep mode, level 1 or 2. On CPU vLLM 0.32 has none: its KV cache is freed here, the weights,
+        which its kernels keep packed, stay."""
+        if "weights" in self._asleep:
+            return 0
+        if torch.cuda.is_available():
+            free = sum(self._call("free_device_bytes"))
+            self._engine.sleep(level=1 if keep_weights else 2)
+            released = sum(self._call("free_device_bytes")) - free
+        else:
+            self._reset_prefix_cache()
+            released = sum(self._call("release_kv_cache"))
+        self._asleep = {"weights", "kv_cache"}
+        return released
+
+    def wake_up(self, part: str) -> None:
+        if part not in self._asleep:
+            return
+        if torch.cuda.is_available():
+            self._engine.wake_up(tags=[part])
+        elif part == "kv_cache":
+            self._call("restore_kv_cache")
+        self._asleep.remove(part)
+
     def shutdown(self) -> None:
         """Ends the engine's processes and frees its memory; call it once."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._core.shutdown()
         cleanup_dist_env_and_memory()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._core.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Result of a worker method on every engine rank."""
@@ -229,7 +259,11 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         # A prompt longer than what is left of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
     if torch.cuda.is_available():
-        arguments |= {"gpu_memory_utilization": config.gpu_memory_fraction, "enforce_eager": config.enforce_eager}
+        arguments |= {
+            "gpu_memory_utilization": config.gpu_memory_fraction,
+            "enforce_eager": config.enforce_eager,
+            "enable_sleep_mode": True,
+        }
     else:
         from mcore_rl.rollout.vllm_cpu import IR_OP_PRIORITY
 

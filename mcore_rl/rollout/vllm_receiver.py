@@ -36,6 +36,7 @@ class BucketReceiverExtension:
     _buckets: SharedBuckets | None = None
     _bucket_receiver: BucketReceiver
     _bucket_params: set[str]
+    _kv_cache_bytes: list[int]
 
     def prepare_cpu_worker(self) -> None:
         """Mends what vLLM 0.32 does wrongly on CPU; called once on every rank, when all have started."""
@@ -83,6 +84,28 @@ class BucketReceiverExtension:
             if head is not None:
                 # The reload sees a tied head as a layer without tensors and leaves its packed copy as it was.
                 head.quant_method.process_weights_after_loading(head)
+
+    def free_device_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def release_kv_cache(self) -> int:
+        """Takes the memory from under the KV cache, whose tensors stay; returns its bytes."""
+        storages = self._kv_storages()
+        self._kv_cache_bytes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        return sum(self._kv_cache_bytes)
+
+    def restore_kv_cache(self) -> None:
+        """Gives it back, zero, as vLLM allocates it: attention multiplies also what it masks."""
+        for storage, num_bytes in zip(self._kv_storages(), self._kv_cache_bytes, strict=True):
+            storage.resize_(num_bytes)
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+    def _kv_storages(self) -> list[torch.UntypedStorage]:
+        """Of all layers, which may share one."""
+        storages = [tensor.untyped_storage() for tensor in self.model_runner.kv_caches]
+        return list({storage._cdata: storage for storage in storages}.values())
 
     def held_weight_modules(self) -> list[str]:
         """Names of the modules with weights; the same on every rank."""

@@ -65,6 +65,10 @@ class TrainerGroup:
         """Writes the weights as an HF directory; collective over all ranks."""
         self.watch.get([handle.export_hf.remote(directory, source) for handle in self.handles])
 
+    def offload(self, parts: tuple[str, ...]) -> int:
+        """Sends those of `parts` that actor.offload names to host memory; returns the bytes away, of all ranks."""
+        return sum(self.watch.get([handle.offload.remote(parts) for handle in self.handles]))
+
     def spans(self) -> list[Span]:
         return _drain(self.watch, self.handles)
 
@@ -97,6 +101,14 @@ class EnginePool:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.watch.get(self.send(method, *arguments))
+
+    def sleep(self, keep_weights: bool) -> int:
+        """Frees the memory of every engine; returns the bytes that all of them gave up."""
+        return sum(self.call("sleep", keep_weights))
+
+    def wake_up(self, part: str) -> None:
+        """Gives "weights" or "kv_cache" back to every engine."""
+        self.call("wake_up", part)
 
     def spans(self) -> list[Span]:
         return _drain(self.watch, self.handles)

@@ -14,6 +14,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import uses_cuda
 from mcore_rl.runtime.groups import EnginePool, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
 
 
@@ -45,14 +46,18 @@ def launch(config: Config, dp_rank_of: list[int], prompts: dict[str, Any]) -> It
         ]
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
-        watch.get(
-            [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
-            + [
-                engine.setup.remote(config, _visible_devices(config, index), references)
-                for index, engine in enumerate(engines)
-            ]
-        )
-        yield Processes(TrainerGroup(ranks, dp_rank_of, watch), EnginePool(engines, watch) if engines else None)
+        starting = [
+            engine.setup.remote(config, _visible_devices(config, index), references)
+            for index, engine in enumerate(engines)
+        ]
+        pool = EnginePool(engines, watch) if engines else None
+        if pool is not None and shares_device(config):
+            # An engine measures what is free when it starts: the ranks come once it sleeps.
+            watch.get(starting)
+            pool.sleep(keep_weights=False)
+        starting += [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
+        watch.get(starting)
+        yield Processes(TrainerGroup(ranks, dp_rank_of, watch), pool)
     finally:
         kill_all(handles)
 

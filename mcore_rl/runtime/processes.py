@@ -51,6 +51,7 @@ class TrainerProcess(_Process):
 
         with self.spans.span("setup"):
             self.actor = MegatronActor(config, rank, world_size, init_method)
+        self.actor.memory.span = self.spans.span
 
     def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Keeps the batch for the `update` that follows."""
@@ -70,6 +71,10 @@ class TrainerProcess(_Process):
                 reports.append(self.actor.update(share, chunks, index))
         self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        """Returns the bytes of this rank that are away."""
+        return self.actor.memory.offload(parts)
 
     def save(self, directory: str) -> None:
         from mcore_rl.megatron.checkpoint import save_checkpoint
@@ -148,6 +153,14 @@ class EngineProcess(_Process):
     def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
         with self.spans.span(f"generate {task.prompt_set}"):
             return self.worker.run(task)
+
+    def sleep(self, keep_weights: bool) -> int:
+        with self.spans.span("sleep"):
+            return self.worker.engine.sleep(keep_weights=keep_weights)
+
+    def wake_up(self, part: str) -> None:
+        with self.spans.span(f"wake up {part}"):
+            self.worker.engine.wake_up(part)
 
     def attach_buckets(self, spec: Any) -> None:
         self.worker.engine.attach_buckets(spec)

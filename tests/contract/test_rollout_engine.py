@@ -181,6 +181,25 @@ def test_an_error_of_the_caller_ends_the_call_and_the_engine_still_works(engine:
     assert {i: c.token_ids.tolist() for i, c in before.items()} == {i: c.token_ids.tolist() for i, c in after.items()}
 
 
+def _sleep(engine: Any, keep_weights: bool) -> int:
+    return engine.sleep(keep_weights=keep_weights)
+
+
+def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
+    requests = make_requests(SamplingOptions(8))
+    before = engine.generate(requests)
+    assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # the cache of start_engine, less a block that does not fit
+    assert engine.call(_sleep, True) == 0
+    for part in ("weights", "kv_cache"):
+        with pytest.raises(RuntimeError, match=part):
+            engine.generate(requests)
+        engine.call("wake_up", part)
+    after = engine.generate(requests)
+    for request_id, completion in before.items():
+        assert completion.token_ids.tolist() == after[request_id].token_ids.tolist()
+        assert completion.logp.tolist() == after[request_id].logp.tolist()
+
+
 def _norms(engine: Any, build: Any) -> dict[str, Any]:
     """Results of vLLM's norm operations as this engine dispatches them, and as eager torch computes them."""
     import torch

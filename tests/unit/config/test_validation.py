@@ -39,6 +39,7 @@ def base(tmp_path: Path) -> str:
     [
         (["actor.parallel.tp=8"], "cluster.nodes x cluster.gpus_per_node offers 4"),
         (["actor.num_ranks=5"], "actor.num_ranks"),
+        (["cluster.placement=disaggregated", "actor.offload.grads=true"], "actor.offload.grads"),
         (["cluster.gpus_per_node=3", "actor.parallel.tp=2"], "does not divide the 3 trainer ranks"),
         (["trainer.prompts_per_step=32", "trainer.prompts_per_update=5"], "trainer.prompts_per_step"),
         (["algorithm.dynamic_sampling.enable=true", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),

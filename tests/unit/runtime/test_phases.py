@@ -1,0 +1,146 @@
+"""Engines and trainer ranks that share a device: nothing wakes before its room is free, whatever the order of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
+from mcore_rl.types import Total
+
+
+class Device:
+    """Trainer ranks and engines at once: notes every move and refuses what would not fit, or has no content."""
+
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+        self.of_trainer: set[str] = {"params", "grads", "optimizer"}
+        self.of_engine: set[str] = set()
+        self.weights_are_defined = False
+        self.metrics: dict[str, Any] = {}
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        self.moves.append("offload " + "+".join(parts))
+        self.of_trainer -= set(parts)
+        return 3 - len(self.of_trainer)
+
+    def sleep(self, keep_weights: bool) -> int:
+        assert "weights" in self.of_engine
+        self.moves.append("sleep, weights kept" if keep_weights else "sleep")
+        freed, self.of_engine = len(self.of_engine), set()
+        self.weights_are_defined &= keep_weights
+        return freed
+
+    def wake_up(self, part: str) -> None:
+        self.moves.append(f"wake {part}")
+        allowed = {"weights": {"params"}, "kv_cache": set()}[part]
+        assert self.of_trainer <= allowed, f"{part} woke beside {self.of_trainer}"
+        assert part == "weights" or "weights" in self.of_engine
+        self.of_engine.add(part)
+
+    def span(self, name: str) -> Any:
+        return contextlib.nullcontext()
+
+    # What a run calls:
+    def run(self) -> None:
+        self.moves.append("generate")
+        assert self.of_engine == {"weights", "kv_cache"}
+        assert self.weights_are_defined
+
+    def update(self) -> None:
+        self.moves.append("update")
+        assert not self.of_engine, "the ranks load beside the engine"
+        self.of_trainer = {"params", "grads", "optimizer"}
+
+    def save(self) -> None:
+        self.moves.append("save")
+        assert not self.of_engine
+        self.of_trainer |= {"params", "optimizer"}
+
+    def publish(self) -> None:
+        self.moves.append("sync")
+        assert self.of_engine == {"weights"}
+        self.of_trainer.add("params")
+        self.weights_are_defined = True
+
+
+def in_turns() -> tuple[Device, Any]:
+    device = Device()
+    phases = Phases(device, device, record=device.metrics.update, span=device.span)
+    calls = {"run": Phase.GENERATE, "update": Phase.REPLACE, "save": Phase.KEEP, "publish": Phase.SYNC}
+    return device, InPhase(device, phases, **calls)
+
+
+def test_a_step_moves_everything_once_and_in_order() -> None:
+    device, turns = in_turns()
+    turns.publish()
+    for _ in range(2):
+        device.moves.clear()
+        turns.run()
+        turns.run()  # a refill: nothing moves
+        turns.update()
+        turns.update()
+        turns.publish()
+    assert device.moves == [
+        "offload params+grads+optimizer",
+        "wake kv_cache",
+        "generate",
+        "generate",
+        "sleep",
+        "update",
+        "update",
+        "offload grads+optimizer",
+        "wake weights",
+        "sync",
+    ]
+
+
+def test_weights_are_kept_over_a_checkpoint_and_discarded_before_an_update() -> None:
+    device, turns = in_turns()
+    turns.publish()
+    turns.run()
+    turns.save()
+    turns.run()
+    turns.update()
+    assert [move for move in device.moves if move.startswith("sleep")] == ["sleep, weights kept", "sleep"]
+
+
+@pytest.mark.parametrize("calls", itertools.product(["run", "update", "save", "publish"], repeat=5))
+def test_no_order_of_calls_overlaps(calls: tuple[str, ...]) -> None:
+    """Device asserts; only generating after an update without a sync is refused."""
+    _, turns = in_turns()
+    turns.publish()
+    stale = False
+    for call in calls:
+        if call == "run" and stale:
+            with pytest.raises(AssertionError, match="without weights"):
+                turns.run()
+            return
+        getattr(turns, call)()
+        stale = call == "update" or (stale and call != "publish")
+
+
+def test_what_moved_is_recorded() -> None:
+    device, turns = in_turns()
+    turns.publish()
+    turns.run()
+    turns.update()
+    assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
+
+
+@pytest.mark.parametrize("part", ["params", "grads", "optimizer"])
+def test_who_shares_a_device(part: str) -> None:
+    config = Config()
+    config.cluster.device = "cpu"
+    assert not shares_device(config)
+    setattr(config.actor.offload, part, True)
+    assert shares_device(config)
+    config = Config()
+    config.cluster.device = "cuda"
+    assert shares_device(config)
+    config.cluster.placement = "disaggregated"
+    assert not shares_device(config)
