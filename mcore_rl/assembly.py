@@ -12,7 +12,8 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance
+from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.observe.journal import RunJournal
@@ -82,7 +83,7 @@ class _Site:
             ),
             validator=self._validator(pool),
             positions={"sampler": sampler, "collector": collector},
-            batch_of=batch_builder(config, self.prepared.layout.dp),
+            batch_of=self._batch_of(journal),
             describe=describe,
         )
 
@@ -91,7 +92,7 @@ class _Site:
         assert targets is not None
         sampler = PromptSampler(len(targets), self.config.run.seed, self.config.data.shuffle)
         batches = SupervisedBatches(
-            self.config, targets, sampler, self.prepared.layout.dp, self.processes.trainers.store
+            self.config, targets, sampler, self.prepared.layout.dp, self.prepared.cost, self.processes.trainers.store
         )
         common = self._common(self._journal(), self.processes.trainers)
         return SupervisedRun(**common, next_batch=batches.draw, positions={"sampler": sampler})
@@ -116,6 +117,17 @@ class _Site:
         assert engines is not None
         phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
         return lambda target, **phase_of: InPhase(target, phases, **phase_of)
+
+    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int], Batch]:
+        dp_size, cost = self.prepared.layout.dp, self.prepared.cost
+        build = batch_builder(self.config, dp_size, cost)
+
+        def batch_of(groups: Any, step: int) -> Batch:
+            batch = build(groups, step)
+            journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
+            return batch
+
+        return batch_of
 
     def _forget_after(self, step: int) -> None:
         remove_after(self.directory / "rollouts", step)
@@ -162,6 +174,7 @@ class SupervisedBatches:
     targets: SupervisedSet
     sampler: PromptSampler
     dp_size: int
+    cost: SequenceCost
     store: Callable[[TrajectoryBuffers], Any]
 
     def draw(self) -> Batch:
@@ -175,5 +188,5 @@ class SupervisedBatches:
             [np.arange(len(rows))],
             advantages=np.zeros(len(rows), np.float32),
             weights_of=weights_of,
-            cut=UpdateCut(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size),
+            cut=UpdateCut(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size, cost=self.cost),
         )

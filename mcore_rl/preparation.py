@@ -14,10 +14,12 @@ import torch
 from mcore_rl.algorithms import Needs, estimator, policy_loss
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.config import Config, num_trainer_ranks, read_hf_config, validate, write_resolved
+from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.implementation import choose, wanted
 from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
@@ -39,6 +41,7 @@ class Prepared:
     """Checked inputs of a run: `prompts` for reinforcement learning, or `targets` for supervised training."""
 
     layout: TrainLayout
+    cost: SequenceCost
     prompts: dict[str, PromptSet]
     targets: SupervisedSet | None
     reports: tuple[LoadReport, ...]
@@ -78,7 +81,8 @@ def prepare(config: Config) -> Prepared:
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
-    return Prepared(layout, prompts, targets, tuple(reports), parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+    checkpoint_bytes = parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    return Prepared(layout, sequence_cost(hf_config), prompts, targets, tuple(reports), checkpoint_bytes)
 
 
 def _trained_model(config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Worked example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 
 
     response        0 1 | 2 3 | 4 5 | 6 7        groups in the order in which they were kept
     update          0 0   0 0   1 1   1 1        `updates` = (0..3), (4..7), then both again, reordered
-    dp rank         0 1   1 0   1 0   0 1        balanced by tokens within each update, the same in every epoch
+    dp rank         0 1   1 0   1 0   0 1        balanced by cost within each update, the same in every epoch
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.packing import balance
+from mcore_rl.data.packing import TOKENS, SequenceCost, balance
 from mcore_rl.errors import ConfigError
-from mcore_rl.types import Batch, RolloutScalars
+from mcore_rl.types import Batch, Mean, RolloutScalars
 
 
 @dataclass(frozen=True)
 class UpdateCut:
     """How a step's groups become optimizer updates.
 
-    `seed`, for instance (run.seed, step), orders the updates of every epoch after the first.
+    `seed`, for instance (run.seed, step), orders the updates of every epoch after the first; `cost` is what
+    data-parallel ranks share evenly.
     """
 
     prompts_per_update: int
     update_epochs: int = 1
     num_dp_ranks: int = 1
     seed: tuple[int, ...] = (0,)
+    cost: SequenceCost = TOKENS
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def build_batch(
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
         loss_weights[samples] = weights_of(kept.trained_tokens[samples])
-        dp_ranks[samples] = balance(kept.total_tokens[samples], cut.num_dp_ranks)
+        dp_ranks[samples] = balance(cut.cost.of(kept.total_tokens[samples]), cut.num_dp_ranks)
     return Batch(
         chunks=tuple(chunks),
         chunk_ids=kept.chunk_ids,
@@ -115,6 +117,14 @@ def build_batch(
         dp_ranks=dp_ranks,
         updates=_repeat(first_epoch, cut),
     )
+
+
+def rank_balance(batch: Batch, cost: SequenceCost, num_dp_ranks: int) -> Mean:
+    """Mean cost of a data-parallel rank over that of the one which the others wait for, over the batch's updates; 1
+    is perfect."""
+    costs = cost.of(batch.total_tokens)
+    loads = [np.bincount(batch.dp_ranks[update], costs[update], num_dp_ranks) for update in batch.updates]
+    return Mean(float(sum(load.mean() / load.max() for load in loads)), len(loads))
 
 
 def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.context import ALONE, ContextPart
+from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.implementation import row_multiple
 from mcore_rl.megatron.layout import train_layout
@@ -123,6 +124,7 @@ class MegatronActor:
         self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
         self._packing = Packing(
             tokens=config.actor.tokens_per_microbatch,
+            cost=sequence_cost(self.hf_config),
             row_multiple=self.layout.tp * row_multiple(config.actor.fp8),
             count_multiple=self.layout.pp if self.layout.vpp else 1,
             group=parallel_state.get_data_parallel_group() if self.layout.dp > 1 else None,

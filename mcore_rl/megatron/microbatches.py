@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.data.packing import pack
+from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError
 from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.context import ALONE, ContextPart
@@ -62,9 +62,10 @@ class MicroBatch:
 class Packing:
     """How micro-batches are cut.
 
-    `tokens` is the budget of the whole row; a longer sequence is refused. Each rank's row is padded to a multiple of
-    `row_multiple` (sequence parallelism), the number of micro-batches to one of `count_multiple` (an interleaved
-    pipeline). Ranks of `group` must run equally many; `context` is this rank's part of every row.
+    `tokens` is the budget of the whole row, a longer sequence is refused; `cost` is what is even over micro-batches
+    within it. Each rank's row is padded to a multiple of `row_multiple` (sequence parallelism), the number of
+    micro-batches to one of `count_multiple` (an interleaved pipeline). Ranks of `group` must run equally many; `context`
+    is this rank's part of every row.
     """
 
     tokens: int
@@ -72,6 +73,7 @@ class Packing:
     count_multiple: int = 1
     group: dist.ProcessGroup | None = None
     device: torch.device | str = "cpu"
+    cost: SequenceCost = TOKENS
     context: ContextPart = ALONE
 
 
@@ -85,11 +87,9 @@ def build_microbatches(
     """
     multiple = packing.context.multiple
     lengths = -(-share.total_tokens // multiple) * multiple
-    bins = pack(lengths, packing.tokens)
-    most = _agree(len(bins), dist.ReduceOp.MAX, packing)
+    most = _agree(len(pack(lengths, packing.tokens)), dist.ReduceOp.MAX, packing)
     count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
-    if len(bins) < count:
-        bins = pack(lengths, packing.tokens, min_bins=count)
+    bins = pack(lengths, packing.tokens, min_bins=count, cost=packing.cost)
     bins += [np.empty(0, np.int64)] * (count - len(bins))
     batches = [_microbatch(share, members, chunks, packing) for members in bins]
     row_tokens = sum(len(batch.tokens) for batch in batches) * packing.context.size

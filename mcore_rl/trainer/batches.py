@@ -13,6 +13,7 @@ from mcore_rl.algorithms import compute_advantages
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, gather
+from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -37,8 +38,9 @@ class CollectedGroups(Protocol):
     def seconds_grading(self) -> float: ...
 
 
-def batch_builder(config: Config, dp_size: int) -> Callable[[CollectedGroups, int], Batch]:
-    """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them."""
+def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[CollectedGroups, int], Batch]:
+    """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them;
+    data-parallel ranks share `cost` evenly."""
     algorithm = config.algorithm
     options = {"normalize_by_std": algorithm.normalize_by_std}
     weights_of = response_weights(config)
@@ -53,7 +55,7 @@ def batch_builder(config: Config, dp_size: int) -> Callable[[CollectedGroups, in
             **options,
         ).advantages[:, 0]
         cut = UpdateCut(
-            config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step)
+            config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
         return build_batch(
             groups.chunks, groups.scalars, groups.keep, advantages=advantages.numpy(), weights_of=weights_of, cut=cut

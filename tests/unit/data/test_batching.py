@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from mcore_rl.data.batching import UpdateCut, build_batch, gather
+from mcore_rl.data.batching import UpdateCut, build_batch, gather, rank_balance
+from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import RolloutScalars
 
@@ -95,6 +96,21 @@ def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
                 w * losses[s].sum() for s, w in zip(share.samples, share.loss_weights.astype(np.float64), strict=True)
             )
         assert total == pytest.approx(np.concatenate([losses[s] for s in samples]).mean(), abs=1e-7)
+
+
+def test_ranks_share_the_cost_that_the_cut_names():
+    cost = SequenceCost(per_token=1.0, per_pair=0.1)
+    batch = batch_of(cost=cost)
+    costs = cost.of(batch.total_tokens)
+    ratios = []
+    for update in range(3):
+        shares = batch.shares(update, 3)
+        loads = [costs[share.samples].sum() for share in shares]
+        assert max(loads) - min(loads) <= costs.max()
+        ratios.append(np.mean(loads) / max(loads))
+    assert rank_balance(batch, cost, 3).value == pytest.approx(np.mean(ratios))
+    by_tokens = rank_balance(batch_of(), cost, 3).value
+    assert by_tokens < np.mean(ratios) <= 1
 
 
 def test_epochs_repeat_the_same_updates_in_a_reproducible_other_order():

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mcore_rl.data.packing import balance, pack
+from mcore_rl.data.packing import SequenceCost, balance, pack
 from mcore_rl.errors import DataError
 
 
@@ -114,13 +114,76 @@ def naive_longest_first(lengths, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
-def test_balance_is_longest_processing_time_first(num_ranks):
+def test_balance_is_no_worse_than_longest_processing_time_first(num_ranks):
     lengths = lognormal(1000)
     ranks = balance(lengths, num_ranks)
     assert ranks.dtype == np.int32
-    assert sorted(np.bincount(ranks, lengths, num_ranks).astype(int).tolist()) == naive_longest_first(
-        lengths, num_ranks
-    )
+    assert np.bincount(ranks, lengths, num_ranks).max() <= max(naive_longest_first(lengths, num_ranks))
+
+
+ATTENTION = SequenceCost(per_token=1.0, per_pair=1e-4)  # at 20,000 tokens attention is as much as the rest
+
+
+def long_tailed(count: int, sigma: float, seed: int) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(7.5, sigma, count), 1, 20480).astype(np.int64)
+
+
+def test_cost_counts_the_pairs_that_causal_attention_joins():
+    lengths = np.array([0, 1, 2, 300])
+    pairs = [sum(range(1, length + 1)) for length in lengths]
+    assert SequenceCost(per_token=4.0, per_pair=2.0).of(lengths).tolist() == [
+        round(n + p / 2) for n, p in zip(lengths, pairs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_long_tailed_responses_are_even_over_many_ranks(sigma, seed):
+    costs = ATTENTION.of(long_tailed(512, sigma, seed))
+    loads = np.bincount(balance(costs, 64), costs, 64)
+    # No assignment is below the mean or the costliest response.
+    assert loads.max() <= 1.02 * max(loads.mean(), costs.max())
+
+
+def test_few_sequences_are_exchanged_to_the_optimum():
+    # Longest first gives 7 + 4 + 4 = 15; 7 + 6 against 5 + 4 + 4 is even.
+    costs = np.array([7, 6, 5, 4, 4])
+    assert np.bincount(balance(costs, 2), costs).tolist() == [13, 13]
+
+
+def fullest(costs, bins):
+    loads = np.array([costs[members].sum() for members in bins])
+    return loads.max() / max(loads.mean(), costs.max())
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_micro_batches_cost_the_same_within_the_budget(sigma, extra):
+    lengths, capacity = long_tailed(128, sigma, 7), 2 * 20480
+    needed = len(pack(lengths, capacity))
+    bins = pack(lengths, capacity, needed + extra, cost=ATTENTION)
+    assert len(bins) == needed + extra
+    assert np.array_equal(np.sort(np.concatenate(bins)), np.arange(128))
+    assert max(lengths[members].sum() for members in bins) <= capacity
+    costs = ATTENTION.of(lengths)
+    # The fewest bins are nearly full, and their tokens leave little choice.
+    assert fullest(costs, bins) <= (1.03 if extra else 1.1)
+    assert fullest(costs, bins) < fullest(costs, pack(lengths, capacity, needed + extra))
+    loads = [costs[members].sum() for members in bins]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_full_bins_keep_their_budget_when_cost_would_have_it_otherwise():
+    # By cost alone the two long ones stand alone and the short ones together, which is too much for one bin.
+    lengths = np.array([60, 60, *[10] * 8])
+    bins = pack(lengths, 100, cost=SequenceCost(1.0, 1.0))
+    assert sorted(lengths[members].sum() for members in bins) == [100, 100]
+
+
+def test_evening_by_cost_is_deterministic():
+    lengths = long_tailed(300, 1.5, 3)
+    first, again = (pack(lengths, 40960, 40, cost=ATTENTION) for _ in range(2))
+    assert [members.tolist() for members in first] == [members.tolist() for members in again]
 
 
 @pytest.mark.parametrize("lengths", [np.zeros(9, int), np.array([100] + [0] * 8), np.arange(9)])
