@@ -62,8 +62,8 @@ class MegatronActor:
 
     `chunks` are the bare model chunks, `ddp` the same in DistributedDataParallel; with `optimizer` and `scheduler`
     they are all that a checkpoint holds. `old_logp` maps a sample to the annotated log-probabilities of its trained
-    tokens, on the ranks of the last stage; each context-parallel rank has those of its own part of the sequence. `memory`
-    offloads; every method loads what it needs.
+    tokens, on the ranks of the last stage; each context-parallel rank has those of its own part of the sequence.
+    `memory` offloads; every method loads what it needs.
 
     `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
 

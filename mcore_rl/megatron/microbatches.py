@@ -64,8 +64,8 @@ class Packing:
 
     `tokens` is the budget of the whole row, a longer sequence is refused; `cost` is what is even over micro-batches
     within it. Each rank's row is padded to a multiple of `row_multiple` (sequence parallelism), the number of
-    micro-batches to one of `count_multiple` (an interleaved pipeline). Ranks of `group` must run equally many; `context`
-    is this rank's part of every row.
+    micro-batches to one of `count_multiple` (an interleaved pipeline). Ranks of `group` must run equally many;
+    `context` is this rank's part of every row.
     """
 
     tokens: int
