@@ -49,12 +49,11 @@ class SilentTrainer(_Process):
 def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
     """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
     config = Config()
-    config.cluster.gpus_per_node = 2 * PROCESSES
     config.cluster.device = "cpu"
-    with ray_cluster(config):
+    with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
         watch = Watch()
-        engines = [_start(ReadyEngine, "engine") for _ in range(PROCESSES)]
-        trainers = [_start(SilentTrainer, "trainer") for _ in range(PROCESSES)]
+        engines = [_start(ReadyEngine, "engine", node) for _ in range(PROCESSES)]
+        trainers = [_start(SilentTrainer, "trainer", node) for _ in range(PROCESSES)]
         try:
             engine_handles = _spread(engines, ENGINES, watch)
             trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
@@ -65,8 +64,8 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
             kill_all([*engines, *trainers])
 
 
-def _start(process: Any, name: str) -> Any:
-    return process.options(num_cpus=1).remote(name)
+def _start(process: Any, name: str, node: Any) -> Any:
+    return process.options(num_cpus=1, scheduling_strategy=node).remote(name)
 
 
 def _spread(processes: list[Any], count: int, watch: Watch) -> list[Any]:

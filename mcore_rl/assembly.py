@@ -22,7 +22,7 @@ from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.validator import RolloutValidator
-from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.health import stop_requested
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
@@ -40,7 +40,7 @@ def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
     layout = prepared.layout
     dp_rank_of = [layout.coordinates(rank).dp for rank in range(layout.world_size)]
-    with ray_cluster(config), launch(config, dp_rank_of, prepared.prompts) as processes:
+    with launch(config, dp_rank_of, prepared.prompts) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
@@ -104,6 +104,7 @@ class _Site:
             "journal": journal,
             "checkpoints": Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last),
             "forget_after": self._forget_after,
+            "stop_requested": stop_requested,
         }
 
     def _journal(self) -> RunJournal:

@@ -54,6 +54,7 @@ def prepare(config: Config) -> Prepared:
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
     validate(config)
+    _check_cluster(config)
     _check_export(config)
     _make_paths_absolute(config)
     hf_config = _trained_model(config)
@@ -130,6 +131,14 @@ def _check_weights(config: Config) -> int:
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
+
+
+def _check_cluster(config: Config) -> None:
+    if config.cluster.nodes > 1 and config.cluster.address is None:
+        raise ConfigError(
+            f"cluster.address must name the Ray cluster that offers cluster.nodes={config.cluster.nodes} nodes (a job "
+            "of `mcore-rl slurm` sets it by itself); on one machine set cluster.nodes=1 and more cluster.gpus_per_node"
+        )
 
 
 def _check_export(config: Config) -> None:

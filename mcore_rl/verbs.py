@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from mcore_rl.observe.summary import summary_table
 
 
 def train(config: Config) -> int:
-    """Starts the run, or continues what run.dir holds; prints what training changed."""
+    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code, which is
+    os.EX_TEMPFAIL (75) when SIGUSR1 asked it to stop before it was finished."""
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
@@ -23,12 +25,12 @@ def train(config: Config) -> int:
     for report in prepared.reports:
         print(report, file=sys.stderr)
     with assemble(config, prepared) as run:
-        if isinstance(run, Run):
-            train_policy(run)
-        else:
-            train_supervised(run)
-        if config.trainer.export_hf is not None:
+        finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
+        if finished and config.trainer.export_hf is not None:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
+    if not finished:
+        print(f"stopped as asked after step {run.state.step}, which is saved; the same command goes on from there")
+        return os.EX_TEMPFAIL
     print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
     return 0

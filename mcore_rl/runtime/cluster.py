@@ -1,17 +1,21 @@
-"""Starts or joins a Ray cluster and guarantees that nothing is left running."""
+"""Starts or joins a Ray cluster, reserves its nodes, and guarantees that nothing is left running."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.schema import ClusterConfig, Config
-from mcore_rl.config.validation import num_trainer_ranks
-from mcore_rl.runtime.health import forget_signals, interrupt
+from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.health import forget_signals, interrupt, request_stop
+from mcore_rl.runtime.placement import natural
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -25,6 +29,11 @@ PROCESS_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 29),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+HANDLERS = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt, signal.SIGUSR1: request_stop}
+ATTEMPTS_TO_START = 3
+"""Ray (2.60) gives its own processes 30 seconds to come up, which are too few on a host that is very busy."""
+SECONDS_TO_RESERVE = 60.0
+"""How long a cluster's nodes may take to be free; one that was joined has them already."""
 
 
 def uses_cuda(cluster: ClusterConfig) -> bool:
@@ -37,43 +46,99 @@ def uses_cuda(cluster: ClusterConfig) -> bool:
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Config) -> Iterator[None]:
-    """A Ray cluster for the length of the block: joined at cluster.address, else started on this machine.
+def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]]:
+    """A Ray cluster for the length of the block: joined at cluster.address, else started on this machine. `bundle` is
+    what the run needs of each node; yields, per node, the scheduling strategy that puts a process there.
 
     A cluster started here ends with the block, and also when this process is killed (Ray's own reaper watches it).
     SIGTERM becomes KeyboardInterrupt, so that a stopped job unwinds like Ctrl-C; neither gets lost (health.interrupt).
+    SIGUSR1 lets the run finish its step (health.request_stop).
+
+    Raises: ConfigError when the cluster does not have the nodes.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     forget_signals()
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handler) for number, handler in HANDLERS.items()}
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
     try:
-        if config.cluster.address is not None:
-            ray.init(
-                address=config.cluster.address,
-                log_to_driver=False,
-                logging_level="ERROR",
-                runtime_env={"env_vars": PROCESS_ENVIRONMENT},
-            )
-        else:
+        _connect(config, bundle)
+        for number, handler in HANDLERS.items():
+            signal.signal(number, handler)  # again: ray.init put its own in place, which ends the process
+        with _reserved(config, bundle) as nodes:
+            yield nodes
+    finally:
+        ray.shutdown()
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _connect(config: Config, bundle: Mapping[str, float]) -> None:
+    if config.cluster.address is None:
+        _start_local(config, num_cpus=int(bundle["CPU"]) + 1)
+        return
+    try:
+        ray.init(
+            address=config.cluster.address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {name: os.environ[name] for name in PROCESS_ENVIRONMENT}},
+        )
+    except ConnectionError as error:
+        raise ConfigError(
+            f"cluster.address={config.cluster.address}: no Ray cluster answers there ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _start_local(config: Config, num_cpus: int) -> None:
+    for attempt in range(ATTEMPTS_TO_START):
+        try:
             ray.init(
                 address="local",
-                num_cpus=_processes(config),
+                num_cpus=num_cpus,
                 include_dashboard=False,
                 object_store_memory=int(config.cluster.object_store_gib * 2**30),
                 log_to_driver=False,
                 logging_level="ERROR",
             )
-        for number in previous:
-            signal.signal(number, interrupt)  # again: ray.init put its own in place, which ends the process
-        yield
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or attempt == ATTEMPTS_TO_START - 1:
+                raise
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]]:
+    """The bundle on every node, all at once or not at all."""
+    group = placement_group([dict(bundle)] * config.cluster.nodes, strategy="STRICT_SPREAD")
+    try:
+        if not group.wait(SECONDS_TO_RESERVE):
+            raise ConfigError(
+                f"cluster.nodes={config.cluster.nodes}: the run needs as many nodes with {_words(bundle)} free; the "
+                f"Ray cluster at {config.cluster.address or 'this machine'} did not have them within "
+                f"{SECONDS_TO_RESERVE:.0f} s. Its nodes: {_offers(bundle)}"
+            )
+        yield [PlacementGroupSchedulingStrategy(group, index) for index in _in_order(group)]
     finally:
-        ray.shutdown()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        remove_placement_group(group)
 
 
-def _processes(config: Config) -> int:
-    return num_trainer_ranks(config) + config.rollout.num_engines * config.rollout.tp + 1
+def _in_order(group: Any) -> list[int]:
+    """Bundle indices, the driver's node first, then by name: a restarted run finds its ranks where they were."""
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+    own = ray.get_runtime_context().get_node_id()
+    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(node_of, key=lambda index: (node_of[index] != own, natural(names[node_of[index]]), node_of[index]))
+
+
+def _offers(bundle: Mapping[str, float]) -> str:
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: natural(node["NodeName"]))
+    return "; ".join(
+        f"{node['NodeName']} with {_words({kind: node['Resources'].get(kind, 0) for kind in bundle})}" for node in alive
+    )
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {kind}" for kind, amount in resources.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from mcore_rl.errors import McoreRLError, WorkerDiedError, storage_error
+from mcore_rl.runtime.hosts import this_host
 
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.
@@ -20,6 +22,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 _signals: list[int] = []
+_stops: list[int] = []
 
 
 def interrupt(signum: int, frame: object) -> None:
@@ -29,9 +32,20 @@ def interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt(f"signal {signum}")
 
 
+def request_stop(signum: int, frame: object) -> None:
+    """Signal handler: the run saves a checkpoint at the end of its step and stops there."""
+    _stops.append(signum)
+
+
+def stop_requested() -> bool:
+    """Whether the run was asked to stop; it stays so."""
+    return bool(_stops)
+
+
 def forget_signals() -> None:
     """For the next run in the same process."""
     _signals.clear()
+    _stops.clear()
 
 
 @dataclass
@@ -99,13 +113,15 @@ class Watch:
 
 
 def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:
-    """Kills actors at once and waits, up to `seconds`, until their processes are gone."""
+    """Kills actors at once and waits, up to `seconds`, until those of this host are gone."""
+    calls = [handle.where.remote() for handle in handles]
+    # Who is dead already or does not answer is killed below all the same.
+    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=1) if calls else ([], [])
     pids = []
-    for handle in handles:
-        try:
-            pids.append(ray.get(handle.pid.remote(), timeout=0.5))
-        except (RayError, GetTimeoutError):
-            continue  # dead already, or busy: ray.kill below ends it either way
+    for call in answered:
+        with contextlib.suppress(RayError):
+            host, pid = ray.get(call)
+            pids += [pid] if host == this_host() else []
     for handle in handles:
         ray.kill(handle, no_restart=True)
     deadline = time.monotonic() + seconds

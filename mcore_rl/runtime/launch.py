@@ -9,13 +9,16 @@ from typing import Any
 
 import ray
 
-from mcore_rl.config import num_trainer_ranks
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.cluster import uses_cuda
+from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
 from mcore_rl.runtime.groups import EnginePool, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device
+from mcore_rl.runtime.placement import Placement, place
 from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
+
+PLACE = "scheduling_strategy"
 
 
 @dataclass
@@ -28,27 +31,22 @@ class Processes:
 
 @contextlib.contextmanager
 def launch(config: Config, dp_rank_of: list[int], prompts: dict[str, Any]) -> Iterator[Processes]:
-    """Starts every process, waits until all are set up, and kills all of them when the block ends.
+    """Starts Ray and every process, waits until all are set up, and kills all of them when the block ends.
 
     `dp_rank_of[rank]` is each trainer rank's data-parallel coordinate. `prompts` are the prompt sets that engines
     serve, by name; without any, there are no engines.
     """
-    watch = Watch()
-    handles: list[Any] = []
-    try:
-        ranks = [
-            _start(TrainerProcess, f"trainer rank {rank}", watch, handles, _trainer_options(config))
-            for rank in range(num_trainer_ranks(config))
-        ]
-        engines = [
-            _start(EngineProcess, f"rollout engine {index}", watch, handles, _engine_options(config))
-            for index in range(config.rollout.num_engines if prompts else 0)
-        ]
+    on_gpus = uses_cuda(config.cluster)
+    placement = place(config, on_gpus=on_gpus, num_engines=config.rollout.num_engines if prompts else 0)
+    with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, nodes, on_gpus) as started:
+        watch, ranks, engines = started
+        if engines:
+            check_one_host([("driver", this_host()), *_hosts(watch, ranks, engines)])
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         starting = [
-            engine.setup.remote(config, _visible_devices(config, index), references)
-            for index, engine in enumerate(engines)
+            engine.setup.remote(config, slot.devices, references)
+            for engine, slot in zip(engines, placement.engines, strict=True)
         ]
         pool = EnginePool(engines, watch) if engines else None
         if pool is not None and shares_device(config):
@@ -58,6 +56,29 @@ def launch(config: Config, dp_rank_of: list[int], prompts: dict[str, Any]) -> It
         starting += [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
         watch.get(starting)
         yield Processes(TrainerGroup(ranks, dp_rank_of, watch), pool)
+
+
+@contextlib.contextmanager
+def _started(
+    config: Config, placement: Placement, nodes: list[Any], on_gpus: bool
+) -> Iterator[tuple[Watch, list[Any], list[Any]]]:
+    """The processes, each on its node, before any set-up: what watches them, the ranks, the engines."""
+    watch = Watch()
+    handles: list[Any] = []
+    rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
+    # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
+    owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
+    engine_options = {"num_cpus": config.rollout.tp, "num_gpus": config.rollout.tp if owns_gpus else 0}
+    try:
+        ranks = [
+            _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]})
+            for rank, node in enumerate(placement.ranks)
+        ]
+        engines = [
+            _start(EngineProcess, f"rollout engine {index}", watch, handles, engine_options | {PLACE: nodes[slot.node]})
+            for index, slot in enumerate(placement.engines)
+        ]
+        yield watch, ranks, engines
     finally:
         kill_all(handles)
 
@@ -69,19 +90,9 @@ def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: d
     return handle
 
 
-def _trainer_options(config: Config) -> dict[str, Any]:
-    return {"num_cpus": 1, "num_gpus": 1 if uses_cuda(config.cluster) else 0}
-
-
-def _engine_options(config: Config) -> dict[str, Any]:
-    # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
-    owns_gpus = uses_cuda(config.cluster) and config.cluster.placement == "disaggregated"
-    return {"num_cpus": config.rollout.tp, "num_gpus": config.rollout.tp if owns_gpus else 0}
-
-
-def _visible_devices(config: Config, engine: int) -> list[int] | None:
-    """GPUs of a colocated engine on its node; None: what Ray assigned, or CPU."""
-    if not uses_cuda(config.cluster) or config.cluster.placement == "disaggregated":
-        return None
-    first = engine * config.rollout.tp % config.cluster.gpus_per_node
-    return list(range(first, first + config.rollout.tp))
+def _hosts(watch: Watch, ranks: list[Any], engines: list[Any]) -> list[tuple[str, Host]]:
+    """Where every process is."""
+    names = [f"trainer rank {rank}" for rank in range(len(ranks))]
+    names += [f"rollout engine {index}" for index in range(len(engines))]
+    found = watch.get([handle.where.remote() for handle in [*ranks, *engines]])
+    return [(name, host) for name, (host, _) in zip(names, found, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.schema import Config
+from mcore_rl.runtime.hosts import Host, this_host
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers
 
@@ -28,8 +29,9 @@ class _Process:
         threading.Event().wait()
 
     @ray.method(concurrency_group="watch")
-    def pid(self) -> int:
-        return os.getpid()
+    def where(self) -> tuple[Host, int]:
+        """Host and process id."""
+        return this_host(), os.getpid()
 
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
@@ -134,7 +136,7 @@ class EngineProcess(_Process):
     def setup(
         self,
         config: Config,
-        visible_devices: list[int] | None,
+        visible_devices: tuple[int, ...] | None,
         prompts: dict[str, Any],
     ) -> None:
         if visible_devices is not None:  # before torch is imported here

@@ -6,8 +6,9 @@ from mcore_rl.trainer.run import Run, resume, save
 from mcore_rl.types import Mean, Total, merge_metrics
 
 
-def train(run: Run) -> None:
-    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start.
+def train(run: Run) -> bool:
+    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start; False when it was asked
+    to stop before, and has saved.
 
     Every call returns only when all its processes are done with it, so whatever fails, fails here.
     """
@@ -25,11 +26,14 @@ def train(run: Run) -> None:
         run.state = run.state.finished(step, version)
         run.journal.record(run.describe(groups) | merge_metrics([annotated, updated]))
         run.journal.record({"rollout/version": Total(version - 1)})
-        finish(run)
+        if finish(run) and step < run.config.trainer.steps:
+            return False
+    return True
 
 
-def finish(run: Run) -> None:
-    """What follows a step when its turn has come: verification, validation, figures, checkpoint."""
+def finish(run: Run) -> bool:
+    """What follows a step when its turn has come: verification, validation, figures, checkpoint. True when the run is
+    asked to stop; the checkpoint is there then."""
     step, trainer = run.state.step, run.config.trainer
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
@@ -37,8 +41,10 @@ def finish(run: Run) -> None:
     if last or _due(step, trainer.validate_every_steps):
         validate(run)
     run.journal.finish_step(step)
-    if last or _due(step, run.config.checkpoint.every_steps):
+    stopping = run.stop_requested()
+    if last or stopping or _due(step, run.config.checkpoint.every_steps):
         save(run)
+    return stopping
 
 
 def validate(run: Run) -> None:

@@ -60,6 +60,8 @@ class Run:
     positions: dict[str, Stateful]
     batch_of: Callable[[Any, int], Batch]
     describe: Callable[[Any], dict[str, Metric]]
+    stop_requested: Callable[[], bool]
+    """Asked once at the end of each step; after a yes the run saves and stops."""
     state: RunState = field(default_factory=RunState)
 
 
@@ -74,6 +76,8 @@ class SupervisedRun:
     checkpoints: Checkpoints
     forget_after: Callable[[int], None]
     positions: dict[str, Stateful]
+    stop_requested: Callable[[], bool]
+    """As in Run."""
     state: RunState = field(default_factory=RunState)
 
 

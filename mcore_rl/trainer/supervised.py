@@ -5,8 +5,9 @@ from __future__ import annotations
 from mcore_rl.trainer.run import SupervisedRun, resume, save
 
 
-def train_supervised(run: SupervisedRun) -> None:
-    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start."""
+def train_supervised(run: SupervisedRun) -> bool:
+    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start; False when it was asked
+    to stop before, and has saved."""
     resume(run)
     every = run.config.checkpoint.every_steps
     for step in range(run.state.step + 1, run.config.trainer.steps + 1):
@@ -14,5 +15,9 @@ def train_supervised(run: SupervisedRun) -> None:
         run.state = run.state.finished(step, 0)
         run.journal.record(update)
         run.journal.finish_step(step)
-        if step == run.config.trainer.steps or (every and step % every == 0):
+        last, stopping = step == run.config.trainer.steps, run.stop_requested()
+        if last or stopping or (every and step % every == 0):
             save(run)
+        if stopping and not last:
+            return False
+    return True

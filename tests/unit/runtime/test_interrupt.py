@@ -24,6 +24,14 @@ def test_a_swallowed_interrupt_comes_back_at_the_next_wait_once() -> None:
     assert health.Watch().get([]) == []
 
 
+def test_a_request_to_stop_interrupts_nothing_and_stays() -> None:
+    assert not health.stop_requested()
+    health.request_stop(signal.SIGUSR1, None)
+    assert health.Watch().get([]) == []
+    assert health.stop_requested()
+    assert health.stop_requested()
+
+
 def test_a_new_run_does_not_inherit_an_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         health.interrupt(signal.SIGINT, None)

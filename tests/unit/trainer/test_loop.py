@@ -22,6 +22,7 @@ class Recorder:
 
     def __init__(self, fail_at: str | None = None) -> None:
         self.calls: list[str] = []
+        self.stop_at: str | None = None
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
         self.pending: dict[str, Any] = {}
 
@@ -100,6 +101,7 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2) -> Run:
         positions={"sampler": part},
         batch_of=lambda groups, step: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
+        stop_requested=lambda: part.stop_at is not None and part.stop_at in part.calls,
     )
 
 
@@ -139,6 +141,27 @@ def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
     again = Recorder()
     train(make(tmp_path, 2, again))
     assert again.calls == ["load", "resume after 2", "forget after 2", "publish 2"]
+
+
+@pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])
+def test_a_stop_request_saves_after_its_step_and_the_next_start_goes_on_there(tmp_path: Path, stop_at: str) -> None:
+    whole = Recorder()
+    train(make(tmp_path / "whole", 4, whole))
+    stopped = Recorder()
+    stopped.stop_at = stop_at
+    assert not train(make(tmp_path / "stopped", 4, stopped))
+    assert stopped.calls[-2:] == ["figures 1", "save"]
+    resumed = Recorder()
+    assert train(make(tmp_path / "stopped", 4, resumed))
+    assert [call for call in resumed.calls if call.startswith("collect")] == ["collect 2", "collect 3", "collect 4"]
+    assert {step: resumed.rows[step] for step in (2, 3, 4)} == {step: whole.rows[step] for step in (2, 3, 4)}
+
+
+def test_a_stop_request_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    part = Recorder()
+    part.stop_at = "collect 2"
+    assert train(make(tmp_path, 2, part))
+    assert part.calls[-2:] == ["figures 2", "save"]
 
 
 def test_a_failed_update_publishes_and_saves_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Ranks fill nodes in order, engines share their node's slots or have their own, and one host is told from several."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.hosts import Host, check_one_host, this_host
+from mcore_rl.runtime.placement import natural, place
+
+
+def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated", ranks: int | None = None) -> Config:
+    made = Config()
+    made.cluster.nodes, made.cluster.gpus_per_node, made.cluster.placement = nodes, slots, placement
+    made.rollout.tp, made.actor.num_ranks = tp, ranks
+    return made
+
+
+def test_consecutive_ranks_fill_a_node_and_every_gpu_is_asked_for_once() -> None:
+    found = place(config(3, 4), on_gpus=True, num_engines=0)
+    assert found.ranks == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)
+    assert found.bundle == {"CPU": 4.0, "GPU": 4.0}
+
+
+def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
+    found = place(config(2, 8, tp=4), on_gpus=True, num_engines=4)
+    assert [(slot.node, slot.devices) for slot in found.engines] == [
+        (0, (0, 1, 2, 3)),
+        (0, (4, 5, 6, 7)),
+        (1, (0, 1, 2, 3)),
+        (1, (4, 5, 6, 7)),
+    ]
+    assert found.bundle == {"CPU": 16.0, "GPU": 8.0}
+
+
+def test_fewer_engines_than_gpus_spread_over_the_nodes() -> None:
+    found = place(config(4, 8, tp=2), on_gpus=True, num_engines=6)
+    assert [slot.node for slot in found.engines] == [0, 0, 1, 2, 2, 3]
+    assert [slot.devices for slot in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
+
+
+def test_disaggregated_engines_take_the_gpus_after_the_ranks() -> None:
+    found = place(config(2, 8, tp=2, placement="disaggregated", ranks=9), on_gpus=True, num_engines=3)
+    assert [slot.node for slot in found.engines] == [1, 1, 1]
+    assert [slot.devices for slot in found.engines] == [None] * 3
+    assert found.bundle["GPU"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("made", "num_engines", "key"),
+    [
+        (config(2, 8, tp=16), 1, "rollout.tp"),
+        (config(2, 2, tp=1), 5, "rollout.num_engines"),
+        (config(2, 8, tp=2, placement="disaggregated", ranks=11), 3, "actor.num_ranks"),
+        (config(2, 8, placement="disaggregated"), 1, "actor.num_ranks"),
+        (config(1, 8, tp=16, placement="disaggregated", ranks=4), 1, "rollout.tp"),
+    ],
+)
+def test_engines_that_fit_nowhere_are_refused(made: Config, num_engines: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        place(made, on_gpus=True, num_engines=num_engines)
+
+
+def test_on_cpu_slots_are_processes_and_no_gpu_is_asked_for() -> None:
+    found = place(config(2, 1), on_gpus=False, num_engines=1)
+    assert [slot.devices for slot in found.engines] == [None]
+    assert found.bundle == {"CPU": 2.0}
+
+
+def test_processes_that_share_no_memory_are_named() -> None:
+    here = this_host()
+    check_one_host([("driver", here), ("trainer rank 0", this_host())])
+    there = Host("node7", ("another boot", 1))
+    container = Host(here.name, (here.memory[0], here.memory[1] + 1))
+    with pytest.raises(ConfigError, match=r"cluster\.nodes.*3 hosts.*node7 \(trainer rank 1, trainer rank 2\)"):
+        check_one_host([("driver", here), ("trainer rank 1", there), ("engine", container), ("trainer rank 2", there)])
+
+
+def test_nodes_are_counted_by_the_numbers_in_their_names() -> None:
+    assert sorted(["gpu10-b", "gpu2-b", "gpu2-a", "cpu"], key=natural) == ["cpu", "gpu2-a", "gpu2-b", "gpu10-b"]
