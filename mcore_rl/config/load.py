@@ -68,9 +68,18 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as a string; people write learning rates that way."""
+    """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
+    though it is a time limit."""
 
 
+_INT = "tag:yaml.org,2002:int"
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver(
+    _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
+)
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),

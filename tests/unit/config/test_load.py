@@ -94,3 +94,8 @@ def test_every_key_that_outside_checks_set_exists() -> None:
         data.prompt_key model.hf_path checkpoint.every_steps cluster.nodes cluster.gpus_per_node
         cluster.gpu_memory_gib cluster.placement"""
     assert not set(promised.split()) - set(known_keys())
+
+
+@pytest.mark.parametrize("limit", ["12:00:00", "04:30:00", "2-12:00:00"])
+def test_a_time_limit_is_no_number(minimal: str, limit: str) -> None:
+    assert load_config(minimal, [f"slurm.time_limit={limit}", "trainer.steps=12"]).slurm.time_limit == limit
