@@ -1,4 +1,5 @@
-"""The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running."""
+"""The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running,
+75 saved and stopped because SIGUSR1 asked for it: the same command goes on."""
 
 from __future__ import annotations
 
@@ -41,6 +42,10 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.steps=3")
         verb.set_defaults(run=run)
     _add_plan(verbs)
+    slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
+    slurm.add_argument("config", metavar="CONFIG.yaml")
+    slurm.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=64")
+    slurm.set_defaults(run=_slurm)
     doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -75,6 +80,17 @@ def _plan(options: argparse.Namespace) -> int:
     from mcore_rl.verbs import plan
 
     return plan(load_config(options.config, options.overrides), as_json=options.json, suggest=options.suggest)
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    from mcore_rl.config import load_config
+    from mcore_rl.slurm.script import limits_of, render_job
+
+    config = load_config(options.config, options.overrides)
+    print(render_job(config, options.config, options.overrides), end="")
+    if limits := limits_of(config):
+        print(limits, file=sys.stderr)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -290,7 +290,10 @@ class SlurmConfig:
     """Of one run of the job; a preempted job is queued again and resumes."""
     grace_seconds: int = 600
     """Before the time limit SLURM sends USR1: the run saves a checkpoint within this time and is queued again."""
+    start_timeout_seconds: int = 600
+    """Nodes that have not passed their check, or not joined the Ray cluster, within this time are excluded."""
     cpus_per_node: int | None = None
+    """null: whole nodes, shared with no other job."""
     exclude: str | None = None
     container: str = "none"
     """none | pyxis | apptainer."""

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
+    "slurm": {"config"},
     "model_converters": set(),
     "doctor": {"megatron"},
 }

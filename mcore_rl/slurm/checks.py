@@ -1,0 +1,74 @@
+"""What a job script needs of the configuration before it can be written."""
+
+from __future__ import annotations
+
+import re
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_job(config: Config) -> None:
+    """Raises ConfigError for the first thing that cannot become a job."""
+    slurm, cluster = config.slurm, config.cluster
+    if cluster.device == "auto":
+        raise ConfigError("cluster.device must be cuda or cpu for a SLURM job: it decides whether GPUs are asked for")
+    if cluster.address is not None:
+        raise ConfigError("cluster.address must be null: a SLURM job starts its own Ray cluster")
+    limit = seconds(slurm.time_limit)
+    if limit is not None and limit <= slurm.grace_seconds:
+        raise ConfigError(
+            f"slurm.grace_seconds={slurm.grace_seconds} must be below slurm.time_limit={slurm.time_limit}"
+        )
+    if slurm.start_timeout_seconds < 1:
+        raise ConfigError(f"slurm.start_timeout_seconds={slurm.start_timeout_seconds} must be at least 1")
+    if slurm.cpus_per_node is not None and slurm.cpus_per_node < 1:
+        raise ConfigError(f"slurm.cpus_per_node={slurm.cpus_per_node} must be at least 1, or null for whole nodes")
+    if (slurm.container == "none") != (slurm.container_image is None):
+        raise ConfigError("slurm.container_image must be set when slurm.container is pyxis or apptainer, and only then")
+    if slurm.container == "none" and slurm.container_mounts:
+        raise ConfigError("slurm.container_mounts needs slurm.container=pyxis or apptainer")
+    _check_text(config)
+
+
+def seconds(time_limit: str) -> int | None:
+    """SLURM's time, [days-]hours:minutes:seconds and its short forms; None without a limit.
+
+    Raises: ConfigError.
+    """
+    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = _TIME.fullmatch(time_limit)
+    if match is None:
+        raise ConfigError(f"slurm.time_limit={time_limit} must look like 04:00:00 or 2-12:00:00")
+    numbers = [int(part) for part in match.groups()[1:] if part is not None]
+    if match["days"] is not None:  # then it goes on with hours
+        units = (3600, 60, 1)
+        return int(match["days"]) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    units = {1: (60, 0, 0), 2: (60, 1, 0), 3: (3600, 60, 1)}[len(numbers)]
+    return sum(n * unit for n, unit in zip(numbers, units, strict=False))
+
+
+def _check_text(config: Config) -> None:
+    slurm = config.slurm
+    for name in slurm.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"slurm.environment: {name!r} cannot be the name of a variable")
+    for option in slurm.extra:
+        if not option.startswith("-"):
+            raise ConfigError(f"slurm.extra: {option!r} must be an option of sbatch, such as --constraint=h100")
+    one_line = {
+        "run.dir": config.run.dir,
+        "slurm.job_name": slurm.job_name,
+        "slurm.partition": slurm.partition,
+        "slurm.account": slurm.account,
+        "slurm.qos": slurm.qos,
+        "slurm.exclude": slurm.exclude,
+        "slurm.extra": " ".join(slurm.extra),
+    }
+    for key, value in one_line.items():
+        if value is not None and re.search(r"[\x00-\x1f]", value):
+            raise ConfigError(f"{key} must be one line: #SBATCH lines and log paths are")

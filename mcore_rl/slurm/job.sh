@@ -1,0 +1,159 @@
+# From here on every job is the same; docs/slurm.md explains it. Exit code: that of the run, or 1.
+set -euo pipefail
+
+job=$SLURM_JOB_ID
+restart=${SLURM_RESTART_COUNT:-0}
+attempt=$run_dir/slurm/$job.$restart
+idle_restarts=$run_dir/slurm/$job.idle_restarts # how many restarts in a row have saved nothing
+max_idle_restarts=5
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+cluster_pid='' preempted_at=''
+
+say() { printf '%s mcore-rl job %s: %s\n' "$(date '+%F %T')" "$job" "$*"; }
+# bash handles a signal between commands and during `wait`, so whatever takes long runs in the background.
+await() {
+  local status
+  while :; do
+    status=0
+    wait "$1" || status=$?
+    kill -0 "$1" 2>/dev/null || return "$status"
+  done
+}
+pause() {
+  sleep "$1" &
+  await $!
+}
+
+# `on NUM_NODES LOG COMMAND...` runs a command on the first nodes, one task each, in the environment of the run. Its output
+# goes to a log per node, LOG followed by the node's name; without LOG, to that of the job.
+on() {
+  local num_nodes=$1 log=$2
+  shift 2
+  # Neither srun nor the task may die of a USR1 that comes before it has its handler.
+  trap '' USR1
+  exec srun --overlap --nodes="$num_nodes" --ntasks="$num_nodes" --ntasks-per-node=1 --nodelist="$(first "$num_nodes")" \
+    --cpu-bind=none --mem=0 --kill-on-bad-exit=0 --unbuffered "${container[@]}" \
+    bash -c "trap '' USR1; [[ -z \$0 ]] || exec >>\"\$0\$SLURMD_NODENAME.log\" 2>&1; $enter" "$log" "$@"
+}
+first() { (IFS=, && printf '%s' "${hosts[*]:0:$1}"); }
+# Nodes that have not put their name into a directory.
+missing() {
+  local host
+  for host in "${hosts[@]}"; do [[ -e $1/$host ]] || printf '%s ' "$host"; done
+}
+# Until every node has put its name there, the step that should bring it about has ended, or time is up.
+all_in() {
+  local deadline=$((SECONDS + start_timeout_seconds))
+  while [[ -n $(missing "$1") && -z $preempted_at && SECONDS -lt deadline ]] && kill -0 "$2" 2>/dev/null; do pause 1; done
+  [[ -z $(missing "$1") ]]
+}
+
+stop_cluster() {
+  [[ -n $cluster_pid ]] || return 0
+  touch "$attempt/stop"
+  local waited
+  for ((waited = 0; waited < 30; waited++)); do
+    kill -0 "$cluster_pid" 2>/dev/null || break
+    pause 1
+  done
+  kill -TERM "$cluster_pid" 2>/dev/null || true
+  cluster_pid=''
+}
+trap 'rm -f "$attempt/token"; stop_cluster' EXIT
+trap ': "${preempted_at:=$SECONDS}"; say "USR1: the run saves after its step, then the job is queued again"' USR1
+
+newest_checkpoint() {
+  { find "$run_dir/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2>/dev/null || true; } | sort -V | tail -n 1
+}
+
+# `requeue [NODE...]` queues the job again, without the given nodes.
+requeue() {
+  local restarts
+  [[ $(newest_checkpoint) == "$newest_at_start" ]] || rm -f -- "$idle_restarts"
+  restarts=$(cat -- "$idle_restarts" 2>/dev/null || echo 0)
+  if ((restarts >= max_idle_restarts)); then
+    say "not queued again: $restarts restarts in a row have saved nothing"
+    exit 1
+  fi
+  echo $((restarts + 1)) >"$idle_restarts"
+  stop_cluster
+  # The job ends here, but a node can only be excluded once the job is pending: this shell outlives the TERM for it.
+  trap '' TERM
+  if (($# == 0)); then
+    scontrol requeue "$job" || { say "SLURM does not let it be queued again; submit it again to go on"; exit 75; }
+  else
+    exclude "$@"
+  fi
+  say "queued again"
+  exit 0
+}
+exclude() {
+  local excluded nodes
+  excluded=$(scontrol show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+  nodes=$(IFS=, && printf '%s' "$*")
+  [[ -z $excluded || $excluded == '(null)' ]] || nodes=$excluded,$nodes
+  if scontrol requeuehold "$job"; then
+    local tries
+    for ((tries = 0; tries < 20; tries++)); do
+      if scontrol update JobId="$job" ExcNodeList="$nodes" 2>/dev/null; then
+        scontrol release "$job"
+        say "excluded from now on: $nodes"
+        return
+      fi
+      sleep 1
+    done
+    say "the job is held: scontrol update JobId=$job ExcNodeList=$nodes, then scontrol release $job"
+    exit 1
+  fi
+  say "SLURM does not let the job be changed; submit it again with --exclude=$nodes"
+  exit 1
+}
+
+newest_at_start=$(newest_checkpoint)
+mkdir -p -- "$attempt/checked" "$attempt/joined"
+say "start $restart on ${hosts[*]}; logs of the nodes: $attempt"
+# Ray's processes accept each other by this secret; another job on the same node has another.
+(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$attempt/token")
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$attempt/token
+
+on "$num_nodes" "$attempt/check-" "${check[@]}" --attempt "$attempt" &
+step=$!
+if ! all_in "$attempt/checked" "$step" && [[ -z $preempted_at ]]; then
+  kill -TERM "$step" 2>/dev/null || true
+  bad=$(missing "$attempt/checked")
+  for host in $bad; do
+    say "node $host failed its check: $(tail -n 1 -- "$attempt/check-$host.log" 2>/dev/null || echo 'no answer')"
+  done
+  # shellcheck disable=SC2086 # one word per node
+  requeue $bad
+fi
+await "$step" || true
+[[ -z $preempted_at ]] || requeue
+
+on "$num_nodes" "$attempt/node-" "${node[@]}" --attempt "$attempt" &
+cluster_pid=$!
+if ! all_in "$attempt/joined" "$cluster_pid" && [[ -z $preempted_at ]]; then
+  bad=$(missing "$attempt/joined")
+  say "nodes that did not join the Ray cluster within $start_timeout_seconds s: $bad"
+  # shellcheck disable=SC2086
+  requeue $bad
+fi
+[[ -z $preempted_at ]] || requeue
+
+on 1 '' "${run[@]}" cluster.address="$(cat -- "$attempt/address")" &
+run_pid=$!
+while kill -0 "$run_pid" 2>/dev/null; do
+  pause 1
+  [[ -n $preempted_at ]] || continue
+  kill -USR1 "$run_pid" 2>/dev/null || true # again and again: a task that starts may not have its handler yet
+  if ((SECONDS - preempted_at > grace_seconds - (grace_seconds < 120 ? grace_seconds / 2 : 60))); then
+    say "the step does not end within slurm.grace_seconds=$grace_seconds; going back to $(newest_checkpoint)"
+    requeue
+  fi
+done
+status=0
+wait "$run_pid" || status=$?
+
+((status != 75)) || requeue
+say "the run ended with exit code $status"
+exit "$status"

@@ -1,0 +1,86 @@
+"""Whether this node can take part: `python -m mcore_rl.slurm.node_check`, once per node before a job starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+NEEDED = ("torch", "ray", "megatron.core")
+SECONDS_FOR_GPUS = 60
+
+
+def main() -> int:
+    """Writes ATTEMPT/checked/NODE; or prints what is wrong with the node and returns 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start, made on the first node")
+    parser.add_argument("--gpus", type=int, required=True, help="how many have to answer")
+    options = parser.parse_args()
+    problem = packages() or memory() or gpus(options.gpus) or storage(options.attempt)
+    if problem is None:
+        try:
+            put_name(options.attempt / "checked")
+        except OSError as error:
+            problem = f"run.dir cannot be written here: {error}"
+    print(f"{node_name()}: {problem or 'ready'}")
+    return 1 if problem else 0
+
+
+def node_name() -> str:
+    """SLURM's name of this node."""
+    return os.environ["SLURMD_NODENAME"]
+
+
+def put_name(directory: Path) -> None:
+    """Leaves a file with this node's name there, whole or not at all."""
+    temporary = directory / f".{node_name()}.{os.getpid()}"
+    temporary.write_text("", encoding="utf-8")
+    os.replace(temporary, directory / node_name())
+
+
+def packages() -> str | None:
+    """What cannot be imported by this interpreter."""
+    for name in NEEDED:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"{name} is not installed for {sys.executable}; activate the environment in slurm.setup"
+    return None
+
+
+def memory() -> str | None:
+    """Whether weights can be handed over."""
+    return None if os.access("/dev/shm", os.W_OK) else "/dev/shm cannot be written, which weights are handed over by"
+
+
+def gpus(expected: int) -> str | None:
+    """Whether that many GPUs answer."""
+    if expected == 0:
+        return None
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_GPUS, check=False)
+    except FileNotFoundError:
+        return "nvidia-smi is not there: no NVIDIA driver"
+    except subprocess.TimeoutExpired:
+        return f"nvidia-smi has not answered for {SECONDS_FOR_GPUS} s"
+    if answer.returncode:
+        return f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())}"
+    found = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
+    return None if len(found) >= expected else f"{len(found)} GPUs answer, cluster.gpus_per_node={expected} are needed"
+
+
+def storage(attempt: Path) -> str | None:
+    """Whether run.dir is the file system that the first node wrote to."""
+    if not (attempt / "token").is_file():
+        return f"{attempt} is not visible here: run.dir must be on storage that all nodes share"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

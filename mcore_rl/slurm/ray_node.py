@@ -1,0 +1,139 @@
+"""One node of a job's Ray cluster: `python -m mcore_rl.slurm.ray_node`, as a SLURM task on every node.
+
+The first node starts the head on a free port and publishes its address as ATTEMPT/address; the others wait for that
+file and join. Each leaves its name in ATTEMPT/joined, and ends when ATTEMPT/stop appears. Every node has its own ports
+and its own temporary directory, so that two jobs, or two nodes of a test, can share a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mcore_rl.slurm.node_check import node_name, put_name
+
+MAX_TEMPORARY_CHARACTERS = 30
+"""Of the temporary directory's parent: Ray's sockets lie 70 characters deeper, and Linux allows 107."""
+SECONDS_TO_END = 25
+
+
+def main() -> int:
+    """Runs until told to stop, or until Ray ends by itself, which is an error."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start")
+    parser.add_argument("--cpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--object-store-bytes", type=int, required=True)
+    parser.add_argument("--timeout-seconds", type=int, required=True)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    parent = tempfile.gettempdir()
+    short = parent if len(parent) <= MAX_TEMPORARY_CHARACTERS else "/tmp"
+    temporary = Path(tempfile.mkdtemp(prefix="mcore_rl_", dir=short))
+    ray: subprocess.Popen[bytes] | None = None
+    try:
+        deadline = time.monotonic() + options.timeout_seconds
+        while True:
+            ray = subprocess.Popen(_command(options, temporary, deadline))
+            address = _wait_for(temporary / "ray_current_cluster", deadline, ray)
+            if address is not None:
+                break
+            # Ray (2.60) gives its node 30 seconds to come up, too few for a host that is busy.
+            print(f"{node_name()}: ray start failed with exit code {ray.returncode}, trying again", flush=True)
+            time.sleep(2)
+        if _is_head():
+            _publish(address, options.attempt / "address")
+        put_name(options.attempt / "joined")
+        print(f"{node_name()}: joined {address}", flush=True)
+        while not (options.attempt / "stop").exists():
+            if ray.poll() is not None:
+                sys.exit(f"{node_name()}: Ray ended by itself with exit code {ray.returncode}")
+            time.sleep(1)
+        return 0
+    finally:
+        _end(ray)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_head() -> bool:
+    return os.environ["SLURM_NODEID"] == "0"
+
+
+def _command(options: argparse.Namespace, temporary: Path, deadline: float) -> list[str]:
+    if _is_head():
+        # The port of Ray's client server cannot be 0 (2.60); nothing here connects to it.
+        role = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
+    else:
+        role = [f"--address={_wait_for(options.attempt / 'address', deadline)}"]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
+        *([f"--node-ip-address={_address_of(interface)}"] if interface else []),
+        f"--node-name={node_name()}",
+        f"--temp-dir={temporary}",
+        f"--num-cpus={options.cpus}",
+        f"--num-gpus={options.gpus}",
+        f"--object-store-memory={options.object_store_bytes}",
+        "--dashboard-agent-listen-port=0",
+        "--dashboard-agent-grpc-port=0",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        "--log-style=record",
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address by which the collectives reach this node, so that Ray takes the same network."""
+    import psutil
+
+    found = psutil.net_if_addrs().get(interface, [])
+    addresses = [entry.address for entry in found if entry.family == socket.AF_INET]
+    if not addresses:
+        sys.exit(f"{node_name()}: GLOO_SOCKET_IFNAME={interface} has no IPv4 address here; set it in slurm.environment")
+    return addresses[0]
+
+
+def _wait_for(path: Path, deadline: float, ray: subprocess.Popen[bytes] | None = None) -> str | None:
+    """What the file holds, once it holds something; None when Ray has ended before."""
+    while time.monotonic() < deadline:
+        if path.exists() and (content := path.read_text(encoding="utf-8").strip()):
+            return content
+        if ray is not None and ray.poll() is not None:
+            return None
+        time.sleep(0.2)
+    sys.exit(f"{node_name()}: waited in vain for {path.name}")
+
+
+def _publish(address: str, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(address, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _end(ray: subprocess.Popen[bytes] | None) -> None:
+    if ray is None:
+        return
+    ray.terminate()
+    try:
+        ray.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        ray.kill()
+        ray.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

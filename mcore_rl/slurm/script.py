@@ -1,0 +1,125 @@
+"""The job script of a configuration: #SBATCH lines and values from here, the program from job.sh.
+
+Every value is quoted by shlex, so paths with blanks and quotes arrive as they are.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.config.schema import Config, SlurmConfig
+from mcore_rl.slurm.checks import check_job
+
+PROGRAM = Path(__file__).with_name("job.sh")
+# On GPUs: Megatron's overlap of communication and computation relies on one queue per device.
+GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
+
+
+def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) -> str:
+    """The text of a job script that runs `mcore-rl train config_path overrides...`.
+
+    Raises: ConfigError.
+    """
+    check_job(config)
+    command = shlex.join(["mcore-rl", "slurm", config_path, *overrides])
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Rendered by: {command}".replace("\n", " "),
+        "# Relative paths start at the directory in which sbatch is called.",
+        *(f"#SBATCH {option}" for option in _options(config)),
+        "",
+        *_values(config, config_path, overrides),
+        "",
+    ]
+    return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")
+
+
+def limits_of(config: Config) -> str | None:
+    """What the job will not do, for the person who renders it."""
+    if config.cluster.nodes == 1 or config.algorithm.policy_loss.name == "sft":
+        return None
+    return (
+        f"note: cluster.nodes={config.cluster.nodes}: engines receive weights through shared memory, so this job ends "
+        "with a message when its nodes are on different hosts"
+    )
+
+
+def _options(config: Config) -> list[str]:
+    slurm, cluster = config.slurm, config.cluster
+    chosen = {
+        "job-name": slurm.job_name,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "exclude": slurm.exclude,
+        "nodes": str(cluster.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(cluster.gpus_per_node) if cluster.device == "cuda" else None,
+        "cpus-per-task": str(slurm.cpus_per_node) if slurm.cpus_per_node is not None else None,
+        "time": slurm.time_limit,
+        "signal": f"B:USR1@{slurm.grace_seconds}",
+        "open-mode": "append",
+        "output": "%x.%j.log",
+    }
+    options = [f"--{name}={shlex.quote(value)}" for name, value in chosen.items() if value is not None]
+    whole_nodes = ["--exclusive", "--mem=0"] if slurm.cpus_per_node is None else []
+    return [*options, *whole_nodes, "--requeue", *(_quoted_option(option) for option in slurm.extra)]
+
+
+def _quoted_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals else shlex.quote(option)
+
+
+def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[str]:
+    cluster, slurm = config.cluster, config.slurm
+    gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
+    node_options = {
+        "--cpus": _ray_cpus(config),
+        "--gpus": gpus,
+        "--object-store-bytes": int(cluster.object_store_gib * 2**30),
+        "--timeout-seconds": slurm.start_timeout_seconds,
+    }
+    return [
+        f"num_nodes={cluster.nodes}",
+        f"run_dir=$(realpath -m -- {shlex.quote(config.run.dir)})",
+        f"grace_seconds={slurm.grace_seconds}",
+        f"start_timeout_seconds={slurm.start_timeout_seconds}",
+        f"enter={shlex.quote(_enter(slurm, on_gpus=gpus > 0))}",
+        f"container=({_container(slurm, on_gpus=gpus > 0)})",
+        f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
+        f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *overrides])})",
+    ]
+
+
+def _flat(options: dict[str, int]) -> list[str]:
+    return [word for name, value in options.items() for word in (name, str(value))]
+
+
+def _ray_cpus(config: Config) -> int:
+    """What a node offers in Ray's books, where a process counts as one: enough for its ranks and engines."""
+    slots, tp = config.cluster.gpus_per_node, config.rollout.tp
+    engines = -(-config.rollout.num_engines // config.cluster.nodes)
+    return slots + max(slots, engines * tp) + 1
+
+
+def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:
+    """Shell text that a task runs before its command, inside the container if there is one."""
+    environment = (GPU_ENVIRONMENT if on_gpus else {}) | slurm.environment
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    return "\n".join(["set -eo pipefail", *exports, *slurm.setup, 'exec "$@"'])
+
+
+def _container(slurm: SlurmConfig, *, on_gpus: bool) -> str:
+    """Words between srun's options and the command. The working and the run directory are always mounted."""
+    image, mounts = shlex.quote(slurm.container_image or ""), [shlex.quote(mount) for mount in slurm.container_mounts]
+    if slurm.container == "pyxis":
+        joined = ",".join(['"$PWD:$PWD"', '"$run_dir:$run_dir"', *mounts])
+        return f'--container-image={image} --container-workdir="$PWD" --container-mounts={joined}'
+    if slurm.container == "apptainer":
+        binds = " ".join(f"--bind {mount}" for mount in ['"$PWD"', '"$run_dir"', *mounts])
+        return f'apptainer exec {"--nv " if on_gpus else ""}--pwd "$PWD" {binds} {image}'
+    return ""

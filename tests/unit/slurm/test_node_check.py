@@ -1,0 +1,77 @@
+"""A node that cannot take part says why; one that can leaves its name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.slurm import node_check
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    (tmp_path / "checked").mkdir()
+    (tmp_path / "token").write_text("secret")
+    return tmp_path
+
+
+def check(attempt: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 0) -> int:
+    monkeypatch.setattr(sys, "argv", ["node_check", "--attempt", str(attempt), "--gpus", str(num_gpus)])
+    return node_check.main()
+
+
+def names(attempt: Path) -> list[str]:
+    return [path.name for path in (attempt / "checked").iterdir()]
+
+
+def test_a_good_node_leaves_its_name(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(attempt, monkeypatch) == 0
+    assert names(attempt) == ["n7"]
+
+
+def nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    program = directory / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/bin")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("echo GPU-1; echo GPU-2", "2 GPUs answer, cluster.gpus_per_node=4"),
+        ("echo Unable to determine the device handle; exit 15", "nvidia-smi failed: Unable to determine"),
+    ],
+)
+def test_a_node_without_its_gpus_is_bad(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, reason: str
+) -> None:
+    nvidia_smi(attempt, monkeypatch, program)
+    assert check(attempt, monkeypatch, 4) == 1
+    assert capsys.readouterr().out.startswith(f"n7: {reason}")
+    assert names(attempt) == []
+
+
+def test_all_gpus_that_answer_are_enough(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(attempt, monkeypatch, "echo GPU-1; echo GPU-2")
+    assert check(attempt, monkeypatch, 2) == 0
+
+
+def test_a_node_that_sees_another_file_system_is_bad(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (attempt / "token").unlink()
+    assert check(attempt, monkeypatch) == 1
+    assert "storage that all nodes share" in capsys.readouterr().out
+
+
+def test_an_interpreter_without_the_packages_is_bad(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_check, "NEEDED", ("torch", "megatron.absent"))
+    assert check(attempt, monkeypatch) == 1
+    assert "megatron.absent is not installed" in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""A job script says what the configuration says, is shell, and survives any path."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.slurm.checks import seconds
+from mcore_rl.slurm.script import render_job
+
+ROOT = Path(__file__).parents[3]
+NASTY = 'it\'s a "dir" with $HOME `x` \\ *'
+
+
+def config(**slurm: object) -> Config:
+    made = Config()
+    made.run.dir, made.cluster.device, made.cluster.nodes, made.cluster.gpus_per_node = "runs/x", "cuda", 64, 8
+    for name, value in slurm.items():
+        setattr(made.slurm, name, value)
+    return made
+
+
+def options(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def head_of(script: str) -> str:
+    """What differs between jobs: no SLURM is needed to run it."""
+    return script[: script.index("# From here on")]
+
+
+def printed(script: str, expression: str, cwd: Path) -> list[str]:
+    """The words that an array of the script holds."""
+    text = f"{head_of(script)}\nprintf '%s\\0' {expression}"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=cwd, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_the_job_asks_for_what_the_cluster_section_says() -> None:
+    found = options(render_job(config(partition="gpu", exclude="n[3-4]", extra=["--constraint=h100&ib"]), "c.yaml"))
+    assert "--nodes=64" in found
+    assert "--gpus-per-node=8" in found
+    assert "--exclude='n[3-4]'" in found
+    assert "--constraint='h100&ib'" in found
+    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@600", "--exclusive", "--mem=0"} <= set(found)
+    on_cpu = config(cpus_per_node=4)
+    on_cpu.cluster.device = "cpu"
+    found = options(render_job(on_cpu, "c.yaml"))
+    assert "--cpus-per-task=4" in found
+    assert not [option for option in found if "gpu" in option or option == "--exclusive"]
+
+
+def test_the_script_is_shell_and_every_word_arrives_as_it_was(tmp_path: Path) -> None:
+    made = config(environment={"NCCL_X": NASTY}, setup=["source env.sh"], job_name=NASTY)
+    made.run.dir = NASTY
+    overrides = [f"run.dir={NASTY}", "data.train=a b.jsonl"]
+    script = render_job(made, "my configs/c.yaml", overrides)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert printed(script, '"${run[@]}"', tmp_path)[3:] == ["train", "my configs/c.yaml", *overrides]
+    assert printed(script, '"$run_dir"', tmp_path) == [str(tmp_path / NASTY)]
+    assert shlex.split(options(script)[0]) == [f"--job-name={NASTY}"]
+    (tmp_path / "env.sh").write_text("FROM_SETUP=yes\n")
+    enter = printed(script, '"$enter"', tmp_path)[0]
+    command = [*("bash", "-c", enter, "name"), *("bash", "-c", 'printf %s "$NCCL_X $1"', "name", NASTY)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == f"{NASTY} {NASTY}"
+
+
+def test_a_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
+    enter = printed(render_job(config(setup=["source absent.sh"]), "c.yaml"), '"$enter"', tmp_path)[0]
+    assert subprocess.run(["bash", "-c", enter, "name", "true"], cwd=tmp_path, check=False).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        (
+            "pyxis",
+            ["--container-image=i m.sqsh", "--container-workdir={0}", "--container-mounts={0}:{0},{0}/r:{0}/r,/d:/d"],
+        ),
+        ("apptainer", [*"apptainer exec --nv --pwd {0} --bind {0} --bind {0}/r --bind /d:/d".split(), "i m.sqsh"]),
+    ],
+)
+def test_containers_see_the_working_and_the_run_directory(tmp_path: Path, container: str, expected: list[str]) -> None:
+    made = config(container=container, container_image="i m.sqsh", container_mounts=["/d:/d"])
+    made.run.dir = "r"
+    assert printed(render_job(made, "c.yaml"), '"${container[@]}"', tmp_path) == [
+        word.format(tmp_path) for word in expected
+    ]
+
+
+def test_own_variables_win_over_the_defaults(tmp_path: Path) -> None:
+    script = render_job(config(environment={"NCCL_DEBUG": "INFO"}), "c.yaml")
+    assert len(re.findall("export NCCL_DEBUG=", script)) == 1
+    assert "export NCCL_DEBUG=INFO" in script
+
+
+def test_every_program_of_the_template_is_shell_that_stops_at_errors() -> None:
+    script = render_job(config(), "c.yaml")
+    assert "set -euo pipefail" in script
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("30", 1800), ("10:30", 630), ("04:00:00", 14400), ("1-2", 93600), ("2-12:00", 216000), ("UNLIMITED", None)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | None) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"time_limit": "soon"}, "slurm.time_limit"),
+        ({"time_limit": "10"}, "slurm.grace_seconds"),
+        ({"container": "pyxis"}, "slurm.container_image"),
+        ({"container_mounts": ["/a"]}, "slurm.container_mounts"),
+        ({"environment": {"A-B": "1"}}, "slurm.environment"),
+        ({"job_name": "two\nlines"}, "slurm.job_name"),
+        ({"extra": ["constraint=x"]}, "slurm.extra"),
+        ({"cpus_per_node": 0}, "slurm.cpus_per_node"),
+        ({"start_timeout_seconds": 0}, "slurm.start_timeout_seconds"),
+    ],
+)
+def test_what_cannot_become_a_job_is_refused_by_its_key(change: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        render_job(config(**change), "c.yaml")
+
+
+def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
+    made = config()
+    made.cluster.device = "auto"
+    with pytest.raises(ConfigError, match=r"cluster\.device"):
+        render_job(made, "c.yaml")
+    made = config()
+    made.cluster.address = "10.0.0.1:6379"
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
+        render_job(made, "c.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_ready_scripts_are_what_their_command_renders_now(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    script = path.read_text()
+    command = shlex.split(script.splitlines()[1].removeprefix("# Rendered by: "))
+    assert command[:2] == ["mcore-rl", "slurm"]
+    assert render_job(load_config(command[2], command[3:]), command[2], command[3:]) == script
+
+
+def test_there_are_ready_scripts() -> None:
+    assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} >= {"demo_2_nodes", "dapo_deepseek_v3_671b"}
