@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type bench
+.PHONY: help setup demo test lint type bench slurm
 
 EXTRA ?= cpu
 PY := .venv/bin/python
@@ -27,6 +27,9 @@ lint: setup ## ruff: rules and format
 
 type: setup ## mypy
 	@$(PY) -m mypy
+
+slurm: ## install SLURM and munge for the test of job scripts (Debian, Ubuntu; as root)
+	@scripts/setup_slurm.sh
 
 bench: setup ## benchmarks, one table: ours, peer or limit, ratio
 	@$(PY) -m benchmarks $(ARGS)

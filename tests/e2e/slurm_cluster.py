@@ -1,0 +1,172 @@
+"""A real SLURM of three nodes on this machine, in a directory of its own, gone when the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+MISSING = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+NODES = ("n1", "n2", "n3")
+MARK = "MCORE_RL_TEST_SLURM"
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.sock
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPort={port}
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2
+SlurmdTimeout=3600
+MessageTimeout=60
+ReturnToService=2
+JobRequeue=1
+MpiDefault=none
+{nodes}
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass
+class Slurm:
+    """The running cluster."""
+
+    directory: Path
+    environment: dict[str, str]
+
+    def call(self, *command: str, cwd: Path | None = None) -> str:
+        """Runs one of SLURM's commands and returns what it prints."""
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=self.environment, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
+        return done.stdout.strip()
+
+    def submit(self, script: Path) -> str:
+        """Returns the id of the job, which runs in the directory of its script."""
+        return self.call("sbatch", "--parsable", str(script), cwd=script.parent)
+
+    def state(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` knows, by field."""
+        shown = self.call("scontrol", "show", "job", job)
+        return dict(field.split("=", 1) for field in shown.split() if "=" in field)
+
+    def wait(self, condition: Callable[[], bool], what: str, log: Path, seconds: float = 400) -> None:
+        """Polls until the condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            shown = log.read_text() if log.exists() else "no log"
+            assert time.monotonic() < deadline, (
+                f"waited {seconds} s in vain for {what}:\n{shown[-4000:]}\n{self.logs()}"
+            )
+            time.sleep(0.3)
+
+    def start_now(self, job: str) -> None:
+        """Spares the two minutes that SLURM lets a requeued job wait."""
+        with contextlib.suppress(AssertionError):  # it may have started
+            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in sorted(self.directory.glob("*.log")))
+
+
+@contextlib.contextmanager
+def slurm_cluster() -> Iterator[Slurm]:
+    """munged, slurmctld and one slurmd per node; all that they started is killed at the end, whatever happened."""
+    # Not pytest's: munged refuses a socket in a directory that others cannot enter.
+    directory = Path(tempfile.mkdtemp(prefix="mcore_rl_slurm_", dir="/tmp"))
+    directory.chmod(0o755)
+    (directory / "state").mkdir()
+    ports = _free_ports(len(NODES) + 1)
+    host = socket.gethostname()
+    nodes = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
+        for name, port in zip(NODES, ports, strict=False)
+    ]
+    configuration = directory / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(
+            host=f"{host}(127.0.0.1)",
+            user=getpass.getuser(),
+            directory=directory,
+            port=ports[-1],
+            nodes="\n".join(nodes),
+            names=",".join(NODES),
+        )
+    )
+    environment = {**os.environ, "SLURM_CONF": str(configuration), "PATH": SEARCHED, MARK: str(directory)}
+    try:
+        slurm = Slurm(directory, environment)
+        _start(slurm)
+        yield slurm
+    finally:
+        _kill_all(str(directory))
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(slurm: Slurm) -> None:
+    directory = slurm.directory
+    key = directory / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+    files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+    options = [f"--{name}={directory / file}" for name, file in {**files, "log-file": "munge.log"}.items()]
+    slurm.call("munged", *options)
+    slurm.call("slurmctld", "-f", slurm.environment["SLURM_CONF"])
+    for name in NODES:
+        slurm.call("slurmd", "-N", name, "-f", slurm.environment["SLURM_CONF"])
+    idle = lambda: slurm.call("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
+    slurm.wait(idle, "all nodes to be idle", directory / "slurmctld.log", 120)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [opened.getsockname()[1] for opened in sockets]
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def _kill_all(mark: str) -> None:
+    """Daemons and jobs inherit the mark, however they detach."""
+    for _ in range(20):
+        found = [process for process in psutil.process_iter() if _mark_of(process) == mark]
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, OSError):
+        return None

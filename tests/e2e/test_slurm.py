@@ -1,0 +1,79 @@
+"""A job on a real SLURM: a bad node is left out, a preempted run is queued again, and its result shows neither."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import metrics
+from tests.e2e.slurm_cluster import MISSING, Slurm, slurm_cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed ({', '.join(MISSING)}): make slurm"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with slurm_cluster() as running:
+        yield running
+
+
+def write_job(directory: Path, task: Path, run_dir: Path) -> Path:
+    """A job script on two nodes, of which n2 has no environment."""
+    (directory / "activate.sh").write_text(
+        '[[ "$SLURMD_NODENAME" != n2 ]] || { echo "no such environment"; exit 1; }\n'
+    )
+    words = [
+        *("slurm", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
+        *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
+    ]
+    done = subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    script = directory / "job.sbatch"
+    script.write_text(done.stdout)
+    return script
+
+
+def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happened(
+    slurm: Slurm, task: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "it's here"
+    directory.mkdir()
+    run_dir = directory / "my run"
+    job = slurm.submit(write_job(directory, task, run_dir))
+    log = directory / f"preempted.{job}.log"
+
+    def says(pattern: str) -> bool:
+        return log.exists() and re.search(pattern, log.read_text()) is not None
+
+    def restarts() -> int:
+        return int(slurm.state(job)["Restarts"])
+
+    slurm.wait(lambda: says("excluded from now on: n2") or says("exit code"), "the bad node to be excluded", log)
+    assert says("node n2 failed its check: no such environment"), log.read_text()
+    assert not says("node n1 failed"), log.read_text()
+    slurm.start_now(job)
+    # The run has begun, and long before its first step is over it is asked to stop.
+    slurm.wait(lambda: (run_dir / "config.yaml").exists() or says("exit code"), "the run to begin", log)
+    assert slurm.state(job)["NodeList"] == "n[1,3]"
+    slurm.call("scancel", "--signal=USR1", "--batch", job)
+    slurm.wait(lambda: restarts() == 2 or says("exit code"), "the job to be queued again", log)
+    assert says("after step 1, which is saved"), log.read_text()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
+    assert list(metrics(run_dir)) == [0, 1]
+    slurm.wait(lambda: slurm.state(job)["JobState"] == "PENDING", "the first start to be over", log)
+    slurm.start_now(job)
+    slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
+    assert slurm.state(job)["JobState"] == "COMPLETED", log.read_text()
+    assert metrics(run_dir) == metrics(whole_run)
+    for path in (whole_run / "rollouts").iterdir():
+        assert (run_dir / "rollouts" / path.name).read_text() == path.read_text()
+    assert not list((run_dir / "slurm").glob("*/token"))  # the secret of a cluster goes with it
