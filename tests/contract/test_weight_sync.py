@@ -242,13 +242,16 @@ def test_each_family_is_loaded_from_our_export_and_then_updated(
             compare(trainer.digests(), held)
 
 
+@pytest.mark.parametrize("groups", [2, 1], ids=["a head each", "copies of one head"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_ranks_each_take_their_shards(kind: str, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_each_take_their_shards(kind: str, groups: int, tmp_path: Path) -> None:
+    """`groups` key-value heads for two ranks."""
     before = set(Path("/dev/shm").iterdir())
-    tiny_model("qwen3", head_dim=32, seed=1).save_pretrained(tmp_path)
+    sizes = {"head_dim": 32, "num_key_value_heads": groups}
+    tiny_model("qwen3", seed=1, **sizes).save_pretrained(tmp_path)
     engine = start_engine(kind, tmp_path, load_weights=False, tp=2)
     try:
-        trainer = HFTrainer(tiny_model("qwen3", head_dim=32, seed=7), TINY_BUCKET, 2)
+        trainer = HFTrainer(tiny_model("qwen3", seed=7, **sizes), TINY_BUCKET, 2)
         engine.call("attach_buckets", trainer.spec)
         trainer.buckets.unlink()
         for version in (1, 2):
