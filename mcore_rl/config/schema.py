@@ -145,6 +145,7 @@ class ParallelConfig:
     etp: int | None = None
     """Tensor-parallel size of the experts; null: 1 for mixture-of-experts models with ep > 1, else tp."""
     cp: int = 1
+    """Ranks that share every packed row; sequences are padded to multiples of 2 * cp tokens."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     pipeline_layout: str | None = None
