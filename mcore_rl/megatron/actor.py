@@ -110,6 +110,7 @@ class MegatronActor:
             num_experts=model.num_moe_experts or 0,
             topk=model.moe_router_topk,
             split=self.layout.tp if model.sequence_parallel else 1,
+            context=self._context_part(),
         )
         gather_parameters(self.ddp)
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
@@ -158,7 +159,7 @@ class MegatronActor:
             return {}
         self.memory.load("params")
         share = _later_samples(shares)
-        batches, _ = build_microbatches(share, chunks, self._packing)
+        batches = build_microbatches(share, chunks, self._packing)
         rows = [self.routing.row(batch, records=self._replays) for batch in batches]
         with torch.no_grad():
             found = self._run(batches, rows, self._annotation_closure, forward_only=True)
@@ -214,7 +215,7 @@ class MegatronActor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.routers.reset()
-        batches, _ = build_microbatches(share, chunks, self._packing)
+        batches = build_microbatches(share, chunks, self._packing)
         trained, routed = self._token_weights(batches)
         own = self._policy_is_old
         rows = [
@@ -237,7 +238,7 @@ class MegatronActor:
 
         Shapes: [layers, tokens, k]; tokens up to the last that predicts a trained one.
         """
-        batches, _ = build_microbatches(share, chunks, self._packing)
+        batches = build_microbatches(share, chunks, self._packing)
         rows = [self.routing.row(batch, records=True) for batch in batches]
         with torch.no_grad():
             self._run(batches, rows, self._annotation_closure, forward_only=True)

@@ -77,30 +77,26 @@ class Packing:
     context: ContextPart = ALONE
 
 
-def build_microbatches(
-    share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing
-) -> tuple[list[MicroBatch], int]:
-    """The micro-batches of a share, and the tokens of all ranks together, padding included.
+def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:
+    """The micro-batches of a share.
 
     Raises: DataError for a trajectory without a prompt, or longer than the budget.
     Collective: all ranks of packing.group.
     """
     multiple = packing.context.multiple
     lengths = -(-share.total_tokens // multiple) * multiple
-    most = _agree(len(pack(lengths, packing.tokens)), dist.ReduceOp.MAX, packing)
+    most = _most(len(pack(lengths, packing.tokens)), packing)
     count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
     bins = pack(lengths, packing.tokens, min_bins=count, cost=packing.cost)
     bins += [np.empty(0, np.int64)] * (count - len(bins))
-    batches = [_microbatch(share, members, chunks, packing) for members in bins]
-    row_tokens = sum(len(batch.tokens) for batch in batches) * packing.context.size
-    return batches, _agree(row_tokens, dist.ReduceOp.SUM, packing)
+    return [_microbatch(share, members, chunks, packing) for members in bins]
 
 
-def _agree(value: int, operation: Any, packing: Packing) -> int:
+def _most(count: int, packing: Packing) -> int:
     if packing.group is None:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=packing.device)
-    dist.all_reduce(tensor, op=operation, group=packing.group)
+        return count
+    tensor = torch.tensor([count], dtype=torch.int64, device=packing.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=packing.group)
     return int(tensor.item())
 
 

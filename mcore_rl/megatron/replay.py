@@ -2,7 +2,7 @@
 
 The old policy's pass chooses; updates, whose weights differ, choose the same experts and compute their gates from the
 current scores, so that gradients flow as ever. Ids lie on the host: k numbers of one or two bytes per token and layer
-of this rank, whole sequences on every tensor-parallel rank.
+of this rank, whole sequences on every tensor- and context-parallel rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.routers import Row
 
@@ -27,10 +28,11 @@ class RoutingStore:
     """Experts by sample: [layers of this rank, tokens, k]; tokens as in a micro-batch, up to the last predictor.
 
     `layers` are their places among the model's layers with experts; `split` is the tensor-parallel size where rows are
-    split over those ranks, else 1.
+    split over those ranks, else 1, `context` this rank's part of every row.
     """
 
-    def __init__(self, layers: Sequence[int], *, num_experts: int, topk: int, split: int) -> None:
+    def __init__(self, layers: Sequence[int], *, num_experts: int, topk: int, split: int, context: ContextPart) -> None:
+        self.context = context
         self.layers, self.num_experts, self.topk, self.split = list(layers), num_experts, topk, split
         self.dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self.by_sample: dict[int, torch.Tensor] = {}
@@ -85,8 +87,8 @@ class RoutingStore:
         """Of each token that this rank routes: its sequence, -1 for padding, and its place among the tokens of all
         samples, the number of these for padding. Shapes: int64 [t] each."""
         held = batch.sequences.cu_seqlens_q.diff().to(torch.int64)
-        number = torch.arange(len(held), device=held.device).repeat_interleave(held)
-        position = torch.arange(len(number), device=held.device) - (held.cumsum(0) - held)[number]
+        number = torch.arange(len(held), device=held.device).repeat_interleave(held // self.context.size)
+        position = self.context.positions(held)
         # What pads a row is one more sequence.
         padding = len(held) - len(batch.lengths)
         lengths = torch.tensor([*batch.lengths, *[0] * padding], dtype=torch.int64, device=held.device)

@@ -35,6 +35,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int, str]]] = {
         "tp2": ("v3", {"tp": 2}, SMALL, "none"),
         "pp2": ("v3", {"pp": 2}, SMALL, "none"),
         "ep2": ("v3", {"ep": 2}, SMALL, "full"),
+        "cp2": ("v3", {"cp": 2}, SMALL, "full"),
     },
     4: {"tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL, "full")},
 }
@@ -164,7 +165,7 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
     actor.annotate(shares, chunks)
     actor._policy_is_old = False
     for sample, logp in actor.old_logp.items():
-        logp += torch.from_numpy(policy_batch.drift(sample))
+        logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
     _, reports = actor.accumulate_gradients(shares[1], chunks, on_every_replica=True)
     ahead = merge_metrics([report.metrics for report in reports]).get("actor/mtp_loss")
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
@@ -201,7 +202,7 @@ def test_every_gradient_equals_the_module_written_out(case: str, results: Any, r
     assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
 
 
-@pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "tp2 pp2"])
+@pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2"])
 def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
     """With a stage of its own, the layers' embedding is a copy: it must take the same steps, and count once."""
     one, many = results["split"], results[case]

@@ -36,6 +36,8 @@ CASES: dict[int, dict[str, tuple[str, str, list[list[int]], dict[str, int], int,
         "sequence ep2": ("moe", "seq_aux_loss", BY_SEQUENCE, {"ep": 2}, SMALL, "full"),
         "sequence pp2": ("moe", "seq_aux_loss", BY_SEQUENCE, {"pp": 2}, SMALL, "full"),
         "sequence tp2": ("moe", "seq_aux_loss", BY_SEQUENCE, {"tp": 2}, SMALL, "none"),
+        "sequence cp2": ("moe", "seq_aux_loss", BY_SEQUENCE, {"cp": 2}, SMALL, "full"),
+        "batch cp2": ("moe", "aux_loss", TOGETHER, {"cp": 2}, ONE_MICROBATCH, "none"),
         "batch tp2": ("moe", "aux_loss", TOGETHER, {"tp": 2}, ONE_MICROBATCH, "full"),
         "batch pp2": ("moe", "aux_loss", TOGETHER, {"pp": 2}, ONE_MICROBATCH, "none"),
         "batch dp2": ("moe", "aux_loss", BY_RANK, {}, ONE_MICROBATCH, "none"),
@@ -85,7 +87,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         actor.annotate([first, share], chunks)
         actor._policy_is_old = False
         for sample, logp in actor.old_logp.items():
-            logp += torch.from_numpy(policy_batch.drift(sample))
+            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
         actor.accumulate_gradients(share, chunks, on_every_replica=True)
         before = _bias(actor)
         with torch.no_grad():

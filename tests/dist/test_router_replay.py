@@ -25,6 +25,7 @@ CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
     2: {
         "tp2": ({"tp": 2}, "full"),
         "ep2": ({"ep": 2}, "none"),
+        "cp2": ({"cp": 2}, "none"),
         "pp2 vpp2": ({"pp": 2, "vpp": 2}, "full"),
     },
 }
@@ -79,7 +80,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
             tensor.neg_()
     for sample, logp in actor.old_logp.items():
         if sample in SAMPLES:
-            logp += torch.from_numpy(policy_batch.drift(sample))
+            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
     actor._packing = replace(actor._packing, tokens=40)
     found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
     found["replayed"] = _gradients(actor, shares[1], chunks)
