@@ -76,27 +76,13 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, Any]:
 
 
 def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str) -> list[Any]:
-    from mcore_rl.megatron import layout
-    from mcore_rl.megatron.actor import MegatronActor
-
-    refuse = layout._check_sequence_parallel
-    if removed == "refusal":
-        layout._check_sequence_parallel = lambda *_: None
-    try:
-        actor = MegatronActor(policy_batch.config(directory, parallel, 24), rank, 2, None)
-    finally:
-        layout._check_sequence_parallel = refuse
-    if removed == "overlap":
-        actor.chunks[0].config.overlap_p2p_comm, actor.chunks[0].config.batch_p2p_comm = False, True
-    if removed == "sum over tokens":
-        _wrap_before_telling(actor)
+    actor = _build_without(removed, policy_batch.config(directory, parallel, 24), rank)
     if parallel.get("vpp"):  # Rows of one length: stages would notice that they compute another row than they got.
         actor._packing = replace(actor._packing, row_multiple=32)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
     actor.annotate([other, share], chunks)
     actor._policy_is_old = False
-
     for sample, logp in actor.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample))
     actor.accumulate_gradients(share, chunks, on_every_replica=True)
@@ -107,13 +93,29 @@ def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str)
     return policy_batch.hf_pieces(actor)
 
 
-def _wrap_before_telling(actor: Any) -> None:
-    from megatron.core.distributed import DistributedDataParallel
+def _build_without(removed: str, config: Any, rank: int) -> Any:
+    from mcore_rl.megatron import layout, optimizer
+    from mcore_rl.megatron.actor import MegatronActor
 
-    config = actor.chunks[0].config
-    config.calculate_per_token_loss = False
-    actor.ddp = [DistributedDataParallel(config, wrapped.ddp_config, wrapped.module) for wrapped in actor.ddp]
-    config.calculate_per_token_loss = True
+    refuse, wrap = layout._check_sequence_parallel, optimizer.DistributedDataParallel
+
+    def wrap_before_telling(model_config: Any, *args: Any, **options: Any) -> Any:
+        model_config.calculate_per_token_loss = False
+        wrapped = wrap(model_config, *args, **options)
+        model_config.calculate_per_token_loss = True
+        return wrapped
+
+    if removed == "refusal":
+        layout._check_sequence_parallel = lambda *_: None
+    if removed == "sum over tokens":
+        optimizer.DistributedDataParallel = wrap_before_telling
+    try:
+        actor = MegatronActor(config, rank, 2, None)
+    finally:
+        layout._check_sequence_parallel, optimizer.DistributedDataParallel = refuse, wrap
+    if removed == "overlap":
+        actor.chunks[0].config.overlap_p2p_comm, actor.chunks[0].config.batch_p2p_comm = False, True
+    return actor
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - EXPECTED_WRONG.keys()))
