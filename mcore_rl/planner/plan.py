@@ -17,7 +17,8 @@ from mcore_rl.planner.engine import EngineRank, engine_rank
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank, trained_model
 from mcore_rl.planner.phases import Phases, rank_phases
-from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_parameters, stage_state
+from mcore_rl.planner.stages import stage_parameters
+from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_state
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.verdict import Verdict, judge
 from model_converters.errors import LayoutError

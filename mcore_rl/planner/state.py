@@ -24,13 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.config.schema import ActorConfig
-from mcore_rl.megatron.sharded import meta_model
 from model_converters.layout import TrainLayout
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
@@ -124,25 +122,6 @@ class Buffer:
             elements += overlap.sum(0)
             parameters += (overlap > 0).sum(0)
         return elements, parameters
-
-
-def stage_parameters(hf_config: dict[str, Any], layout: TrainLayout, stage: int) -> list[list[HeldParameter]]:
-    """What the ranks of a pipeline stage hold, by chunk and in megatron's order.
-
-    Raises: ConfigError for a model that cannot be built.
-    """
-    with meta_model(hf_config, layout, stage * layout.stage_size) as chunks:
-        return [
-            [
-                HeldParameter(
-                    parameter.numel(),
-                    not getattr(parameter, "allreduce", True),
-                    bool(getattr(parameter, "shared_embedding", False)),
-                )
-                for parameter in chunk.parameters()
-            ]
-            for chunk in chunks
-        ]
 
 
 def stage_state(

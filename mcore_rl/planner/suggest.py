@@ -293,8 +293,7 @@ def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequ
         share = seconds / _compute(search, layout, added)
         if share > 0.1:
             gives_up.append(f"{message}: +{share:.0%} of computing, unless it overlaps")
-    keys = ["tp", "pp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"]
-    overrides = [f"actor.parallel.{key}={getattr(layout, key)}" for key in keys if getattr(layout, key) is not None]
+    overrides = [f"actor.parallel.{key}={_shown(value)}" for key, value in vars(actor.parallel).items()]
     overrides.append(f"actor.recompute={actor.recompute}")
     overrides.append(f"actor.optimizer.cpu_offload={str(actor.optimizer.cpu_offload).lower()}")
     if actor.recompute == "selective":
@@ -303,6 +302,10 @@ def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequ
     seconds = (_compute(search, layout, added) + sum(_messages(search, layout).values())) * (1 + bubble)
     seconds += _host_seconds(search, layout) if actor.optimizer.cpu_offload else 0.0
     return Suggestion(tuple(overrides), seconds, max(rank.peak_bytes for rank in phases), tuple(gives_up))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def _host_gib(config: Config, phases: Sequence[Phases]) -> float:

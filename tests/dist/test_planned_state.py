@@ -66,7 +66,8 @@ def plan_states(directory: str, parallel: dict[str, Any], dtype: str, num_ranks:
     from mcore_rl.megatron.layout import train_layout
     from mcore_rl.megatron.model import DTYPES
     from mcore_rl.planner.model_size import trained_model
-    from mcore_rl.planner.state import Numerics, stage_parameters, stage_state
+    from mcore_rl.planner.stages import stage_parameters
+    from mcore_rl.planner.state import Numerics, stage_state
 
     config = policy_batch.config(directory, parallel, 64)
     hf_config = trained_model(config)

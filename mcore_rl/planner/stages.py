@@ -1,0 +1,30 @@
+"""What megatron builds on the ranks of a pipeline stage, asked of one of them without its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.megatron.sharded import meta_model
+from mcore_rl.planner.state import HeldParameter
+from model_converters.layout import TrainLayout
+
+
+def stage_parameters(hf_config: dict[str, Any], layout: TrainLayout, stage: int) -> list[list[HeldParameter]]:
+    """What the ranks of a pipeline stage hold, by chunk and in megatron's order.
+
+    Raises: ConfigError for a model that cannot be built.
+    """
+    # Context parallelism divides tokens, no weights; its ranks share gradients like data-parallel ones.
+    with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size) as chunks:
+        return [
+            [
+                HeldParameter(
+                    parameter.numel(),
+                    not getattr(parameter, "allreduce", True),
+                    bool(getattr(parameter, "shared_embedding", False)),
+                )
+                for parameter in chunk.parameters()
+            ]
+            for chunk in chunks
+        ]

@@ -1,0 +1,99 @@
+"""`mcore-rl plan` on the run that it was made for: DeepSeek-V3 671B on 512 GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl import cli
+
+LARGE = sorted(
+    path.name for path in (Path(__file__).parents[2] / "configs").glob("*.yaml") if not path.name.endswith("_cpu.yaml")
+)
+RECIPE = "configs/dapo_deepseek_v3_671b.yaml"
+GIB = 2**30
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    code = cli.main(["plan", *arguments])
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    return code, json.loads(lines[-1]) if "--json" in arguments and lines else {}, captured.out + captured.err
+
+
+def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan, _ = run(capsys, RECIPE, "--json")
+    assert code == 0
+    assert plan["fits"] is True
+    assert plan["errors"] == []
+    assert plan["world_size"] == len(plan["per_rank"]) == 512
+    assert plan["parameters_total"] == pytest.approx(671.03e9, rel=1e-4)
+    state = {entry["rank"]: entry["state_bytes"] / GIB for entry in plan["per_rank"]}
+    assert sorted(state) == list(range(512))
+    # What Megatron's own model has on the first stage, the fourteen in the middle, and the last.
+    assert state[0] == pytest.approx(15.895, abs=1e-2)
+    assert state[32] == state[479] == max(state.values()) == pytest.approx(29.158, abs=1e-2)
+    assert state[511] == pytest.approx(20.081, abs=1e-2)
+    assert all(entry["peak_bytes"] >= entry["state_bytes"] for entry in plan["per_rank"])
+    peaks = [entry["peak_bytes"] for entry in plan["per_rank"]]
+    assert peaks[plan["fullest_rank"]] == max(peaks)
+    assert all(entry["activation_bytes"] > 0 for entry in plan["per_rank"])
+    sync = plan["weight_sync"]
+    assert sync["bytes_per_engine_rank"] >= sync["floor_bytes_per_engine_rank"] > 671e9 * 2 / 32
+    assert sync["buckets"] > 1
+    assert sync["transport"]
+
+
+def test_too_little_memory_names_key_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan, _ = run(capsys, RECIPE, "cluster.gpu_memory_gib=40", "--json")
+    assert code == 1
+    assert plan["fits"] is False
+    assert any(error.startswith("cluster.gpu_memory_gib=40") and "set actor." in error for error in plan["errors"])
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("actor.parallel.pp=7", "actor.parallel.pp=7"),
+        ("actor.parallel.ep=48", "actor.parallel.ep=48"),
+        ("actor.parallel.tp=3", "actor.parallel.tp=3"),
+        ("actor.optimizer.cpu_offload=true", "actor.offload.optimizer"),
+    ],
+)
+def test_a_bad_layout_is_bad_input(capsys: pytest.CaptureFixture[str], override: str, key: str) -> None:
+    code, _, output = run(capsys, RECIPE, override)
+    assert code == 2
+    assert key in output
+    assert "Traceback" not in output
+
+
+def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("actor.parallel.tp=2", "cluster.gpus_per_node=4", "actor.parallel.ep=1", "cluster.gpu_memory_gib=0.5")
+    code, _, output = run(capsys, "configs/qwen3_30b_a3b.yaml", *overrides, "cluster.nodes=4")
+    assert code == 1
+    assert "30.53 billion" in output
+    assert "cluster.gpu_memory_gib=0.5" in " ".join(output.split())
+    assert "does not fit" in output
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    code, plan, output = run(capsys, f"configs/{recipe}", "--json")
+    assert code == 0, plan.get("errors") or output
+
+
+def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("cluster.nodes=16", "cluster.gpu_memory_gib=80", "--suggest", "--json")
+    code, found, _ = run(capsys, RECIPE, *arguments)
+    assert code == 0
+    best = found["suggestions"][0]
+    assert best["exact"]
+    # 18 bytes of state per parameter are 88 GiB per GPU: something has to leave.
+    assert "actor.optimizer.cpu_offload=true" in best["overrides"]
+    assert any("host memory per node" in loss for loss in best["gives_up"])
+    code, plan, output = run(capsys, RECIPE, *arguments[:2], *best["overrides"], "--json")
+    assert code == 0, output
+    assert max(entry["peak_bytes"] for entry in plan["per_rank"]) == best["peak_bytes"] < 80 * GIB

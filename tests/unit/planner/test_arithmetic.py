@@ -1,0 +1,86 @@
+"""Batches, caches, FLOP and pipelines against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_rl.config import load_config
+from mcore_rl.config.schema import Config
+from mcore_rl.megatron.layout import model_arguments
+from mcore_rl.planner.activations import in_flight
+from mcore_rl.planner.batches import batch_arithmetic
+from mcore_rl.planner.engine import engine_weights, kv_bytes_per_token
+from mcore_rl.planner.flops import forward_flops, step_flops
+from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank, trained_model
+from model_converters.layout import TrainLayout
+
+ON_512 = TrainLayout(512, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> Config:
+    return load_config("configs/dapo_deepseek_v3_671b.yaml")
+
+
+def test_parameters_of_deepseek_v3(deepseek: Config) -> None:
+    hf_config = trained_model(deepseek)
+    rows = bound_rows(hf_config, torch.bfloat16)
+    size = model_size(hf_config, rows)
+    assert size.total == 671_026_404_352
+    # Per token 37 billion by its report; here both embeddings count.
+    assert size.active == pytest.approx(37.55e9, rel=1e-3)
+    held = parameters_by_rank(rows, ON_512)
+    assert held.shape == (512,)
+    assert (held[:32] == held[0]).all()
+    # Experts lie on one rank of a stage each, all else on 32.
+    assert held.sum() == size.experts + 32 * (size.total - size.experts)
+
+
+def test_batch_of_the_671b_run(deepseek: Config) -> None:
+    batch = batch_arithmetic(deepseek, ON_512)
+    assert (batch.responses, batch.updates, batch.responses_per_update) == (4096, 8, 512)
+    assert batch.responses_per_rank == 16
+    assert (batch.microbatches, batch.most_microbatches) == (4, 8)
+
+
+def test_caches() -> None:
+    latent = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "num_layers": 61}
+    assert kv_bytes_per_token(latent, 32, 2) == 61 * 576 * 2
+    grouped = {"num_query_groups": 8, "kv_channels": 128, "num_layers": 64}
+    assert kv_bytes_per_token(grouped, 4, 2) == 64 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_token(grouped, 16, 2) == 64 * 2 * 1 * 128 * 2
+
+
+def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
+    hf_config = trained_model(deepseek)
+    rows = bound_rows(hf_config, torch.bfloat16)
+    biases = 58 * 256  # of the routers: no parameters, but weights of the engine
+    assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
+
+
+def test_flop_of_a_token(deepseek: Config) -> None:
+    hf_config = trained_model(deepseek)
+    arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
+    embedding = 129_280 * 7_168
+    # Without attention to other tokens: twice the active weights but the embedding, which is looked up.
+    assert forward_flops(arguments, size, 0, 1.0) == pytest.approx(2 * (size.active - embedding))
+    attention = forward_flops(arguments, size, 1000, 1.0) - forward_flops(arguments, size, 0, 1.0)
+    assert attention == 61 * 128 * 2 * (192 + 128) * 500
+    flops = step_flops(deepseek, arguments, size, batch_arithmetic(deepseek, ON_512))
+    # Full recomputation: four forward passes; the first of eight updates needs no annotation.
+    assert flops.update == pytest.approx(4 * flops.generate)
+    assert flops.annotate == pytest.approx(7 / 8 * flops.generate)
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "alive"),
+    [
+        (TrainLayout(4, pp=4), 8, [[4], [3], [2], [1]]),
+        (TrainLayout(4, pp=4), 2, [[2], [2], [2], [1]]),
+        (TrainLayout(2, pp=2, vpp=2), 4, [[3, 2], [2, 1]]),
+        (TrainLayout(1), 5, [[1]]),
+    ],
+)
+def test_micro_batches_in_flight(layout: TrainLayout, microbatches: int, alive: list[list[int]]) -> None:
+    assert [in_flight(layout, stage, microbatches) for stage in range(layout.pp)] == alive
