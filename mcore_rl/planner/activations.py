@@ -135,10 +135,13 @@ def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
         yield Saved("attention", (run.norm(q_rank) + q_rank * b) / s)
     yield Saved("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
-    yield Saved("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
     if run.engine or query == value:
+        yield Saved("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
         yield from _core(heads * value, heads, run)
         return
+    # Attention scales queries and keys into copies of its own, which stay.
+    yield Saved("attention", heads * 2 * query * b)
+    yield Saved("attention", heads * value * b, ("mla_up_proj",))
     yield Saved("attention", 4 * rope * b)
     yield Saved("core attention", heads * run.square_length * b, ("core_attn",))
     yield Saved("attention", heads * value * b)

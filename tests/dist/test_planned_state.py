@@ -43,6 +43,17 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     ],
 }
 
+WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": True}
+SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, bool]]]] = {
+    2: [
+        ("odd", {}, "float32", WHOLE),
+        ("odd", {}, "bfloat16", WHOLE),
+        ("moe", {"ep": 2}, "bfloat16", WHOLE),
+        ("tied", {"pp": 2}, "bfloat16", WHOLE),
+        ("odd", {}, "bfloat16", OVERLAPPED),
+    ],
+}
+
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -53,16 +64,23 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
     cases = [
-        (directories[model], layout, dtype) for model, layout in LAYOUTS[num_ranks] for dtype in ("float32", "bfloat16")
+        (directories[model], layout, dtype, {})
+        for model, layout in LAYOUTS[num_ranks]
+        for dtype in ("float32", "bfloat16")
     ]
+    cases += [(directories[model], layout, dtype, actor) for model, layout, dtype, actor in SETTINGS.get(num_ranks, [])]
     allocated = launch(allocate, num_ranks, cases)
-    for index, (directory, layout, dtype) in enumerate(cases):
-        planned = plan_states(directory, layout, dtype, num_ranks)
+    for index, (directory, layout, dtype, actor) in enumerate(cases):
+        planned = plan_states(directory, layout, dtype, actor, num_ranks)
         for rank in range(num_ranks):
-            assert allocated[rank][index] == planned[rank], f"{Path(directory).name} {layout} {dtype} rank {rank}"
+            assert allocated[rank][index] == planned[rank], (
+                f"{Path(directory).name} {layout} {dtype} {actor} rank {rank}"
+            )
 
 
-def plan_states(directory: str, parallel: dict[str, Any], dtype: str, num_ranks: int) -> list[tuple[int, ...]]:
+def plan_states(
+    directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, bool], num_ranks: int
+) -> list[tuple[int, ...]]:
     from mcore_rl.megatron.layout import train_layout
     from mcore_rl.megatron.model import DTYPES
     from mcore_rl.planner.model_size import trained_model
@@ -70,6 +88,7 @@ def plan_states(directory: str, parallel: dict[str, Any], dtype: str, num_ranks:
     from mcore_rl.planner.state import Numerics, stage_state
 
     config = policy_batch.config(directory, parallel, 64)
+    vars(config.actor).update(actor)
     hf_config = trained_model(config)
     layout = train_layout(config.actor.parallel, num_ranks, hf_config)
     numerics = Numerics.of(config.actor, DTYPES[dtype], fused_optimizer=False)
@@ -81,11 +100,13 @@ def plan_states(directory: str, parallel: dict[str, Any], dtype: str, num_ranks:
     return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes) for s in states]
 
 
-def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, ...]]:
+def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str, dict[str, bool]]]) -> list[tuple[int, ...]]:
     return [after_an_update(rank, *case) for case in cases]
 
 
-def after_an_update(rank: int, directory: str, parallel: dict[str, Any], dtype: str) -> tuple[int, ...]:
+def after_an_update(
+    rank: int, directory: str, parallel: dict[str, Any], dtype: str, settings: dict[str, bool]
+) -> tuple[int, ...]:
     """Parameters, and bytes of the storages behind weights, gradients and optimizer state."""
     import torch.distributed as dist
 
@@ -94,6 +115,7 @@ def after_an_update(rank: int, directory: str, parallel: dict[str, Any], dtype: 
 
     config = policy_batch.config(directory, parallel, 64)
     config.model.dtype = dtype
+    vars(config.actor).update(settings)
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
     samples = policy_batch.UPDATES[0]
     share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
