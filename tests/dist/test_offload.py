@@ -14,7 +14,7 @@ from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import write_tiny_model
 
-CASES: dict[int, dict[str, tuple[str, str, dict[str, int]]]] = {
+CASES: dict[int, dict[str, tuple[str, str, dict[str, Any]]]] = {
     1: {
         "dense float32": ("qwen3", "float32", {}),
         "dense bfloat16": ("qwen3", "bfloat16", {}),
@@ -22,6 +22,12 @@ CASES: dict[int, dict[str, tuple[str, str, dict[str, int]]]] = {
     },
     2: {
         "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+        "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
+        "dense dp2 bfloat16 overlapped": (
+            "qwen3",
+            "bfloat16",
+            {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+        ),
         "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
         "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
     },
@@ -62,13 +68,15 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
     return results
 
 
-def _actor(rank: int, directory: str, dtype: str, parallel: dict[str, int], *, offload: bool) -> Any:
+def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
     from mcore_rl.megatron.offload import Offloader
 
-    config = policy_batch.config(directory, parallel, 24)
+    config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
+    for name, value in layout.get("actor", {}).items():
+        setattr(config.actor, name, value)
     config.model.dtype = dtype
     config.actor.optimizer.lr = 4e-3
     settings = config.actor.offload
@@ -90,9 +98,10 @@ def _two_steps(actor: Any, between: Any) -> None:
         between()
         for index, share in enumerate(shares):
             actor.update(share, chunks, index)
+            # As before a sync: whole parameters are read, then all may leave.
+            actor.gather_parameters()
+            actor.tensors()
             between()
-        actor.tensors()
-        between()
 
 
 def _state(actor: Any) -> dict[str, torch.Tensor]:
@@ -100,6 +109,7 @@ def _state(actor: Any) -> dict[str, torch.Tensor]:
     from mcore_rl.megatron.optimizer import _torch_optimizers
 
     actor.memory.load("params", "optimizer")
+    actor.gather_parameters()
     state = {name: tensor.clone() for name, tensor in actor.tensors().items()}
     for part, inner in enumerate(_torch_optimizers(actor.optimizer)):
         masters = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -133,8 +143,6 @@ def _buffer_bytes(actor: Any) -> dict[str, int]:
     from mcore_rl.megatron.optimizer import _torch_optimizers
 
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    model = {id(p) for chunk in actor.chunks for p in chunk.parameters()}
-    assert model
     optimizer = 0
     float32 = actor.config.model.dtype == "float32"
     for inner in _torch_optimizers(actor.optimizer):
@@ -142,7 +150,10 @@ def _buffer_bytes(actor: Any) -> dict[str, int]:
         moments = 2 if inner.state else 0
         optimizer += sum(4 * p.numel() * (moments + (0 if float32 else 1)) for p in masters)
     return {
-        "params": sum(b.numel * b.param_dtype.itemsize for b in buffers),
+        # Without the distributed optimizer every parameter has memory of its own.
+        "params": sum(
+            (b.numel if b.param_data is not None else b.numel_unpadded) * b.param_dtype.itemsize for b in buffers
+        ),
         "grads": sum(b.numel * 4 for b in buffers),
         "optimizer": optimizer,
     }
