@@ -37,7 +37,7 @@ def base(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["actor.parallel.tp=8"], "cluster.nodes x cluster.gpus_per_node offers 4"),
+        (["actor.parallel.tp=8"], "does not divide the 4 trainer ranks (actor.num_ranks, or cluster.nodes"),
         (["actor.num_ranks=5"], "actor.num_ranks"),
         (["cluster.placement=disaggregated", "actor.offload.grads=true"], "actor.offload.grads"),
         (["cluster.gpus_per_node=3", "actor.parallel.tp=2"], "does not divide the 3 trainer ranks"),
