@@ -263,15 +263,12 @@ class MegatronActor:
 
     def export_plan(self) -> list[TensorPlan]:
         """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
-        return self._plan_of(self.hf_config)
+        dtype = next(iter(self.tensors().values())).dtype
+        return export_plan(bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, dtype), self.layout)
 
     def sync_plan(self) -> list[TensorPlan]:
         """The part of export_plan that engines load: without multi-token prediction. Not collective."""
-        return self._plan_of(without_mtp(self.hf_config))
-
-    def _plan_of(self, hf_config: dict[str, Any]) -> list[TensorPlan]:
-        dtype = next(iter(self.tensors().values())).dtype
-        return export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, dtype), self.layout)
+        return [plan for plan in self.export_plan() if plan.group != "mtp"]
 
     def materialize_optimizer_state(self) -> None:
         """Gives the optimizer its (zero) moments before the first update, for a checkpoint to load into."""

@@ -217,6 +217,7 @@ def _mtp_spec(
         # A stage of a pipeline layout may hold them without a decoder layer, which megatron 0.16.1 takes for granted.
         layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
         spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
+        use_policy_router(spec.layer_specs)
         if not engine:
             _use_local_modules(spec, config)
     found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)

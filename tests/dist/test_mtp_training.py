@@ -23,7 +23,7 @@ ONE_MICROBATCH, SMALL = 10_000, 24
 # As in test_actor_gradients: of a tensor's largest entry, float32 sums in another order.
 TOLERANCE = 1e-5
 # By number of ranks: model, layout, tokens of a micro-batch, recomputation.
-CASES: dict[int, dict[str, tuple[str, dict[str, int], int, str]]] = {
+CASES: dict[int, dict[str, tuple[str, dict[str, Any], int, str]]] = {
     1: {
         "one": ("v3", {}, ONE_MICROBATCH, "none"),
         "split": ("v3", {}, SMALL, "none"),
@@ -34,6 +34,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, int], int, str]]] = {
         "dp2": ("v3", {}, SMALL, "none"),
         "tp2": ("v3", {"tp": 2}, SMALL, "none"),
         "pp2": ("v3", {"pp": 2}, SMALL, "none"),
+        "alone on a stage": ("v3", {"pp": 2, "pipeline_layout": "Ett|mmL"}, SMALL, "none"),
         "ep2": ("v3", {"ep": 2}, SMALL, "full"),
         "cp2": ("v3", {"cp": 2}, SMALL, "full"),
     },
@@ -202,9 +203,9 @@ def test_every_gradient_equals_the_module_written_out(case: str, results: Any, r
     assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
 
 
-@pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2"])
+@pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2", "alone on a stage"])
 def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
-    """With a stage of its own, the layers' embedding is a copy: it must take the same steps, and count once."""
+    """With a alone on a stage, the layers' embedding is a copy: it must take the same steps, and count once."""
     one, many = results["split"], results[case]
     norms = [norm for rank in many for norm in rank["norms"]]
     assert norms == pytest.approx(one[0]["norms"], rel=1e-5)
