@@ -186,9 +186,9 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
 
 
 def _write_format_files(directory: Path) -> None:
-    from mcore_rl.megatron.sharded import write_format_files
+    from mcore_rl.megatron.format_files import write_format_files
 
-    write_format_files(str(directory))
+    write_format_files(directory)
 
 
 def to_hf(

@@ -22,6 +22,17 @@ class Box(NamedTuple):
     offset: Shape
     shape: Shape
 
+    @staticmethod
+    def of_view(view: torch.Tensor, whole: torch.Tensor) -> Box:
+        """Where `view`, a block of the tensor `whole`, lies in it."""
+        assert view.stride() == whole.stride(), "a shard is no block of its tensor"
+        left = int(view.storage_offset() - whole.storage_offset())
+        offset = []
+        for stride in whole.stride():
+            start, left = divmod(left, stride) if stride else (0, left)
+            offset.append(start)
+        return Box(tuple(offset), tuple(view.shape))
+
     @property
     def volume(self) -> int:
         return prod(self.shape)
@@ -51,6 +62,38 @@ def run(shape: Shape, dim: int, start: int, length: int) -> Box:
         return Box((), ())
     offset = tuple(start if d == dim else 0 for d in range(len(shape)))
     return Box(offset, tuple(length if d == dim else size for d, size in enumerate(shape)))
+
+
+def range_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of a flattened tensor as blocks of it, in order; at most 2 len(shape) - 1."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    row = prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:  # within one row
+        return _within_row(shape, end_whole, start - end_whole * row, stop - end_whole * row)
+    head = _within_row(shape, first_whole - 1, start % row, row) if start % row else []
+    tail = _within_row(shape, end_whole, 0, stop - end_whole * row)
+    whole = (end_whole - first_whole, *shape[1:])
+    body = [Box((first_whole, *(0,) * (len(shape) - 1)), whole)] if whole[0] else []
+    return [*head, *body, *tail]
+
+
+def _within_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
+    inner = range_boxes(shape[1:], start, stop)
+    return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
+
+
+def flat_index(shape: Shape, offset: Shape) -> int:
+    """Where the element at `offset` lies in the flattened tensor."""
+    index = 0
+    for size, position in zip(shape, offset, strict=True):
+        index = index * size + position
+    return index
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,18 +104,33 @@ class DcpReader:
         self._cache[key, chunk.offset] = tensor
         return tensor
 
-    def _read_chunk(self, key: str, chunk: Box) -> torch.Tensor:
-        place = self._storage[MetadataIndex(key, chunk.offset)]
+    def has_object(self, key: str) -> bool:
+        """Whether `key`, megatron's unique key of an object, is there."""
+        return MetadataIndex(key) in self._storage
+
+    def read_object(self, key: str) -> Any:
+        """What is no tensor, as it was saved.
+
+        Raises: ConversionError naming the file and the key; KeyError where there is none.
+        """
+        return self._unpickle(self._storage[MetadataIndex(key)], key)
+
+    def _unpickle(self, place: Any, what: str) -> Any:
         file = self.directory / place.relative_path
         try:
             with file.open("rb") as stream:
                 view = _create_file_view(stream, place.offset, place.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+                return torch.load(view, map_location="cpu", weights_only=True)
         except OSError as error:
-            raise ConversionError(f"{file}: {key} {chunk.offset} cannot be read: {error.strerror}") from error
+            raise ConversionError(f"{file}: {what} cannot be read: {error.strerror}") from error
         except Exception as error:  # torch.load raises whatever the damage leads to
             reason = str(error).split("\n", 1)[0] or type(error).__name__
-            raise ConversionError(f"{file}: {key} {chunk.offset} is damaged: {reason}") from error
+            raise ConversionError(f"{file}: {what} is damaged: {reason}") from error
+
+    def _read_chunk(self, key: str, chunk: Box) -> torch.Tensor:
+        place = self._storage[MetadataIndex(key, chunk.offset)]
+        file = self.directory / place.relative_path
+        tensor = self._unpickle(place, f"{key} {chunk.offset}")
         wanted = self.dtype(key)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != wanted or tuple(tensor.shape) != chunk.shape:
             found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)

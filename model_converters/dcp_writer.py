@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
@@ -134,15 +135,19 @@ def write_file(
     file: PlannedFile,
     tensor_of: Callable[[Chunk], torch.Tensor],
     advance: Callable[[int], None],
+    *,
+    see: Callable[[bytes], None] | None = None,
 ) -> list[Span]:
     """Writes one file, durably, asking for each tensor when its turn comes; returns where each entry lies.
 
-    `advance` is told the bytes of each tensor once they are written.
+    `advance` is told the bytes of each tensor once they are written; `see` is shown every byte in order, such as for a
+    checksum of the file.
 
     Raises: OSError, as when the disk is full.
     """
     spans = []
-    with _without_checksums(), (directory / file.name).open("wb") as stream:
+    with _without_checksums(), (directory / file.name).open("wb") as raw:
+        stream = _Written(raw, see) if see is not None else raw
         for entry in file.entries:
             start = stream.tell()
             if isinstance(entry.content, StateObject):
@@ -151,9 +156,26 @@ def write_file(
                 torch.save(tensor_of(entry.content).view(entry.content.stored.shape), stream)
             spans.append((start, stream.tell() - start))
             advance(entry.num_bytes)
-        stream.flush()
-        os.fsync(stream.fileno())
+        raw.flush()
+        os.fsync(raw.fileno())
     return spans
+
+
+class _Written:
+    """A file being written from its start to its end, with someone who sees what is written."""
+
+    def __init__(self, raw: BinaryIO, see: Callable[[bytes], None]) -> None:
+        self._raw, self._see = raw, see
+
+    def write(self, data: bytes) -> int:
+        self._see(data)
+        return self._raw.write(data)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def flush(self) -> None:
+        self._raw.flush()
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from model_converters.layout import TrainLayout
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedObject,
@@ -35,8 +34,6 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 
@@ -71,13 +68,6 @@ def meta_model(hf_config: dict[str, Any], layout: TrainLayout, rank: int) -> Ite
         with torch.device("meta"):
             chunks = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="bfloat16"), layout)
         yield chunks
-
-
-def write_format_files(directory: str) -> None:
-    """Adds what marks a directory as a distributed checkpoint of megatron's: metadata.json, and no common state."""
-    strategy = get_default_save_sharded_strategy()
-    torch.save({}, f"{directory}/{COMMON_STATE_FNAME}")
-    save_config(CheckpointingConfig(strategy.backend, strategy.version), directory)
 
 
 @contextmanager
@@ -156,19 +146,9 @@ def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iter
             global_shape=tuple(entry.global_shape),
             stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
             mcore_name=name,
-            local=_block(entry.data, tensors[name]),
+            local=Box.of_view(entry.data, tensors[name]),
             padded=entry.allow_shape_mismatch,
         )
-
-
-def _block(view: torch.Tensor, whole: torch.Tensor) -> Box:
-    assert view.stride() == whole.stride(), "a shard is no block of its tensor"
-    left = int(view.storage_offset())
-    offset = []
-    for stride in whole.stride():
-        start, left = divmod(left, stride) if stride else (0, left)
-        offset.append(start)
-    return Box(tuple(offset), tuple(view.shape))
 
 
 def _object(entry: ShardedObject) -> StateObject:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_converters.chunks import Box, run
+from model_converters.chunks import Box, flat_index, range_boxes, run
 
 
 @st.composite
@@ -46,3 +49,22 @@ def test_a_run_spans_every_other_dimension():
     assert torch.equal(run((2, 3, 4), 1, 1, 2).view(whole), whole[:, 1:3])
     assert run((), 0, 0, 1) == Box((), ())
     assert run((), 0, 0, 1).view(torch.tensor(5.0)) == 5
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 3), (1, 5), (3, 1), (2, 3, 4), (3, 1, 2, 2)])
+def test_a_range_of_a_flattened_tensor_is_a_few_blocks_in_order(shape):
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            boxes = range_boxes(shape, start, stop)
+            parts = [box.view(whole).flatten() for box in boxes]
+            found = torch.cat(parts) if parts else torch.empty(0)
+            assert found.tolist() == list(range(start, stop))
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)
+            assert all(flat_index(shape, box.offset) == part[0] for box, part in zip(boxes, parts, strict=True))
+
+
+def test_a_block_is_found_again_in_a_tensor_that_is_part_of_a_buffer():
+    whole = torch.arange(100.0)[10:34].view(4, 6)
+    for box in (Box((0, 0), (4, 6)), Box((2, 0), (2, 6)), Box((1, 2), (2, 3))):
+        assert Box.of_view(box.view(whole), whole) == box
