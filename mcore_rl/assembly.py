@@ -74,7 +74,7 @@ class _Site:
             num_slots=config.weights.num_buckets,
         )
         updating = {"annotate": Phase.REPLACE, "update": Phase.REPLACE}
-        keeping = {"save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
+        keeping = {"start_save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
         return Run(
             **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),
             collector=self._timed(collector, collect="rollout"),
@@ -100,9 +100,11 @@ class _Site:
     def _common(self, journal: RunJournal, trainers: Any) -> dict[str, Any]:
         return {
             "config": self.config,
-            "actor": self._timed(trainers, annotate="logp", update="update", save="checkpoint", load="load"),
+            "actor": self._timed(trainers, annotate="logp", update="update", load="load"),
             "journal": journal,
-            "checkpoints": Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last),
+            "checkpoints": self._timed(
+                Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
+            ),
             "forget_after": self._forget_after,
             "stop_requested": stop_requested,
         }

@@ -38,6 +38,10 @@ class CheckpointError(McoreRLError):
     """A checkpoint that cannot be read back or does not belong to this run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint of which a file is missing or holds other bytes than were written; the message names it."""
+
+
 class OffloadedError(McoreRLError):
     """Model or optimizer state was used while it lies in host memory; the message names the part."""
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from mcore_rl.types import Batch, Completion, GenerationRequest, Metric, Prompt, RolloutScalars, Score
+from mcore_rl.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Metric,
+    Prompt,
+    RolloutScalars,
+    SavedFile,
+    SavedState,
+    Score,
+)
 
 
 @runtime_checkable
@@ -66,6 +76,19 @@ class Collector(Protocol):
         """The groups of one step (rollout.collector.Groups)."""
 
 
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+
+    def result(self) -> SavedState:
+        """Waits until every rank has written.
+
+        Raises: what a rank raised: OSError made a ConfigError when the disk is full; CheckpointError.
+        """
+
+
 class Actor(Protocol):
     """The policy under training, spread over ranks."""
 
@@ -78,11 +101,15 @@ class Actor(Protocol):
         Raises: NonFiniteError before a non-finite step.
         """
 
-    def save(self, directory: str) -> None:
-        """Writes parameters, optimizer, schedule and random state into an existing, empty directory."""
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        """Begins to write parameters, optimizer, schedule and random state into an existing directory. With `snapshot`
+        updates may follow before it has finished, and do not show; else nothing may be called before its result."""
 
-    def load(self, directory: str) -> None:
-        """Restores what save wrote."""
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """Restores what was saved, in whatever layout, after comparing `files` with their checksums.
+
+        Raises: DamagedCheckpointError; CheckpointError when it does not fit the model.
+        """
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory, with configuration and tokenizer copied from `source`."""

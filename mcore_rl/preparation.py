@@ -32,8 +32,8 @@ from model_converters.layout import TrainLayout
 from model_converters.mtp import num_mtp_layers, settle_mtp, without_mtp
 from model_converters.table import bind
 
-# Of a checkpoint: a float32 parameter, its float32 main copy and two Adam moments.
-CHECKPOINT_BYTES_PER_PARAMETER = 16
+# Of a checkpoint: a parameter, the float32 main copy of a bfloat16 one, and two float32 Adam moments.
+CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def prepare(config: Config) -> Prepared:
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
-    checkpoint_bytes = parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    checkpoint_bytes = parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     return Prepared(layout, sequence_cost(hf_config), prompts, targets, tuple(reports), checkpoint_bytes)
 
 

@@ -231,6 +231,23 @@ def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint: its path within the checkpoint, its size, and the CRC-32 of its bytes."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What the ranks wrote of a checkpoint; `description` (layout, versions, tensors) is for JSON."""
+
+    files: tuple[SavedFile, ...]
+    description: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Span:
     """A named piece of work for the timeline. Units: start, end in seconds of the Unix clock."""
 

@@ -32,7 +32,6 @@ from mcore_rl.megatron.optimizer import (
     build_scheduler,
     gather_parameters,
     learning_rate,
-    materialize_state,
     parameters_are_gathered,
     wrap_chunks,
 )
@@ -269,10 +268,6 @@ class MegatronActor:
     def sync_plan(self) -> list[TensorPlan]:
         """The part of export_plan that engines load: without multi-token prediction. Not collective."""
         return [plan for plan in self.export_plan() if plan.group != "mtp"]
-
-    def materialize_optimizer_state(self) -> None:
-        """Gives the optimizer its (zero) moments before the first update, for a checkpoint to load into."""
-        materialize_state(self.optimizer)
 
     def shutdown(self) -> None:
         """Leaves the process groups."""

@@ -136,7 +136,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
     Collective: all ranks, after the weights are loaded (it copies them).
     """
     config = chunks[0].config
-    optimizer = get_megatron_optimizer(
+    return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -153,9 +153,6 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
         ),
         chunks,
     )
-    for inner in _torch_optimizers(optimizer):
-        inner.register_load_state_dict_post_hook(_own_steps)
-    return optimizer
 
 
 def _host_arguments(settings: OptimizerSettings) -> dict[str, Any]:
@@ -179,14 +176,6 @@ def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Opti
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:
             yield part.optimizer
-
-
-def _own_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Gives every parameter a step count of its own again. The distributed optimizer (0.16.1, torch's AdamW) loads
-    one tensor into all of them, which each parameter of the next update would then increment."""
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

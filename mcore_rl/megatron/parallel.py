@@ -72,6 +72,11 @@ def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, g
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
         create_gloo_process_groups=gloo_groups,
     )
+    seed_streams(seed)
+
+
+def seed_streams(seed: int) -> None:
+    """Seeds the random streams of this rank anew, by its place in the layout."""
     # Pipeline stages draw different weights; inside, tensor- and expert-parallel ranks get streams of their own.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)

@@ -10,7 +10,33 @@ import ray
 
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.health import Watch
-from mcore_rl.types import Batch, Metric, RolloutScalars, Span, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import (
+    Batch,
+    Metric,
+    RolloutScalars,
+    SavedFile,
+    SavedState,
+    Span,
+    TrajectoryBuffers,
+    merge_metrics,
+)
+
+
+@dataclass(frozen=True)
+class RanksSave:
+    """A checkpoint that the trainer ranks are writing; `saved` refers to rank 0's account of it."""
+
+    saved: Any
+    watch: Watch
+
+    def done(self) -> bool:
+        ready, _ = ray.wait([self.saved], timeout=0, fetch_local=False)
+        return bool(ready)
+
+    def result(self) -> SavedState:
+        """Raises: what any rank raised, as Watch.get says it."""
+        saved: SavedState = self.watch.get([self.saved])[0]
+        return saved
 
 
 @dataclass
@@ -53,13 +79,16 @@ class TrainerGroup:
         calls = zip(self.handles, arguments, strict=True)
         return self.watch.get([getattr(handle, method).remote(*given) for handle, given in calls])
 
-    def save(self, directory: str) -> None:
-        """Collective over all ranks."""
-        self.watch.get([handle.save.remote(directory) for handle in self.handles])
+    def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
+        """Every rank plans its files, and copies what goes into them if `snapshot`; then all write, and rank 0 gathers
+        where the blocks are, while this process goes on."""
+        self.watch.get([handle.plan_save.remote(directory, snapshot) for handle in self.handles])
+        reports = [handle.write_save.remote() for handle in self.handles]
+        return RanksSave(self.handles[0].finish_save.remote(*reports), self.watch)
 
-    def load(self, directory: str) -> None:
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Collective over all ranks."""
-        self.watch.get([handle.load.remote(directory) for handle in self.handles])
+        self.watch.get([handle.load.remote(directory, files) for handle in self.handles])
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""

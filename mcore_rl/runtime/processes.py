@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.hosts import Host, this_host
 from mcore_rl.runtime.spans import SpanRecorder
-from mcore_rl.types import Metric, RankShare, RolloutScalars, Span, TrajectoryBuffers
+from mcore_rl.types import Metric, RankShare, RolloutScalars, SavedFile, SavedState, Span, TrajectoryBuffers
 
 
 class _Process:
@@ -37,7 +38,7 @@ class _Process:
         return self.spans.drain()
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
 class TrainerProcess(_Process):
     """One rank of the actor (policy)."""
 
@@ -78,17 +79,30 @@ class TrainerProcess(_Process):
         """Returns the bytes of this rank that are away."""
         return self.actor.memory.offload(parts)
 
-    def save(self, directory: str) -> None:
-        from mcore_rl.megatron.checkpoint import save_checkpoint
+    def plan_save(self, directory: str, snapshot: bool) -> None:
+        """What the two calls after it write."""
+        from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 
-        with self.spans.span("save"):
-            save_checkpoint(directory, self.actor)
+        with self.spans.span("plan save"):
+            self._save = CheckpointWriter(directory, self.actor, snapshot=snapshot)
 
-    def load(self, directory: str) -> None:
+    @ray.method(concurrency_group="save")
+    def write_save(self) -> Any:
+        """In a thread of its own, while the main one trains."""
+        with self.spans.span("write save"):
+            return self._save.write()
+
+    @ray.method(concurrency_group="save")
+    def finish_save(self, *reports: Any) -> SavedState:
+        """Rank 0 only; `reports` are those of all ranks. Fails as a rank's write_save did, if any did."""
+        with self.spans.span("finish save"):
+            return self._save.finish(reports)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         from mcore_rl.megatron.checkpoint import load_checkpoint
 
         with self.spans.span("load"):
-            load_checkpoint(directory, self.actor)
+            load_checkpoint(directory, self.actor, files)
 
     def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
         """The bucket plan of what engines load of this model and layout; the same on every rank."""

@@ -3,87 +3,162 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.ports import PendingSave
+from mcore_rl.trainer.proof import PROOF_FILE, Proof, check_file, read_proof, write_proof
 
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
+class _Unfinished:
+    """A save that the ranks are at."""
+
+    step: int
+    directory: Path
+    ranks: PendingSave
+
+
+@dataclass
 class Checkpoints:
-    """The `checkpoints/` directory of a run. A directory named step_<n> is complete by construction."""
+    """The `checkpoints/` directory of a run. A step_<n> with a proof (complete.json) was complete when it got its name;
+    one without is no checkpoint."""
 
     directory: Path
     keep_last: int
+    _unfinished: _Unfinished | None = field(default=None, init=False)
 
     def latest(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint, or None."""
-        found = self._complete()
-        return found[-1] if found else None
+        """The newest complete checkpoint, or None when there never was one.
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[str], None]) -> Path:
-        """Calls `write(temporary directory)`, adds `state` as JSON, makes it durable, renames it, drops old ones."""
+        A step_<n> without a proof is passed over, with a warning. A damaged one is not: what came after the one before
+        would be lost without a word.
+
+        Raises: DamagedCheckpointError saying what to remove; CheckpointError when only directories without a proof
+        are there.
+        """
+        passed_over = []
+        for step, path in reversed(self._named()):
+            if not (path / PROOF_FILE).exists():
+                passed_over.append(path.name)
+                continue
+            try:
+                read_proof(path)
+            except DamagedCheckpointError as error:
+                raise self.with_remedy(error, step) from None
+            if passed_over:
+                logger.warning("%s: %s lack %s: not complete", path.parent, ", ".join(passed_over), PROOF_FILE)
+            return step, path
+        if passed_over:
+            raise CheckpointError(
+                f"{self.directory}: none of {', '.join(sorted(passed_over))} is complete (no {PROOF_FILE}); "
+                "remove them to start over"
+            )
+        return None
+
+    def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
+        """The error with what the user can do about the checkpoint of `step`."""
+        older = [name for number, name in self._complete() if number < step]
+        start = f"{older[-1].name} is complete" if older else "there is no older one"
+        aim = "resume from it" if older else "start over"
+        return DamagedCheckpointError(f"{error}; {start}: remove step_{step} to {aim}")
+
+    def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
+        """Has the ranks write into a directory with a temporary name; `start` is given its path. The checkpoint counts
+        once all have written, with `state` as JSON and the proof beside it: then it gets its name, and old ones go.
+
+        Without `wait` that happens in a later call of poll, settle or save. A step that is saved is not saved again.
+
+        Raises: what the ranks raised, also those of the save before.
+        """
+        self.settle()
+        if self._is_whole(self.directory / f"step_{step}"):
+            return
         self.clean()
-        final, temporary = (
-            self.directory / f"step_{step}",
-            self.directory / f".step_{step}.partial",
-        )
+        temporary = self.directory / f".step_{step}.partial"
         temporary.mkdir(parents=True)
-        write(str(temporary))
         (temporary / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _make_durable(temporary)
+        self._unfinished = _Unfinished(step, temporary, start(str(temporary)))
+        if wait:
+            self.settle()
+
+    def poll(self) -> None:
+        """Finishes a save that all ranks are done with. Returns at once.
+
+        Raises: as save.
+        """
+        if self._unfinished is not None and self._unfinished.ranks.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for a save that has not finished, and finishes it.
+
+        Raises: as save.
+        """
+        if self._unfinished is None:
+            return
+        save, self._unfinished = self._unfinished, None
+        write_proof(save.directory, save.ranks.result(), [STATE_FILE])
+        # The ranks have made their own files durable, on the hosts that wrote them.
+        for path in (STATE_FILE, PROOF_FILE, "."):
+            _sync(save.directory / path)
+        final = self.directory / f"step_{save.step}"
         if final.exists():
             self._discard(final)
-        os.replace(temporary, final)
+        os.replace(save.directory, final)
         _sync(self.directory)
         for _, old in self._complete()[: -self.keep_last]:
             self._discard(old)
-        return final
 
     @staticmethod
-    def read_state(path: Path) -> dict[str, Any]:
-        """The state saved with a checkpoint.
+    def read(path: Path) -> tuple[dict[str, Any], Proof]:
+        """The state saved with a checkpoint, and its proof.
 
-        Raises: CheckpointError.
+        Raises: DamagedCheckpointError.
         """
-        try:
-            return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path / STATE_FILE} cannot be read: {error}; remove {path} to use an older one"
-            ) from None
+        proof = read_proof(path)
+        check_file(path, proof, STATE_FILE)
+        return json.loads((path / STATE_FILE).read_text(encoding="utf-8")), proof
 
     def clean(self) -> None:
         """Removes what a crash left half-written or half-removed."""
         for path in self.directory.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _complete(self) -> list[tuple[int, Path]]:
+    def _named(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():
             return []
         found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted(found)
+
+    def _complete(self) -> list[tuple[int, Path]]:
+        return [(step, path) for step, path in self._named() if self._is_whole(path)]
+
+    @staticmethod
+    def _is_whole(path: Path) -> bool:
+        try:
+            read_proof(path)
+        except DamagedCheckpointError:
+            return False
+        return True
 
     def _discard(self, path: Path) -> None:
         # Renamed first, so that a crash while removing never leaves a step_<n> that lacks files.
         doomed = path.with_name(f".{path.name}.removed")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
-
-
-def _make_durable(directory: Path) -> None:
-    for root, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
 
 
 def _sync(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, resume, save
+from mcore_rl.trainer.run import Run, resume, save, saves_settled
 from mcore_rl.types import Mean, Total, merge_metrics
 
 
@@ -17,17 +17,18 @@ def train(run: Run) -> bool:
     if not resumed and run.config.trainer.validate_before:
         validate(run)
         run.journal.finish_step(0)
-    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
-        groups = run.collector.collect(step)
-        batch = run.batch_of(groups, step)
-        annotated = run.actor.annotate(batch)
-        updated = run.actor.update(batch)  # raises before a non-finite step
-        version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
-        run.state = run.state.finished(step, version)
-        run.journal.record(run.describe(groups) | merge_metrics([annotated, updated]))
-        run.journal.record({"rollout/version": Total(version - 1)})
-        if finish(run) and step < run.config.trainer.steps:
-            return False
+    with saves_settled(run):
+        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+            groups = run.collector.collect(step)
+            batch = run.batch_of(groups, step)
+            annotated = run.actor.annotate(batch)
+            updated = run.actor.update(batch)  # raises before a non-finite step
+            version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
+            run.state = run.state.finished(step, version)
+            run.journal.record(run.describe(groups) | merge_metrics([annotated, updated]))
+            run.journal.record({"rollout/version": Total(version - 1)})
+            if finish(run) and step < run.config.trainer.steps:
+                return False
     return True
 
 
@@ -41,6 +42,7 @@ def finish(run: Run) -> bool:
     if last or _due(step, trainer.validate_every_steps):
         validate(run)
     run.journal.finish_step(step)
+    run.checkpoints.poll()
     stopping = run.stop_requested()
     if last or stopping or _due(step, run.config.checkpoint.every_steps):
         save(run)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.types import Batch, Metric
@@ -95,27 +98,50 @@ def resume(run: Run | SupervisedRun) -> bool:
 def load_latest(run: Run | SupervisedRun) -> bool:
     """Restores the newest checkpoint, if there is one.
 
-    Raises: CheckpointError when it does not fit this configuration.
+    Raises: CheckpointError when it does not fit this configuration; DamagedCheckpointError saying what to remove.
     """
     found = run.checkpoints.latest()
     if found is None:
         return False
-    _, path = found
-    state = run.checkpoints.read_state(path)
-    if set(state["positions"]) != set(run.positions):
-        raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
-    run.actor.load(str(path))
+    step, path = found
+    try:
+        state, proof = run.checkpoints.read(path)
+        _check_kind(run, state, path)
+        run.actor.load(str(path), proof.files)
+    except DamagedCheckpointError as error:
+        raise run.checkpoints.with_remedy(error, step) from None
     for name, part in run.positions.items():
         part.load_state_dict(state["positions"][name])
     run.state = RunState(step=state["step"], version=state["version"])
     return True
 
 
+def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
+    if set(state["positions"]) != set(run.positions):
+        raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
+
+
 def save(run: Run | SupervisedRun) -> None:
-    """A checkpoint of everything that the next step depends on."""
+    """A checkpoint of everything that the next step depends on; with checkpoint.async_save it is only begun. Nothing
+    happens when there is one of this step. May be called between any two steps."""
     state = {
         "step": run.state.step,
         "version": run.state.version,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
-    run.checkpoints.save(run.state.step, state, run.actor.save)
+    in_background = run.config.checkpoint.async_save
+    start = functools.partial(run.actor.start_save, snapshot=in_background)
+    run.checkpoints.save(run.state.step, state, start, wait=not in_background)
+
+
+@contextlib.contextmanager
+def saves_settled(run: Run | SupervisedRun) -> Iterator[None]:
+    """A checkpoint that is being written when the block ends is finished before the run does, also when it ends with an
+    error of its own. Ctrl-C does not wait: the checkpoint before stays the newest."""
+    try:
+        yield
+    except McoreRLError:
+        with contextlib.suppress(McoreRLError):
+            run.checkpoints.settle()
+        raise
+    run.checkpoints.settle()

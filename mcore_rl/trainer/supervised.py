@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import SupervisedRun, resume, save
+from mcore_rl.trainer.run import SupervisedRun, resume, save, saves_settled
 
 
 def train_supervised(run: SupervisedRun) -> bool:
@@ -10,14 +10,16 @@ def train_supervised(run: SupervisedRun) -> bool:
     to stop before, and has saved."""
     resume(run)
     every = run.config.checkpoint.every_steps
-    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
-        update = run.actor.update(run.next_batch())
-        run.state = run.state.finished(step, 0)
-        run.journal.record(update)
-        run.journal.finish_step(step)
-        last, stopping = step == run.config.trainer.steps, run.stop_requested()
-        if last or stopping or (every and step % every == 0):
-            save(run)
-        if stopping and not last:
-            return False
+    with saves_settled(run):
+        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+            update = run.actor.update(run.next_batch())
+            run.state = run.state.finished(step, 0)
+            run.journal.record(update)
+            run.journal.finish_step(step)
+            run.checkpoints.poll()
+            last, stopping = step == run.config.trainer.steps, run.stop_requested()
+            if last or stopping or (every and step % every == 0):
+                save(run)
+            if stopping and not last:
+                return False
     return True

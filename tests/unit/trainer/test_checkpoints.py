@@ -1,17 +1,46 @@
-"""A checkpoint is complete or absent, whatever interrupts it."""
+"""A checkpoint is complete or absent, whatever interrupts it, and says so itself."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.types import SavedFile, SavedState
+
+WEIGHTS = b"x" * 10
 
 
-def write_weights(directory: str) -> None:
-    Path(directory, "weights.bin").write_bytes(b"x" * 10)
+@dataclass
+class Ranks:
+    """Ranks that write their files when they are waited for; `fails` instead of it."""
+
+    directory: Path
+    fails: Exception | None = None
+    finished: bool = True
+
+    def done(self) -> bool:
+        return self.finished
+
+    def result(self) -> SavedState:
+        (self.directory / "weights.bin").write_bytes(WEIGHTS)
+        if self.fails is not None:
+            raise self.fails
+        return SavedState((SavedFile("weights.bin", len(WEIGHTS), crc32(WEIGHTS)),), {"world_size": 2})
+
+
+def start(directory: str) -> Ranks:
+    return Ranks(Path(directory))
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.directory.iterdir())
 
 
 @pytest.fixture
@@ -25,36 +54,122 @@ def test_nothing_is_found_before_the_first(checkpoints: Checkpoints) -> None:
 
 def test_the_last_k_are_kept_and_the_newest_is_found_by_number(checkpoints: Checkpoints) -> None:
     for step in (8, 9, 10):
-        checkpoints.save(step, {"step": step}, write_weights)
-    assert sorted(p.name for p in checkpoints.directory.iterdir()) == ["step_10", "step_9"]
+        checkpoints.save(step, {"step": step}, start)
+    assert names(checkpoints) == ["step_10", "step_9"]
     step, path = checkpoints.latest() or (0, Path())
-    assert (step, checkpoints.read_state(path)) == (10, {"step": 10})
+    assert (step, checkpoints.read(path)[0]) == (10, {"step": 10})
     assert (path / "weights.bin").exists()
 
 
+def test_the_proof_lists_every_file_and_what_the_ranks_say(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, {}, start)
+    proof = json.loads((checkpoints.directory / "step_1" / "complete.json").read_text())
+    assert proof["files"]["weights.bin"] == {"bytes": 10, "crc32": f"{crc32(WEIGHTS):08x}"}
+    assert set(proof["files"]) == {"weights.bin", "state.json"}
+    assert proof["world_size"] == 2
+
+
 def test_a_crash_while_writing_leaves_the_last_good_one(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, {"step": 1}, write_weights)
-
-    def crash(directory: str) -> None:
-        write_weights(directory)
-        raise RuntimeError("power cut")
-
+    checkpoints.save(1, {"step": 1}, start)
     with pytest.raises(RuntimeError):
-        checkpoints.save(2, {"step": 2}, crash)
+        checkpoints.save(2, {"step": 2}, lambda directory: Ranks(Path(directory), RuntimeError("power cut")))
     assert (checkpoints.latest() or (0,))[0] == 1
     checkpoints.clean()
-    assert [p.name for p in checkpoints.directory.iterdir()] == ["step_1"]
+    assert names(checkpoints) == ["step_1"]
 
 
-def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
-    checkpoints.save(1, {"take": 1}, write_weights)
-    path = checkpoints.save(1, {"take": 2}, write_weights)
-    assert checkpoints.read_state(path) == {"take": 2}
-    assert [p.name for p in checkpoints.directory.iterdir()] == ["step_1"]
+def test_a_step_that_is_saved_is_not_saved_again(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, {"take": 1}, start)
+    checkpoints.save(1, {"take": 2}, start)
+    assert checkpoints.read(checkpoints.directory / "step_1")[0] == {"take": 1}
 
 
-def test_a_damaged_state_says_what_to_remove(checkpoints: Checkpoints) -> None:
-    path = checkpoints.save(1, {}, write_weights)
-    (path / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"remove .*step_1"):
-        checkpoints.read_state(path)
+@pytest.mark.parametrize("lacking", ["complete.json", "weights.bin"])
+def test_a_step_that_is_not_whole_is_saved_again(checkpoints: Checkpoints, lacking: str) -> None:
+    checkpoints.save(1, {"take": 1}, start)
+    (checkpoints.directory / "step_1" / lacking).unlink()
+    checkpoints.save(1, {"take": 2}, start)
+    assert checkpoints.read(checkpoints.directory / "step_1")[0] == {"take": 2}
+    assert names(checkpoints) == ["step_1"]
+
+
+def test_a_save_in_the_background_counts_once_its_ranks_are_done(checkpoints: Checkpoints) -> None:
+    ranks: list[Ranks] = []
+
+    def begin(directory: str) -> Ranks:
+        ranks.append(Ranks(Path(directory), finished=False))
+        return ranks[-1]
+
+    checkpoints.save(1, {}, begin, wait=False)
+    checkpoints.poll()
+    assert names(checkpoints) == [".step_1.partial"]
+    assert checkpoints.latest() is None
+    ranks[0].finished = True
+    checkpoints.poll()
+    assert names(checkpoints) == ["step_1"]
+
+
+def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints: Checkpoints) -> None:
+    begun: list[int] = []
+
+    def begin(step: int, fails: Exception | None = None) -> Callable[[str], Ranks]:
+        def started(directory: str) -> Ranks:
+            begun.append(step)
+            return Ranks(Path(directory), fails, finished=False)
+
+        return started
+
+    checkpoints.save(1, {}, begin(1), wait=False)
+    checkpoints.save(2, {}, begin(2, CheckpointError("__0_0.distcp could not be written")), wait=False)
+    assert names(checkpoints) == [".step_2.partial", "step_1"]
+    with pytest.raises(CheckpointError, match="__0_0"):
+        checkpoints.save(3, {}, begin(3), wait=False)
+    assert begun == [1, 2]
+    checkpoints.settle()  # what failed has been reported
+    assert (checkpoints.latest() or (0,))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "weights.bin").unlink(), "weights.bin is missing"),
+        (lambda path: (path / "weights.bin").write_bytes(b"x"), "weights.bin has 1 of 10 bytes"),
+        (lambda path: (path / "complete.json").write_text("{"), "complete.json cannot be read"),
+        (lambda path: (path / "complete.json").write_text("[]"), "complete.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_what_to_do(
+    checkpoints: Checkpoints, damage: Callable[[Path], object], message: str
+) -> None:
+    """Not passed over: resuming from the one before would drop the steps between without a word."""
+    for step in (1, 2):
+        checkpoints.save(step, {}, start)
+    damage(checkpoints.directory / "step_2")
+    with pytest.raises(DamagedCheckpointError, match=message) as caught:
+        checkpoints.latest()
+    assert str(caught.value).endswith("; step_1 is complete: remove step_2 to resume from it")
+    damage(checkpoints.directory / "step_1")
+    with pytest.raises(DamagedCheckpointError, match=r"there is no older one: remove step_2 to start over"):
+        checkpoints.latest()
+
+
+def test_a_directory_without_a_proof_is_no_checkpoint(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints.save(1, {}, start)
+    half = checkpoints.directory / "step_2"
+    half.mkdir()
+    (half / "weights.bin").write_bytes(WEIGHTS)
+    assert (checkpoints.latest() or (0,))[0] == 1
+    assert "step_2" in caplog.text
+    (checkpoints.directory / "step_1" / "complete.json").unlink()
+    with pytest.raises(CheckpointError, match="none of step_1, step_2 is complete"):
+        checkpoints.latest()
+
+
+def test_a_state_of_other_bytes_is_refused(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, {"step": 1}, start)
+    path = checkpoints.directory / "step_1"
+    (path / "state.json").write_text((path / "state.json").read_text().replace("1", "2"))
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json has another checksum"):
+        checkpoints.read(path)

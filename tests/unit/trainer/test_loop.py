@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, NonFiniteError
+from mcore_rl.ports import PendingSave
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.loop import train
-from mcore_rl.trainer.run import Run
-from mcore_rl.types import Total
+from mcore_rl.trainer.run import Run, save
+from mcore_rl.types import SavedFile, SavedState, Total
 
 
 class Recorder:
@@ -25,6 +28,7 @@ class Recorder:
         self.stop_at: str | None = None
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
         self.pending: dict[str, Any] = {}
+        self.saves_last = False
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -57,11 +61,12 @@ class Recorder:
         self.note(f"validate {step}")
         return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2))
 
-    def save(self, directory: str) -> None:
-        self.note("save")
-        Path(directory, "updates").write_text(str(self.updates))
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        self.note("start save" if snapshot else "save")
+        return RecordedSave(self, Path(directory), self.updates)
 
-    def load(self, directory: str) -> None:
+    def load(self, directory: str, files: Any) -> None:
+        assert {file.name for file in files} == {"updates", "state.json"}
         self.note("load")
         self.updates = int(Path(directory, "updates").read_text())
 
@@ -85,8 +90,27 @@ class Recorder:
         self.position = state["position"]
 
 
-def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2) -> Run:
+@dataclass
+class RecordedSave:
+    """Writes the updates that there were when it began; with saves_last, only when it is waited for."""
+
+    part: Recorder
+    directory: Path
+    updates: int
+
+    def done(self) -> bool:
+        return not self.part.saves_last
+
+    def result(self) -> SavedState:
+        if self.part.saves_last:
+            self.part.note("written")
+        (self.directory / "updates").write_text(str(self.updates))
+        return SavedState((SavedFile("updates", len(str(self.updates)), crc32(str(self.updates).encode())),), {})
+
+
+def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_save: bool = False) -> Run:
     config = Config()
+    config.checkpoint.async_save = async_save
     config.trainer.steps, config.trainer.validate_every_steps = steps, 2
     config.checkpoint.every_steps, config.weights.verify_every = every, 3
     return Run(
@@ -170,6 +194,48 @@ def test_a_failed_update_publishes_and_saves_nothing(tmp_path: Path) -> None:
         train(make(tmp_path, 2, part, every=1))
     assert part.calls[-1] == "update 1"
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_and_the_end_wait_for_it(tmp_path: Path) -> None:
+    part = Recorder()
+    part.saves_last = True
+    train(make(tmp_path, 5, part, async_save=True))
+    phases = [call for call in part.calls if call.startswith(("update", "start save", "written"))]
+    assert phases == [
+        *("update 1", "update 2", "start save", "update 3", "update 4", "written", "start save", "update 5"),
+        *("written", "start save", "written"),
+    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_5"]
+    assert (tmp_path / "checkpoints" / "step_4" / "updates").read_text() == "4"
+
+
+def test_a_checkpoint_that_is_written_is_published_at_the_next_step(tmp_path: Path) -> None:
+    part = Recorder("collect 4")
+    with pytest.raises(NonFiniteError):
+        train(make(tmp_path, 6, part, async_save=True))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
+@pytest.mark.parametrize(("fail_at", "complete"), [("update 3", ["step_2"]), ("written", [])])
+def test_a_run_that_fails_first_finishes_what_is_written(tmp_path: Path, fail_at: str, complete: list[str]) -> None:
+    part = Recorder(fail_at)
+    part.saves_last = True
+    with pytest.raises(NonFiniteError, match=fail_at):
+        train(make(tmp_path, 4, part, async_save=True))
+    found = [path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".")]
+    assert found == complete
+
+
+def test_saving_between_steps_costs_nothing_where_the_step_is_saved(tmp_path: Path) -> None:
+    part = Recorder()
+    run = make(tmp_path, 2, part)
+    train(run)
+    calls = list(part.calls)
+    save(run)
+    assert part.calls == calls
+    run.state = run.state.finished(3, 3)
+    save(run)
+    assert part.calls == [*calls, "save"]
 
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
