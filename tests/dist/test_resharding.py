@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -218,8 +217,8 @@ def test_the_next_update_is_that_of_the_ranks_that_saved(case: Case, name: str, 
     _, found, steps, rate = loaded[name]
     assert steps == {2.0}  # of every parameter, before and after: no step tensor is shared
     assert rate == 4e-3  # the schedule is past its warm-up
-    # Layouts sum in another order: float32 rounding of gradients; in bfloat16 activations are rounded, and a router that
-    # wavers may choose another expert. Without its moments or steps an update would be another one altogether.
+    # Layouts sum in another order: float32 rounding of gradients; in bfloat16 activations are rounded, and a router
+    # that wavers may choose another expert. Without moments or steps the update would be another one altogether.
     tolerance = 1e-5 if "bf16" not in case.model else 0.2
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         for tensor_name, tensor in expected[kind].items():

@@ -85,12 +85,16 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
     assert_resumes_to_the_same(task, run_dir, whole_run)
 
 
-@pytest.mark.parametrize(("step", "phase"), [(2, "checkpointing"), (4, "updating")])
+@pytest.mark.parametrize(
+    ("step", "phase", "overrides"),
+    # In the background: step 3 goes on while the checkpoint of step 2 is written.
+    [(2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")), (4, "updating", ())],
+)
 def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
-    task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str
+    task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str, overrides: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir) as run:
+    with TrainProcess(task, run_dir, overrides) as run:
         run.wait_until(in_step(run, step, phase))
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()

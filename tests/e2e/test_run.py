@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mcore_rl.config import load_config
+from mcore_rl.data.sampler import PromptSampler
 from tests.e2e.runs import metrics, train
 
 pytestmark = pytest.mark.slow
@@ -102,12 +103,25 @@ def test_eval_repeats_the_last_validation_and_changes_no_figures(whole_run: Path
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_asked_for(whole_run: Path, task: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
+    whole_run: Path, task: Path, tmp_path: Path
+) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(whole_run, longer)
-    train(task, longer, "trainer.steps=5", "rollout.validation_temperature=1", "rollout.validation_samples=3")
+    validation = ("rollout.validation_temperature=1", "rollout.validation_samples=3")
+    train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation)
     after, before = metrics(longer), metrics(whole_run)
     assert {step: after[step] for step in before} == before
+    # From two data-parallel ranks to one: batches are cut for other ranks, the prompts are those that come next.
+    proofs = [json.loads((longer / "checkpoints" / f"step_{step}" / "complete.json").read_text()) for step in (4, 5)]
+    assert [(proof["layout"]["tp"], proof["layout"]["ep"]) for proof in proofs] == [(1, 2), (2, 2)]
+    sampler = PromptSampler(64, 3, True)
+    state = json.loads((whole_run / "checkpoints" / "step_4" / "state.json").read_text())
+    sampler.load_state_dict(state["positions"]["sampler"])
+    rows = (task.parent / "train.jsonl").read_text().splitlines()
+    expected = {json.loads(rows[row])["prompt"] for row in sampler.draw(8)}
+    drawn = (longer / "rollouts" / "step_5.jsonl").read_text().splitlines()
+    assert expected <= {json.loads(record)["prompt"] for record in drawn}
     # Its validation draws three responses to each prompt.
     records = [json.loads(line) for line in (longer / "rollouts" / "val_step_5.jsonl").read_text().splitlines()]
     assert [(r["group"], r["sample"]) for r in records] == [
