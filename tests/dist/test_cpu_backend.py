@@ -280,38 +280,6 @@ def test_latent_attention_needs_no_transformer_engine() -> None:
         launch(_latent_attention, 1, ["latent_attention"])
 
 
-def _reload_optimizer(_: int, directory: str) -> tuple[bool, str]:
-    """Whether the moments and steps come back, and what happens without the fix."""
-    from megatron.core import dist_checkpointing
-
-    chunk = _model("qwen3", {})
-    optimizer = _optimizer(chunk, distributed=True)
-    kind = {"distrib_optim_sharding_type": "fully_reshardable"}
-    saved = [state["exp_avg"].clone() for state in optimizer.optimizer.state.values()]
-    dist_checkpointing.save({"o": optimizer.sharded_state_dict(chunk.sharded_state_dict(), metadata=kind)}, directory)
-    for state in optimizer.optimizer.state.values():
-        state["exp_avg"].zero_()
-
-    def load() -> None:
-        wanted = optimizer.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True, metadata=kind)
-        optimizer.load_state_dict(dist_checkpointing.load({"o": wanted}, directory)["o"])
-
-    unfixed = ""
-    try:
-        with without("optimizer_step_state"):
-            load()
-    except KeyError as error:
-        unfixed = str(error)
-    load()
-    states = list(optimizer.optimizer.state.values())
-    same = all(torch.equal(state["exp_avg"], before) for state, before in zip(states, saved, strict=True))
-    return same and all(float(state["step"]) == 1.0 for state in states), unfixed
-
-
-def test_a_reshardable_optimizer_state_loads_although_adam_keeps_steps_per_parameter(tmp_path: Path) -> None:
-    assert launch(_reload_optimizer, 1, str(tmp_path)) == [(True, "'step'")]
-
-
 def test_no_fix_is_without_a_test() -> None:
     files = (Path(__file__), Path(__file__).with_name("test_cpu_kernels.py"))
     source = "".join(file.read_text() for file in files)

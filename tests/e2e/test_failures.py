@@ -100,6 +100,8 @@ def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
         run.process.wait()
         assert not run.left_after(SECONDS_TO_END)
         assert no_segment_of(run)
+    if overrides:
+        assert (run_dir / "checkpoints" / "step_1" / "complete.json").exists()
     assert_resumes_to_the_same(task, run_dir, whole_run)
 
 

@@ -74,20 +74,3 @@ def _split_sizes(this: Fix, module: ModuleType) -> None:
 def _latent_attention(this: Fix, module: ModuleType) -> None:
     """Without TransformerEngine TELinear is a mock, which isinstance refuses, and HAVE_TE is True all the same."""
     this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))
-
-
-@fix("optimizer_step_state", "optimizer.distrib_optimizer")
-def _optimizer_step_state(this: Fix, module: ModuleType) -> None:
-    """torch.optim.AdamW keeps `step` beside its moments for every parameter; loading a fully_reshardable state
-    skips `step` and then raises KeyError for it. (Apex and TransformerEngine keep it per group.)"""
-    optimizer_class = module.DistributedOptimizer
-    original = optimizer_class._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        original(self, model_param, tensors)
-
-    this.patch(optimizer_class, "_set_main_param_and_optimizer_states", set_states)
