@@ -17,15 +17,16 @@ import torch
 
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 MODELS = {
     "dense": ("qwen3", {}),
     "tied": ("qwen2", {}),
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {}),
-    "dense bf16": ("qwen3", {"dtype": "bfloat16"}),
-    "moe bf16": ("qwen3_moe", {"dtype": "bfloat16"}),
+    "mtp": ("deepseek_v3", {"actor.mtp_loss_coefficient": 0.3}),
+    "dense bf16": ("qwen3", {"model.dtype": "bfloat16"}),
+    "moe bf16": ("qwen3_moe", {"model.dtype": "bfloat16"}),
 }
 
 
@@ -57,6 +58,7 @@ CASES = [
     Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}),)),
     Case("moe", 4, {"ep": 2, "pp": 2}, ((1, {}), (4, {"ep": 2, "tp": 2, "etp": 2}))),
     Case("v3", 2, {"tp": 2, "ep": 2}, ((1, {}), (2, {"pp": 2, "ep": 1}))),
+    Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("dense bf16", 2, {}, ((2, {"tp": 2}),)),
     Case("moe bf16", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
 ]
@@ -68,9 +70,9 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("resharding")
-    for kind, _ in MODELS.values():
-        if not (directory / kind).exists():
-            write_tiny_model(directory / kind, kind, num_hidden_layers=4)
+    for name, (kind, _) in MODELS.items():
+        write_tiny_model(directory / name, kind, num_hidden_layers=4)
+    add_mtp_layer(directory / "mtp")
     return str(directory)
 
 
@@ -79,13 +81,13 @@ def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
 
     from mcore_rl.megatron.actor import MegatronActor
 
-    kind, settings = MODELS[model]
-    config = policy_batch.config(f"{root}/{kind}", layout, 24)
+    config = policy_batch.config(f"{root}/{model}", layout, 24)
     optimizer = config.actor.optimizer
     # eps and warm-up as in test_actor_update.
     optimizer.lr, optimizer.eps, optimizer.warmup_steps, optimizer.clip_grad = 4e-3, 1e-2, 1, 0.5
-    for name, value in settings.items():
-        setattr(config.model, name, value)
+    for key, value in MODELS[model][1].items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
     return MegatronActor(config, rank, dist.get_world_size(), None)
 
 
