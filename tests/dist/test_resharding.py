@@ -25,6 +25,8 @@ MODELS = {
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {}),
     "mtp": ("deepseek_v3", {"actor.mtp_loss_coefficient": 0.3}),
+    "replicated": ("qwen3", {"actor.distributed_optimizer": False}),
+    "replicated bf16": ("qwen3_moe", {"actor.distributed_optimizer": False, "model.dtype": "bfloat16"}),
     "dense bf16": ("qwen3", {"model.dtype": "bfloat16"}),
     "moe bf16": ("qwen3_moe", {"model.dtype": "bfloat16"}),
 }
@@ -32,12 +34,13 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """From `ranks` ranks in `layout` to each of `into`: (ranks, layout)."""
+    """From `ranks` ranks in `layout` to each of `into`: (ranks, layout). `other`: with the settings of that model."""
 
     model: str
     ranks: int
     layout: dict[str, int]
     into: tuple[tuple[int, dict[str, int]], ...]
+    other: str | None = None
 
     @property
     def name(self) -> str:
@@ -60,6 +63,8 @@ CASES = [
     Case("v3", 2, {"tp": 2, "ep": 2}, ((1, {}), (2, {"pp": 2, "ep": 1}))),
     Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("dense bf16", 2, {}, ((2, {"tp": 2}),)),
+    Case("replicated", 2, {}, ((2, {}),), other="dense"),
+    Case("replicated bf16", 2, {"ep": 2}, ((2, {}),)),
     Case("moe bf16", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
 ]
 RESUMED = [(case, *into) for case in CASES for into in case.into]
@@ -121,6 +126,9 @@ def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
     for part in actor.optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
+        if not hasattr(part, "buffers"):
+            _add_replicated(part, names, found)
+            continue
         gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
         for index, buffer in enumerate(part.buffers):
             (world,) = gathered[index].values()
@@ -129,6 +137,18 @@ def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
                 for kind, tensors in found.items():
                     tensors[name] = world[kind][start:stop].view(parameter.shape)
     return found
+
+
+def _add_replicated(part: Any, names: dict[Any, str], found: dict[str, Tensors]) -> None:
+    """What an optimizer keeps that is not sharded over data-parallel ranks."""
+    for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+        name = names.get((parameter.data_ptr(), parameter.shape))
+        if name is None:  # a main parameter: its model's parameter points to it
+            (model,) = (p for group in part.float16_groups for p in group if p.main_param is parameter)
+            name = names[model.data_ptr(), model.shape]
+        found["param"][name] = parameter.detach()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[kind][name] = part.optimizer.state[parameter][kind]
 
 
 def _optimizers(actor: Any) -> list[Any]:
@@ -166,7 +186,7 @@ def _load(rank: int, root: str, resumed: list[tuple[Case, dict[str, int]]]) -> l
 
     found = []
     for case, layout in resumed:
-        actor = _actor(rank, root, case.model, layout)
+        actor = _actor(rank, root, case.other or case.model, layout)
         load_checkpoint(f"{root}/{case.name}", actor)
         loaded, steps, rate = _pieces(actor), _steps(actor), actor.optimizer.param_groups[0]["lr"]
         _update(actor, 2)
