@@ -147,13 +147,13 @@ def write_file(
     """
     spans = []
     with _without_checksums(), (directory / file.name).open("wb") as raw:
-        stream = _Written(raw, see) if see is not None else raw
+        stream = _Written(raw, see)
         for entry in file.entries:
             start = stream.tell()
             if isinstance(entry.content, StateObject):
                 stream.write(entry.content.data)
             else:
-                torch.save(tensor_of(entry.content).view(entry.content.stored.shape), stream)
+                stream.save(tensor_of(entry.content).view(entry.content.stored.shape))
             spans.append((start, stream.tell() - start))
             advance(entry.num_bytes)
         raw.flush()
@@ -164,12 +164,28 @@ def write_file(
 class _Written:
     """A file being written from its start to its end, with someone who sees what is written."""
 
-    def __init__(self, raw: BinaryIO, see: Callable[[bytes], None]) -> None:
+    def __init__(self, raw: BinaryIO, see: Callable[[bytes], None] | None) -> None:
         self._raw, self._see = raw, see
+        self._failure: OSError | None = None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Raises: OSError; torch (2.13) makes a RuntimeError about positions of it while it cleans up."""
+        try:
+            torch.save(tensor, self)
+        except RuntimeError as error:
+            if self._failure is not None:
+                raise self._failure from error
+            raise
 
     def write(self, data: bytes) -> int:
-        self._see(data)
-        return self._raw.write(data)
+        try:
+            written = self._raw.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
+        if self._see is not None:
+            self._see(data)
+        return written
 
     def tell(self) -> int:
         return self._raw.tell()

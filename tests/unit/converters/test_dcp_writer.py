@@ -74,3 +74,20 @@ def test_torch_and_we_read_what_is_written(tmp_path):
     for box in (Box((0, 0), (8, 3)), Box((4, 1), (3, 2)), Box((6, 0), (1, 3))):
         assert torch.equal(reader.read("weight", box), box.view(whole))
     assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize("numbers", [3000, 100_000], ids=["when it is flushed", "within an entry"])
+def test_a_full_disk_is_the_error_that_it_is(tmp_path, numbers):
+    """torch turns what a write raises into a RuntimeError about positions in the file."""
+    whole = Chunk("weight", (numbers,), Box((0,), (numbers,)), "a", Box((0,), (numbers,)))
+    (file,) = planned(whole)
+    (tmp_path / file.name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_file(tmp_path, file, lambda _: torch.zeros(numbers), lambda _: None)
+
+
+def test_every_byte_is_seen_in_order(tmp_path):
+    (file,) = planned(chunk("a", 0, 8))
+    seen = []
+    write_file(tmp_path, file, lambda _: torch.randn(8, 3), lambda _: None, see=lambda data: seen.append(bytes(data)))
+    assert b"".join(seen) == (tmp_path / file.name).read_bytes()
