@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_mtp_block_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MultiTokenPredictionBlockSubmodules,
@@ -203,6 +204,11 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, MultiLatentAttention):
             _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
+        if isinstance(module, MoELayer) and config.expert_tensor_parallel_size != tp:
+            # 0.16.1 sets experts apart only where ep > 1. Else it sums their gradients over the ranks that replicate
+            # dense weights, which hold other shards of the experts.
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
     on_meta = next(model.parameters()).is_meta
     return model.cuda() if torch.cuda.is_available() and not on_meta else model
 
