@@ -7,7 +7,6 @@ Construction does nothing; `setup` does, so that what goes wrong there comes bac
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.hosts import Host, this_host
+from mcore_rl.runtime.ports import free_port
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Metric, RankShare, RolloutScalars, SavedFile, SavedState, Span, TrajectoryBuffers
 
@@ -44,10 +44,7 @@ class TrainerProcess(_Process):
 
     def free_address(self) -> str:
         """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            port = listener.getsockname()[1]
-        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
         from mcore_rl.megatron.actor import MegatronActor

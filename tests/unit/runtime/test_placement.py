@@ -8,6 +8,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.placement import natural, place
+from mcore_rl.runtime.ports import EPHEMERAL, free_port
 
 
 def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated", ranks: int | None = None) -> Config:
@@ -75,6 +76,10 @@ def test_processes_that_share_no_memory_are_named() -> None:
     container = Host(here.name, (here.memory[0], here.memory[1] + 1))
     with pytest.raises(ConfigError, match=r"cluster\.nodes.*3 hosts.*node7 \(trainer rank 1, trainer rank 2\)"):
         check_one_host([("driver", here), ("trainer rank 1", there), ("engine", container), ("trainer rank 2", there)])
+
+
+def test_a_port_that_waits_for_its_server_is_none_of_the_kernels() -> None:
+    assert 1024 <= free_port() < int(EPHEMERAL.read_text().split()[0])
 
 
 def test_nodes_are_counted_by_the_numbers_in_their_names() -> None:
