@@ -95,7 +95,8 @@ exclude() {
   if scontrol requeuehold "$job"; then
     local tries
     for ((tries = 0; tries < 20; tries++)); do
-      if scontrol update JobId="$job" ExcNodeList="$nodes" 2>/dev/null; then
+      # Not at once: SLURM takes a start for failed when the script of the one before ends during it.
+      if scontrol update JobId="$job" ExcNodeList="$nodes" StartTime=now+60 2>/dev/null; then
         scontrol release "$job"
         say "excluded from now on: $nodes"
         return
