@@ -84,10 +84,12 @@ class Slurm:
             )
             time.sleep(0.3)
 
-    def start_now(self, job: str) -> None:
-        """Spares the two minutes that SLURM lets a requeued job wait."""
-        with contextlib.suppress(AssertionError):  # it may have started
-            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+    def start_now(self, job: str, log: Path, restart: int) -> None:
+        """Spares the minutes that a job waits which was queued again `restart` times, once its script has ended."""
+        self.wait(lambda: log.read_text().count(": queued again\n") == restart, "the script's last words", log)
+        self.wait(lambda: self.state(job)["JobState"] == "PENDING", "the start before to be over", log)
+        time.sleep(2)  # until SLURM has heard of that end
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-800:]}" for path in sorted(self.directory.glob("*.log")))

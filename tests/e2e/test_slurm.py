@@ -57,20 +57,19 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     def restarts() -> int:
         return int(slurm.state(job)["Restarts"])
 
-    slurm.wait(lambda: says("excluded from now on: n2") or says("exit code"), "the bad node to be excluded", log)
+    slurm.wait(lambda: says("excluded from now on: n2") or says("the run ended"), "the bad node to be excluded", log)
     assert says("node n2 failed its check: no such environment"), log.read_text()
     assert not says("node n1 failed"), log.read_text()
-    slurm.start_now(job)
+    slurm.start_now(job, log, 1)
     # The run has begun, and long before its first step is over it is asked to stop.
-    slurm.wait(lambda: (run_dir / "config.yaml").exists() or says("exit code"), "the run to begin", log)
+    slurm.wait(lambda: (run_dir / "config.yaml").exists() or says("the run ended"), "the run to begin", log)
     assert slurm.state(job)["NodeList"] == "n[1,3]"
     slurm.call("scancel", "--signal=USR1", "--batch", job)
-    slurm.wait(lambda: restarts() == 2 or says("exit code"), "the job to be queued again", log)
+    slurm.wait(lambda: restarts() == 2 or says("the run ended"), "the job to be queued again", log)
     assert says("after step 1, which is saved"), log.read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
     assert list(metrics(run_dir)) == [0, 1]
-    slurm.wait(lambda: slurm.state(job)["JobState"] == "PENDING", "the first start to be over", log)
-    slurm.start_now(job)
+    slurm.start_now(job, log, 2)
     slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
     assert slurm.state(job)["JobState"] == "COMPLETED", log.read_text()
     assert metrics(run_dir) == metrics(whole_run)
