@@ -18,6 +18,8 @@ BENCHMARKS = {
     "packing": Benchmark("benchmarks.packing", 300, "balance + pack 8,192 sequences"),
     "driver": Benchmark("benchmarks.driver", 600, "the driver's own work per step, 8,192 prompts x 16 samples"),
     "logprobs": Benchmark("benchmarks.logprobs", 900, "log-probability + entropy in chunks, beside the bare product"),
+    "actor": Benchmark("benchmarks.actor", 900, "an update and a log-probability pass of one rank, beside PyTorch"),
+    "pipeline": Benchmark("benchmarks.pipeline", 600, "the bubble of a two-stage pipeline, beside the formula"),
     "convert": Benchmark("benchmarks.convert", 600, "HF files to megatron and back, beside safetensors and memcpy"),
     "mbridge": Benchmark("benchmarks.mbridge", 600, "the same conversions beside mbridge"),
     "transforms": Benchmark("benchmarks.transforms", 300, "fused QKV and expert weights, beside one memcpy"),

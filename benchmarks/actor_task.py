@@ -1,0 +1,80 @@
+"""A policy of some size and equal or long-tailed responses, as the actor takes them; nothing is generated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.config.schema import Config
+from mcore_rl.types import RankShare, TrajectoryBuffers
+
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+PROMPT = 32
+LEARNING_RATE = 1e-5
+CLIP = 0.2
+
+
+def write_model(directory: Path) -> Path:
+    """config.json alone: weights are random."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    return directory
+
+
+def actor_config(model: Path, *, tokens_per_microbatch: int, **parallel: int) -> Config:
+    """One update of PPO's clipped loss on `model` with random weights."""
+    config = Config()
+    config.model.hf_path = str(model)
+    config.model.random_init = True
+    config.actor.tokens_per_microbatch = tokens_per_microbatch
+    config.actor.optimizer.lr = LEARNING_RATE
+    for axis, size in parallel.items():
+        setattr(config.actor.parallel, axis, size)
+    return config
+
+
+def trajectories(responses: np.ndarray) -> tuple[RankShare, TrajectoryBuffers]:
+    """One data-parallel rank's share of an update, and its tokens.
+
+    Shapes: responses integer [B], the tokens of each response.
+    """
+    generator = np.random.default_rng(0)
+    count = len(responses)
+    lengths = responses + PROMPT
+    return (
+        RankShare(
+            samples=np.arange(count),
+            chunk_ids=np.zeros(count, np.int32),
+            rows=np.arange(count, dtype=np.int32),
+            total_tokens=lengths.astype(np.int32),
+            advantages=generator.choice([-1.0, 1.0], count).astype(np.float32),
+            loss_weights=np.full(count, 1 / responses.sum(), np.float32),
+        ),
+        TrajectoryBuffers(
+            tokens=generator.integers(0, MODEL["vocab_size"], lengths.sum()).astype(np.int32),
+            token_offsets=np.cumsum([0, *lengths]).astype(np.int64),
+            prompt_tokens=np.full(count, PROMPT, np.int32),
+            response_offsets=np.cumsum([0, *responses]).astype(np.int64),
+            logp_rollout=np.full(responses.sum(), -9.0, np.float32),
+            versions=np.zeros(responses.sum(), np.int32),
+            trained=np.ones(responses.sum(), np.uint8),
+        ),
+    )

@@ -1,0 +1,72 @@
+"""The pipeline's bubble beside the formula: two stages on two processes, 1F1B, equal micro-batches.
+
+An update of m micro-batches takes (m + p - 1) t on p stages of t each, so (p - 1) / m of the ideal m t is idle. t is
+the cost of one more micro-batch, from the two largest m; the optimizer's step is not part of what is timed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.actor_task import PROMPT, actor_config, trajectories, write_model
+from benchmarks.result import Result
+
+STAGES = 2
+COUNTS = (1, 2, 4, 8, 16)
+RESPONSE = 224
+REPEATS = 3
+
+
+def run() -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_pipeline_") as directory:
+        write_model(Path(directory) / "model")
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(STAGES) as pool:
+            ranks = pool.starmap(_rank, [(rank, directory) for rank in range(STAGES)])
+    seconds = {count: max(rank[count] for rank in ranks) for count in COUNTS}
+    few, many = COUNTS[-2:]
+    each = (seconds[many] - seconds[few]) / (many - few)
+    note = f"{STAGES} stages, 1F1B, {each * 1e3:.0f} ms per micro-batch; medians of {REPEATS}"
+    rows = []
+    for count in COUNTS[1:-1]:
+        measured, formula = seconds[count] / (count * each) - 1, (STAGES - 1) / count
+        rows.append(Result(f"bubble, {count} micro-batches", measured, formula, "", measured / formula, note=note))
+    return rows
+
+
+def _rank(rank: int, directory: str) -> dict[int, float]:
+    """Seconds of forward and backward by number of micro-batches."""
+    from mcore_rl.megatron import parallel
+    from mcore_rl.megatron.actor import MegatronActor
+
+    torch.set_num_threads(1)
+    model = Path(directory) / "model"
+    config = actor_config(model, tokens_per_microbatch=RESPONSE + PROMPT, pp=STAGES)
+    actor: Any = MegatronActor(config, rank, STAGES, f"file://{directory}/store")
+    try:
+        return {count: _seconds(actor, count) for count in COUNTS}
+    finally:
+        parallel.destroy()
+
+
+def _seconds(actor: Any, count: int) -> float:
+    import torch.distributed as dist
+
+    share, buffers = trajectories(np.full(count, RESPONSE))
+    times = []
+    for repeat in range(REPEATS + 1):
+        actor.annotate([share], [buffers])
+        dist.barrier()
+        start = time.perf_counter()
+        actor.accumulate_gradients(share, [buffers])
+        if repeat:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
