@@ -149,26 +149,9 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
-            **_host_arguments(settings),
         ),
         chunks,
     )
-
-
-def _host_arguments(settings: OptimizerSettings) -> dict[str, Any]:
-    """Megatron's Adam in host memory. Precision-aware, as it would keep float32 weights on the GPU otherwise.
-
-    Raises: ConfigError without CUDA.
-    """
-    if not settings.cpu_offload:
-        return {}
-    if not torch.cuda.is_available():
-        raise ConfigError("actor.optimizer.cpu_offload=true needs CUDA; on a CPU all state is in host memory anyway")
-    return {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 1.0,
-        "use_precision_aware_optimizer": True,
-    }
 
 
 def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:

@@ -284,7 +284,7 @@ def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequ
     if actor.optimizer.cpu_offload:
         gives_up.append(
             f"optimizer on the host: {_host_gib(chosen, phases):.0f} GiB of host memory per "
-            f"node, +{_host_seconds(search, layout):.0f} s per step"
+            f"node, +{_host_seconds(search, layout):.0f} s per step; `mcore-rl train` does not have it yet"
         )
     bubble = _bubble(search, layout)
     if bubble > 0.02:

@@ -84,8 +84,6 @@ def _remedy(config: Config, layout: TrainLayout, phase: str) -> str:
             steps.append(f"actor.tokens_per_microbatch={longest}")
         if phase == "annotate":
             steps += away
-        if not config.actor.optimizer.cpu_offload and phase == "update":
-            steps.append("actor.optimizer.cpu_offload=true")
         steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))
         steps.append("a higher cluster.nodes")
     return "set " + ", or ".join(steps)
@@ -126,6 +124,8 @@ def _warnings(
             f"cluster.nodes={config.cluster.nodes}: weights go through shared memory, which ends at the host; a "
             "transport between hosts is not available yet"
         )
+    if config.actor.optimizer.cpu_offload:
+        yield "actor.optimizer.cpu_offload=true is planned for, but `mcore-rl train` does not have it yet"
     if not sync.mapped and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
         yield (
             f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "

@@ -91,9 +91,17 @@ def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tens
             joined[name] = (
                 weights,
                 [merge_metrics(list(parts)) for parts in zip(*(r[name][1] for r in ranks), strict=True)],
-                {sample: logp for rank in ranks for sample, logp in rank[name][2].items()},
+                _whole([rank[name][2] for rank in ranks]),
             )
     return joined
+
+
+def _whole(ranks: list[dict[int, Any]]) -> dict[int, np.ndarray]:
+    """Every sample's values, from which of them each rank has, and its own."""
+    whole: dict[int, np.ndarray] = {}
+    for sample, (held, values) in (item for rank in ranks for item in rank.items()):
+        whole.setdefault(sample, np.full(len(held), np.nan, np.float32))[held] = values
+    return whole
 
 
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +120,10 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dic
         metrics[0] = merge_metrics([metrics[0], found])
         # Straight behind the step, before anything has gathered parameters.
         actor.annotate(shares[::-1], chunks)
-        after = {sample: logp.numpy().copy() for sample, logp in actor.old_logp.items()}
+        after = {
+            sample: (policy_batch.held(sample, actor.layout, rank), logp.numpy().copy())
+            for sample, logp in actor.old_logp.items()
+        }
         actor.gather_parameters()
         results[name] = policy_batch.hf_pieces(actor), metrics, after
     return results

@@ -81,6 +81,8 @@ def _cases(num_ranks: int) -> list[Case]:
         every = layouts(num_ranks, tiny_fields(kind, **changes))
         all_of_them = num_ranks < 4 or (num_ranks == 4 and (EVERY_LAYOUT or model == "dense"))
         cases += [Case(model, layout) for layout in (every if all_of_them else cover(every))]
+    if num_ranks == 2:
+        cases += [Case(model, tokens=ONE_MICROBATCH) for model in ("dense", "moe", "v3")]
     few: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2, "vpp": 2}], 4: [{"ep": 2, "cp": 2}]}
     for layout in few.get(num_ranks, []):
         cases += [Case(model, layout, math=math) for model, math in MATH]

@@ -168,16 +168,11 @@ def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any
 
 
 def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
-    """build_model; sequence parallelism, which it always uses with tp > 1, can be left out."""
+    """build_model; sequence parallelism, which is on with tp > 1, can be left out."""
     from mcore_rl.megatron import model
 
-    usual = model._parallel_arguments
-    if not sequence_parallel:
-        model._parallel_arguments = lambda layout: usual(layout) | {"sequence_parallel": False}
-    try:
-        return model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path=directory), layout)
-    finally:
-        model._parallel_arguments = usual
+    actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=None if sequence_parallel else False))
+    return model.build_model(hf_config, actor, ModelConfig(hf_path=directory), layout)
 
 
 def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **options: Any) -> Any:
