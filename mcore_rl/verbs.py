@@ -62,9 +62,12 @@ def evaluate(config: Config) -> int:
 def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits."""
     import json
+    import warnings
 
     from rich.console import Console
 
+    # Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it).
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts

@@ -1,8 +1,8 @@
 """`mcore-rl plan --suggest`: layouts that fit the cluster, best first, and what each gives up.
 
 Every combination of tp, pp, ep, etp, cp that divides the ranks and the model is estimated (stages as even as they go;
-of recomputation and offloading the least that fits), ranked by the time of a step, and the best one is confirmed by an
-exact plan.
+of recomputation and offloading the least that fits; the optimizer on the host where nothing else does), ranked by the
+time of a step, and the best one is confirmed by an exact plan.
 
 The estimate, for ranking only:
 
@@ -154,17 +154,18 @@ class _Search:
         host = owned * (HOST_BYTES if numerics.on_host else 0)
         return RankState(held, held * numerics.weight_bytes, held * 4, owned * numerics.optimizer_bytes, host)
 
-    @cached_property
-    def variants(self) -> list[Config]:
-        """Ways to fit, from what costs least: recomputation and offloading, then the optimizer on the host."""
+    def variants(self, *, host_optimizer: bool) -> list[Config]:
+        """Ways to fit, from what costs least: recomputation and offloading. None where the optimizer cannot be on the
+        host."""
         config, job = self.job.config, self.job
+        if host_optimizer and not (job.cuda and config.actor.distributed_optimizer):
+            return []
         found = []
-        for on_host in (False, True) if job.cuda and config.actor.distributed_optimizer else (False,):
-            for recompute, modules in self.recomputations():
-                for offload in (WITH_HOST_OPTIMIZER if on_host else OFFLOADS) if job.shared else OFFLOADS[:1]:
-                    chosen = _with(config, recompute=recompute, modules=modules, offload=offload)
-                    chosen.actor.optimizer.cpu_offload = on_host
-                    found.append(chosen)
+        for recompute, modules in self.recomputations():
+            for offload in (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]:
+                chosen = _with(config, recompute=recompute, modules=modules, offload=offload)
+                chosen.actor.optimizer.cpu_offload = host_optimizer
+                found.append(chosen)
         return found
 
     def phases(
@@ -221,8 +222,8 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
     if search.engine.sequences < 1:
         return Suggestions((), 0, "rollout.tp: an engine rank has no room for one sequence; raise it")
     layouts = list(candidate_layouts(search.job))
-    fitting = [found for layout in layouts if (found := _best(search, layout)) is not None]
-    fitting.sort(key=lambda pair: pair[0].seconds)
+    # The optimizer on the host is for clusters that nothing else fits.
+    fitting = _fitting(search, layouts, host_optimizer=False) or _fitting(search, layouts, host_optimizer=True)
     for index, (_, chosen) in enumerate(fitting[:limit]):
         plan = make_plan(chosen)
         if plan.fits:
@@ -247,10 +248,19 @@ def _also(found: Suggestion, overrides: tuple[str, ...]) -> Suggestion:
     return replace(found, overrides=(*found.overrides, *overrides))
 
 
-def _best(search: _Search, layout: TrainLayout) -> tuple[Suggestion, Config] | None:
+def _fitting(
+    search: _Search, layouts: Sequence[TrainLayout], *, host_optimizer: bool
+) -> list[tuple[Suggestion, Config]]:
+    """The layouts that fit, fastest first."""
+    variants = search.variants(host_optimizer=host_optimizer)
+    found = [best for layout in layouts if (best := _best(search, layout, variants)) is not None]
+    return sorted(found, key=lambda pair: pair[0].seconds)
+
+
+def _best(search: _Search, layout: TrainLayout, variants: Sequence[Config]) -> tuple[Suggestion, Config] | None:
     """The first of the variants that fits."""
     cache: dict[tuple[str, int], StageActivations] = {}
-    for variant in search.variants:
+    for variant in variants:
         phases = search.phases(variant, layout, cache)
         if not search.job.cuda or max(rank.peak_bytes for rank in phases) <= usable_bytes(variant):
             chosen = deepcopy(variant)
