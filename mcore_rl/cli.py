@@ -79,7 +79,8 @@ def _plan(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
     from mcore_rl.verbs import plan
 
-    return plan(load_config(options.config, options.overrides), as_json=options.json, suggest=options.suggest)
+    config = load_config(options.config, options.overrides, needs_data=False)
+    return plan(config, as_json=options.json, suggest=options.suggest)
 
 
 def _slurm(options: argparse.Namespace) -> int:

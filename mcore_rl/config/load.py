@@ -18,13 +18,15 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Merges defaults, the YAML file and the overrides, in this order.
+def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
+    """Merges defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming the nearest known one), a value
     of the wrong type, and a key without which nothing can start.
     """
     merged = OmegaConf.structured(Config)
+    if not needs_data:
+        merged.data.train = ""
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
         _refuse_unknown(tree, source)
         try:
