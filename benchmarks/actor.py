@@ -20,7 +20,7 @@ from benchmarks.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_conf
 from benchmarks.result import Result
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
-REPEATS = 5
+REPEATS = 3
 EQUAL = np.full(16, 224)
 BUDGET = 2048
 
