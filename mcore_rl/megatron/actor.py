@@ -231,19 +231,6 @@ class MegatronActor:
         require_finite(problem or describe_gradients(self.ddp, share), self.device)
         return batches, reports
 
-    def record_routing(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
-        """The experts that the current policy routes the share's samples to, by sample, in this rank's layers
-        (`routing.layers` says which of the model's they are).
-
-        Shapes: [layers, tokens, k]; tokens up to the last that predicts a trained one.
-        """
-        batches = build_microbatches(share, chunks, self._packing)
-        rows = [self.routing.row(batch, records=True) for batch in batches]
-        with torch.no_grad():
-            self._run(batches, rows, self._annotation_closure, forward_only=True)
-        self.routing.keep(batches, rows)
-        return {int(sample): self.routing.by_sample[int(sample)].numpy() for sample in share.samples}
-
     def gather_parameters(self) -> None:
         """Makes this rank's parameters whole again. Call it after updates, before `tensors` or a checkpoint; with
         actor.overlap_param_gather a step leaves that to the next forward pass. Costs nothing when they are whole."""

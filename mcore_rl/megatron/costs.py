@@ -25,13 +25,13 @@ def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
             numel = sum(prod(shape) for shape in row.shapes if len(shape) > 1)
             copies = (len(row.layers) if row.place == "layer" else 1) * (row.num_experts * chosen or 1)
             weights += numel * copies
-    return SequenceCost(per_token=2 * weights, per_pair=2.0 * sizes["num_layers"] * _pair_elements(sizes))
+    return SequenceCost(per_token=2 * weights, per_pair=attention_flops(sizes))
 
 
-def _pair_elements(sizes: dict[str, Any]) -> int:
-    """Of all heads of a layer: width of queries and keys plus that of values."""
+def attention_flops(sizes: dict[str, Any]) -> float:
+    """Of the forward pass of all layers, per query token and token that it attends to."""
     if sizes.get("multi_latent_attention"):
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
     else:
         width = 2 * sizes["kv_channels"]
-    return int(sizes["num_attention_heads"] * width)
+    return float(2 * sizes["num_layers"] * sizes["num_attention_heads"] * width)

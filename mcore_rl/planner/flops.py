@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from mcore_rl.config.schema import Config
+from mcore_rl.megatron.costs import attention_flops
 from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.model_size import ModelSize
@@ -50,15 +50,6 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
     weights = size.active - tables + predicted * vocabulary
     return 2 * weights + attention_flops(arguments.transformer) * mean_tokens / 2
-
-
-def attention_flops(sizes: dict[str, Any]) -> float:
-    """Of all layers, per query token and token before it."""
-    if sizes.get("multi_latent_attention"):
-        width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
-    else:
-        width = 2 * sizes["kv_channels"]
-    return float(2 * sizes["num_layers"] * sizes["num_attention_heads"] * width)
 
 
 def step_flops(config: Config, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic) -> StepFlops:
