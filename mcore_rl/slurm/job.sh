@@ -125,6 +125,11 @@ if ! all_in "$attempt/checked" "$step" && [[ -z $preempted_at ]]; then
   for host in $bad; do
     say "node $host failed its check: $(tail -n 1 -- "$attempt/check-$host.log" 2>/dev/null || echo 'no answer')"
   done
+  # Other nodes would fail in the same way, and a job that has excluded them all waits for ever.
+  if ((num_nodes > 1)) && [[ $(wc -w <<<"$bad") -eq $num_nodes ]]; then
+    say "every node failed its check, so none is excluded: set up the environment of a task with slurm.setup"
+    exit 1
+  fi
   # shellcheck disable=SC2086 # one word per node
   requeue $bad
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,10 +27,11 @@ def slurm() -> Iterator[Slurm]:
         yield running
 
 
-def write_job(directory: Path, task: Path, run_dir: Path) -> Path:
-    """A job script on two nodes, of which n2 has no environment."""
+def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
+    """A job script on two nodes. Those whose name fits `bad` have no environment, others enter that of the tests."""
     (directory / "activate.sh").write_text(
-        '[[ "$SLURMD_NODENAME" != n2 ]] || { echo "no such environment"; exit 1; }\n'
+        f'[[ "$SLURMD_NODENAME" != {bad} ]] || {{ echo "no such environment"; exit 1; }}\n'
+        f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
     )
     words = [
         *("slurm", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
@@ -48,7 +50,7 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     directory = tmp_path / "it's here"
     directory.mkdir()
     run_dir = directory / "my run"
-    job = slurm.submit(write_job(directory, task, run_dir))
+    job = slurm.submit(write_job(directory, task, run_dir, bad="n2"))
     log = directory / f"preempted.{job}.log"
 
     def says(pattern: str) -> bool:
@@ -57,7 +59,7 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     def restarts() -> int:
         return int(slurm.state(job)["Restarts"])
 
-    slurm.wait(lambda: says("excluded from now on: n2") or says("the run ended"), "the bad node to be excluded", log)
+    slurm.wait(lambda: says("excluded from now on: n2") or says("the run ended|every node failed"), "the bad node", log)
     assert says("node n2 failed its check: no such environment"), log.read_text()
     assert not says("node n1 failed"), log.read_text()
     slurm.start_now(job, log, 1)
@@ -76,3 +78,15 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     for path in (whole_run / "rollouts").iterdir():
         assert (run_dir / "rollouts" / path.name).read_text() == path.read_text()
     assert not list((run_dir / "slurm").glob("*/token"))  # the secret of a cluster goes with it
+
+
+def test_a_job_whose_every_node_is_bad_ends_with_the_reason_and_excludes_none(
+    slurm: Slurm, task: Path, tmp_path: Path
+) -> None:
+    job = slurm.submit(write_job(tmp_path, task, tmp_path / "run", bad="n*"))
+    log = tmp_path / f"preempted.{job}.log"
+    slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
+    assert slurm.state(job)["JobState"] == "FAILED"
+    assert slurm.state(job)["ExcNodeList"] == "(null)"
+    assert "node n2 failed its check: no such environment" in log.read_text()
+    assert "every node failed its check" in log.read_text()
