@@ -134,10 +134,6 @@ def _check_weights(config: Config) -> int:
 
 
 def _check_cluster(config: Config) -> None:
-    if config.actor.optimizer.cpu_offload:
-        raise ConfigError(
-            "actor.optimizer.cpu_offload=true can be planned but not trained yet; set it to false and use more GPUs"
-        )
     if config.cluster.nodes > 1 and config.cluster.address is None:
         raise ConfigError(
             f"cluster.address must name the Ray cluster that offers cluster.nodes={config.cluster.nodes} nodes (a job "

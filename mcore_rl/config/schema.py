@@ -171,8 +171,8 @@ class OptimizerSettings:
     decay_steps: int | None = None
     """Optimizer updates; null: all updates of the run."""
     cpu_offload: bool = False
-    """Adam's state and float32 weights lie in host memory for good: slower, but GPUs hold 6 bytes per parameter. Only
-    `plan` knows it so far; `train` refuses it. Needs actor.distributed_optimizer."""
+    """Adam's moments and float32 weights lie in host memory and visit the GPU in pieces: 24 bytes per parameter over
+    the bus at each update, but GPUs hold 6 bytes of a bfloat16 parameter. Needs actor.distributed_optimizer."""
 
 
 @dataclass

@@ -25,6 +25,8 @@ import torch
 
 from mcore_rl.config.schema import OffloadConfig
 from mcore_rl.errors import OffloadedError
+from mcore_rl.megatron.host_optimizer import HostOptimizer
+from mcore_rl.megatron.main_params import optimizer_parts
 
 PARTS = ("params", "grads", "optimizer")
 PIECE_BYTES = 1 << 26
@@ -185,10 +187,11 @@ def _gradients(chunks: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Step counts, numbers that torch keeps on the host, are left out."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    """Step counts, numbers that torch keeps on the host, are left out; so is state that lies on the host anyway."""
+    for part in optimizer_parts(optimizer):
         inner = part.optimizer
-        if inner is None:
+        if isinstance(inner, HostOptimizer):
+            yield from inner.on_device()
             continue
         for group in inner.param_groups:
             yield from group["params"]

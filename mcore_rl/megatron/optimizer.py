@@ -10,6 +10,8 @@ import torch
 from mcore_rl.config.schema import ActorConfig, Config, OptimizerSettings
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.host_optimizer import HostOptimizer, gradients_released
+from mcore_rl.megatron.main_params import optimizer_parts
 from mcore_rl.megatron.output import output_weight, unwrap
 
 cpu.install()
@@ -131,34 +133,31 @@ def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **op
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
     """AdamW, sharded over data-parallel ranks where `chunks` are wrapped for that; float32 main parameters for bfloat16
-    models.
+    models. With settings.cpu_offload its state is in host memory (host_optimizer.py).
 
     Collective: all ranks, after the weights are loaded (it copies them).
     """
     config = chunks[0].config
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
-        ),
-        chunks,
+    chosen = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
-
-
-def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """One for dense and one for expert parameters, where this rank has any."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:
-            yield part.optimizer
+    if not settings.cpu_offload:
+        return get_megatron_optimizer(chosen, chunks)
+    with gradients_released(chunks):
+        optimizer = get_megatron_optimizer(chosen, chunks)
+        for part in optimizer_parts(optimizer):
+            HostOptimizer(part)
+    return optimizer
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
@@ -213,15 +212,18 @@ def materialize_state(optimizer: MegatronOptimizer) -> None:
 
     Main parameters keep their values: the step that creates the moments runs with learning rate and decay 0.
     """
-    for inner in _torch_optimizers(optimizer):
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
         if inner.state:
             continue
         kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
         for group in inner.param_groups:
             group["lr"] = group["weight_decay"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        inner.zero_grad()
+        everything = [[main for group in inner.param_groups for main in group["params"]]]
+        for mains in inner.pieces() if isinstance(inner, HostOptimizer) else everything:
+            for main in mains:
+                main.grad = torch.zeros(main.shape, dtype=main.dtype, device=main.device)
+            inner.step()
+            inner.zero_grad()
         for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
             group["lr"], group["weight_decay"] = rate, decay

@@ -62,7 +62,8 @@ def rank_phases(
     return Phases(
         generate=resident + (engine.total_bytes if shared else 0),
         annotate=state.weights_bytes + stay + int(activations.forward_only_bytes) + asleep,
-        update=state.total_bytes + int(activations.total_bytes) + asleep,
+        # The optimizer steps when the activations are gone.
+        update=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep,
         sync=state.weights_bytes + stay + (engine.weights_bytes if shared else 0),
         host_bytes=state.host_bytes
         + (state.weights_bytes if offload.params else 0)

@@ -13,7 +13,8 @@ What is allocated for them follows megatron-core 0.16.1:
 - Data-parallel rank r of n owns the r-th of n equal stretches of every bucket. Its optimizer state is that of the
   parameters in there: two float32 moments, and a float32 copy where the weights are in bfloat16. Experts are owned
   over the expert-data-parallel ranks. Without the distributed optimizer every rank has the whole.
-- With actor.optimizer.cpu_offload the owned share is in host memory instead: float32 weights, gradients, two moments.
+- With actor.optimizer.cpu_offload the optimizer's state is in host memory instead, and a piece of it (or the largest
+  parameter's, if that is more) on the device during a step.
 - torch's AdamW counts steps in a float32 scalar per parameter; apex's and TransformerEngine's count per group.
 
 Source: core/distributed/{distributed_data_parallel,param_and_grad_buffer}.py, core/optimizer/distrib_optimizer.py.
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.schema import ActorConfig
+from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
 from model_converters.layout import TrainLayout
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
@@ -36,8 +38,6 @@ ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Elements: megatron's buckets when the reduction of gradients overlaps with the backward pass."""
 STEP_BYTES = 4
-HOST_BYTES = 16
-"""Per element of an optimizer in host memory: float32 weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,23 @@ class Numerics:
         )
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Per owned element: two moments, and a main copy of a weight that is not float32 itself."""
-        if self.on_host:
-            return 0
+    def state_bytes(self) -> int:
+        """Per owned element, wherever it lies: two moments, and a main copy of a weight that is not float32 itself."""
         return 8 + (4 if self.weight_bytes < 4 else 0)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of them on the device."""
+        return 0 if self.on_host else self.state_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of them in host memory for good."""
+        return self.state_bytes if self.on_host else 0
+
+    def piece_bytes(self, largest: int) -> int:
+        """What a step has on the device of state that lies on the host; `largest`: elements of one parameter."""
+        return self.host_bytes * max(PIECE_ELEMENTS, largest)
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ class RankState:
 
     host_bytes: int = 0
     """In host memory for good; not in total_bytes."""
+    piece_bytes: int = 0
+    """On the device while a step updates it; not in total_bytes."""
 
     @property
     def total_bytes(self) -> int:
@@ -107,12 +121,13 @@ class Buffer:
     def elements(self) -> int:
         return self.buckets[-1][1] if self.buckets else 0
 
-    def owned(self, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Elements, and parameters in part or whole, that each of `ranks` data-parallel ranks owns.
+    def owned(self, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Elements, and parameters in part or whole, that each of `ranks` data-parallel ranks owns, and the most
+        elements that one of them has.
 
-        Shapes: int64 [ranks] both.
+        Shapes: int64 [ranks] each.
         """
-        elements, parameters = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        elements, parameters, largest = (np.zeros(ranks, np.int64) for _ in range(3))
         for start, end in self.buckets:
             first, last = np.searchsorted(self.starts, [start, end])
             edges = start + (end - start) // ranks * np.arange(ranks + 1)
@@ -121,7 +136,8 @@ class Buffer:
             overlap = np.maximum(high - low, 0)
             elements += overlap.sum(0)
             parameters += (overlap > 0).sum(0)
-        return elements, parameters
+            largest = np.maximum(largest, overlap.max(0, initial=0))
+        return elements, parameters, largest
 
 
 def stage_state(
@@ -129,7 +145,8 @@ def stage_state(
 ) -> list[RankState]:
     """The state of every rank of a stage, from what `stage_parameters` says of it."""
     size, dense_ranks = layout.stage_size, layout.dp * layout.cp
-    elements, owned, shards = 0, np.zeros(size, np.int64), np.zeros(size, np.int64)
+    elements = 0
+    owned, shards, largest = (np.zeros(size, np.int64) for _ in range(3))
     inner = np.arange(size)
     # The place of a rank among those that share its gradients; see TrainLayout for the order of ranks.
     groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
@@ -144,15 +161,22 @@ def stage_state(
             buffer = lay_out(held, ranks, bucket, aligned=numerics.distributed_optimizer)
             elements += buffer.elements
             if numerics.distributed_optimizer:
-                own, parts = buffer.owned(ranks)
+                own, parts, most = buffer.owned(ranks)
                 owned, shards = owned + own[place], shards + parts[place]
+                largest = np.maximum(largest, most[place])
             else:
                 owned, shards = owned + buffer.elements, shards + len(held)
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
     optimizer = owned * numerics.optimizer_bytes + shards * (STEP_BYTES if numerics.counts_steps else 0)
-    host = owned * (HOST_BYTES if numerics.on_host else 0)
     return [
-        RankState(parameters, elements * numerics.weight_bytes, elements * 4, int(optimizer[rank]), int(host[rank]))
+        RankState(
+            parameters,
+            elements * numerics.weight_bytes,
+            elements * 4,
+            int(optimizer[rank]),
+            host_bytes=int(owned[rank]) * numerics.host_bytes,
+            piece_bytes=numerics.piece_bytes(int(largest[rank])),
+        )
         for rank in range(size)
     ]
 

@@ -35,7 +35,7 @@ from mcore_rl.planner.flops import step_flops
 from mcore_rl.planner.model_size import is_parameter, model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
-from mcore_rl.planner.state import HOST_BYTES, Numerics, RankState
+from mcore_rl.planner.state import Numerics, RankState
 from model_converters.layout import TrainLayout
 
 PEAK_TFLOPS = 989.0
@@ -151,8 +151,14 @@ class _Search:
         sharded = numerics.distributed_optimizer
         owned = dense // (layout.dp * layout.cp if sharded else 1) + experts // (layout.edp if sharded else 1)
         held = dense + experts
-        host = owned * (HOST_BYTES if numerics.on_host else 0)
-        return RankState(held, held * numerics.weight_bytes, held * 4, owned * numerics.optimizer_bytes, host)
+        return RankState(
+            held,
+            held * numerics.weight_bytes,
+            held * 4,
+            owned * numerics.optimizer_bytes,
+            host_bytes=owned * numerics.host_bytes,
+            piece_bytes=numerics.piece_bytes(0),
+        )
 
     def variants(self, *, host_optimizer: bool) -> list[Config]:
         """Ways to fit, from what costs least: recomputation and offloading. None where the optimizer cannot be on the
@@ -294,7 +300,7 @@ def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequ
     if actor.optimizer.cpu_offload:
         gives_up.append(
             f"optimizer on the host: {_host_gib(chosen, phases):.0f} GiB of host memory per "
-            f"node, +{_host_seconds(search, layout):.0f} s per step; `mcore-rl train` does not have it yet"
+            f"node, +{_host_seconds(search, layout):.0f} s per step"
         )
     bubble = _bubble(search, layout)
     if bubble > 0.02:
@@ -377,8 +383,7 @@ def _held(search: _Search, layout: TrainLayout) -> int:
 
 
 def _host_seconds(search: _Search, layout: TrainLayout) -> float:
-    """Of all updates of a step: gradients to the host, weights back, and Adam reading and writing 28 bytes."""
+    """Of all updates of a step: main parameters and moments to the GPU and back."""
     owned = sum(weights.divided + weights.whole + weights.experts for weights in search.by_group.values())
     updates = batch_arithmetic(search.job.config, layout).updates
-    per_element = 4 + search.job.element_bytes + 28
-    return owned / layout.world_size * per_element * updates / HOST_BYTES_PER_SECOND
+    return owned / layout.world_size * 2 * search.job.numerics.state_bytes * updates / HOST_BYTES_PER_SECOND

@@ -124,8 +124,6 @@ def _warnings(
             f"cluster.nodes={config.cluster.nodes}: weights go through shared memory, which ends at the host; a "
             "transport between hosts is not available yet"
         )
-    if config.actor.optimizer.cpu_offload:
-        yield "actor.optimizer.cpu_offload=true is planned for, but `mcore-rl train` does not have it yet"
     if not sync.mapped and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
         yield (
             f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "

@@ -12,6 +12,7 @@ import torch
 from mcore_rl.errors import OffloadedError
 from tests.dist import policy_batch
 from tests.dist.launch import launch
+from tests.dist.two_steps import differences, held_tensors, train_two_steps
 from tests.tiny_models import write_tiny_model
 
 CASES: dict[int, dict[str, tuple[str, str, dict[str, Any]]]] = {
@@ -53,14 +54,14 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
     results: dict[str, Any] = {}
     for name, (kind, dtype, parallel) in cases.items():
         stays = _actor(rank, directories[kind], dtype, parallel, offload=False)
-        _two_steps(stays, lambda: None)
-        expected = _state(stays)
+        train_two_steps(stays, lambda: None)
+        expected = held_tensors(stays)
         del stays
         gc.collect()
         leaves = _actor(rank, directories[kind], dtype, parallel, offload=True)
         found = results[name] = {"before any update": _away_and_back(leaves)}
-        _two_steps(leaves, leaves.memory.offload)
-        found["training"] = _differences(expected, _state(leaves))
+        train_two_steps(leaves, leaves.memory.offload)
+        found["training"] = differences(expected, held_tensors(leaves))
         found["after updates"] = _away_and_back(leaves)
         found["part by part"] = _part_by_part(leaves)
         found["refusals"] = _refusals(leaves)
@@ -87,43 +88,6 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
     return actor
 
 
-def _two_steps(actor: Any, between: Any) -> None:
-    """Two training steps of two updates each, with `between` wherever the engine may want the memory."""
-    chunks = policy_batch.chunks()
-    dp = actor.layout.coordinates(actor.rank).dp
-    shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
-    for _ in range(2):
-        between()
-        actor.annotate(shares, chunks)
-        between()
-        for index, share in enumerate(shares):
-            actor.update(share, chunks, index)
-            # As before a sync: whole parameters are read, then all may leave.
-            actor.gather_parameters()
-            actor.tensors()
-            between()
-
-
-def _state(actor: Any) -> dict[str, torch.Tensor]:
-    """Copies of every parameter, main parameter and Adam moment."""
-    from mcore_rl.megatron.optimizer import _torch_optimizers
-
-    actor.memory.load("params", "optimizer")
-    actor.gather_parameters()
-    state = {name: tensor.clone() for name, tensor in actor.tensors().items()}
-    for part, inner in enumerate(_torch_optimizers(actor.optimizer)):
-        masters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        for index, parameter in enumerate(masters):
-            state[f"{part}.{index}"] = parameter.detach().clone()
-            state |= {f"{part}.{index}.{key}": value.clone() for key, value in inner.state[parameter].items()}
-    return state
-
-
-def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
-    assert any(name.endswith("exp_avg_sq") for name in expected)
-    return [name for name in {*expected, *found} if not torch.equal(expected[name], found[name])]
-
-
 def _live_bytes(actor: Any) -> int:
     """Of every storage in this process, whoever holds it, less the host copies."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -140,12 +104,12 @@ def _live_bytes(actor: Any) -> int:
 
 def _buffer_bytes(actor: Any) -> dict[str, int]:
     """What megatron allocated, from its buffers' sizes."""
-    from mcore_rl.megatron.optimizer import _torch_optimizers
+    from mcore_rl.megatron.main_params import optimizer_parts
 
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
     float32 = actor.config.model.dtype == "float32"
-    for inner in _torch_optimizers(actor.optimizer):
+    for inner in (part.optimizer for part in optimizer_parts(actor.optimizer)):
         masters = [p for group in inner.param_groups for p in group["params"]]
         moments = 2 if inner.state else 0
         optimizer += sum(4 * p.numel() * (moments + (0 if float32 else 1)) for p in masters)
@@ -179,7 +143,7 @@ def _away_and_back(actor: Any) -> dict[str, Any]:
 
 def _part_by_part(actor: Any) -> dict[str, Any]:
     """Each part alone, in an order that is not that of the class."""
-    before = _state(actor)
+    before = held_tensors(actor)
     sizes, fell = _buffer_bytes(actor), {}
     for part in ("optimizer", "params", "grads"):
         live = _live_bytes(actor)
@@ -189,7 +153,7 @@ def _part_by_part(actor: Any) -> dict[str, Any]:
         actor.memory.load(part)
         actor.memory.load(part)
     zero = all(not b.grad_data.any() for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
-    return {"sizes": sizes, "fell": fell, "zero": zero, "differ": _differences(before, _state(actor))}
+    return {"sizes": sizes, "fell": fell, "zero": zero, "differ": differences(before, held_tensors(actor))}
 
 
 def _refusals(actor: Any) -> list[str]:
@@ -221,7 +185,7 @@ def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.T
         tensor.zero_()
     actor.memory.offload()
     load_checkpoint(str(directory), actor)
-    return _differences(expected, _state(actor))
+    return differences(expected, held_tensors(actor))
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.config.schema import OptimizerSettings
 from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import write_tiny_model
@@ -44,13 +45,16 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 }
 
 WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": True}
-SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, bool]]]] = {
+ON_HOST = {"optimizer": OptimizerSettings(cpu_offload=True)}
+SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
     2: [
         ("odd", {}, "float32", WHOLE),
         ("odd", {}, "bfloat16", WHOLE),
         ("moe", {"ep": 2}, "bfloat16", WHOLE),
         ("tied", {"pp": 2}, "bfloat16", WHOLE),
         ("odd", {}, "bfloat16", OVERLAPPED),
+        ("odd", {}, "float32", ON_HOST),
+        ("moe", {"ep": 2}, "bfloat16", ON_HOST),
     ],
 }
 
@@ -79,7 +83,7 @@ def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
 
 
 def plan_states(
-    directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, bool], num_ranks: int
+    directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
 ) -> list[tuple[int, ...]]:
     from mcore_rl.megatron.layout import train_layout
     from mcore_rl.megatron.model import DTYPES
@@ -97,21 +101,22 @@ def plan_states(
         for stage in range(layout.pp)
         for state in stage_state(stage_parameters(hf_config, layout, stage), layout, stage, numerics)
     ]
-    return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes) for s in states]
+    return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
 
 
-def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str, dict[str, bool]]]) -> list[tuple[int, ...]]:
+def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str, dict[str, Any]]]) -> list[tuple[int, ...]]:
     return [after_an_update(rank, *case) for case in cases]
 
 
 def after_an_update(
-    rank: int, directory: str, parallel: dict[str, Any], dtype: str, settings: dict[str, bool]
+    rank: int, directory: str, parallel: dict[str, Any], dtype: str, settings: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Parameters, and bytes of the storages behind weights, gradients and optimizer state."""
+    """Parameters, and bytes of the storages behind weights, gradients and optimizer state, on the device and not."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.optimizer import _torch_optimizers
+    from mcore_rl.megatron.host_optimizer import HostOptimizer
+    from mcore_rl.megatron.main_params import optimizer_parts
 
     config = policy_batch.config(directory, parallel, 64)
     config.model.dtype = dtype
@@ -122,18 +127,21 @@ def after_an_update(
     actor.annotate([share], policy_batch.chunks())
     actor.update(share, policy_batch.chunks(), 0)
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
-    state = [
-        value
-        for inner in _torch_optimizers(actor.optimizer)
-        for parameter in (p for group in inner.param_groups for p in group["params"])
-        for value in (parameter, *inner.state[parameter].values())
-    ]
     weights = storages(parameters)
     gradients = storages(parameter.main_grad for parameter in parameters)
+    optimizer, host = {}, {}
+    for inner in (part.optimizer for part in optimizer_parts(actor.optimizer)):
+        for main in (parameter for group in inner.param_groups for parameter in group["params"]):
+            moments = {name: value for name, value in inner.state[main].items() if name != "step"}
+            if isinstance(inner, HostOptimizer):
+                host |= storages(moments.values()) | storages([inner._host.get(id(main))])
+            else:
+                optimizer |= storages(moments.values())
+            optimizer |= storages([main, inner.state[main].get("step")])
     # float32 models have no main parameters of their own: the optimizer's are views of the weights.
-    optimizer = {key: size for key, size in storages(state).items() if key not in weights}
+    optimizer = {key: size for key, size in optimizer.items() if key not in weights}
     held = sum(parameter.numel() for parameter in parameters)
-    return held, sum(weights.values()), sum(gradients.values()), sum(optimizer.values())
+    return held, *(sum(each.values()) for each in (weights, gradients, optimizer, host))
 
 
 def storages(tensors: Any) -> dict[int, int]:

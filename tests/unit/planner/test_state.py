@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.schema import ActorConfig
+from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
 from mcore_rl.planner.state import HeldParameter, Numerics, lay_out, stage_state
 from model_converters.layout import TrainLayout
 
@@ -23,10 +24,13 @@ def test_every_element_has_one_owner() -> None:
     held = [HeldParameter(int(size)) for size in generator.integers(1, 900, 40)]
     for bucket in (None, 2_000):
         buffer = lay_out(held, 6, bucket, aligned=True)
-        elements, parameters = buffer.owned(6)
+        elements, parameters, largest = buffer.owned(6)
         assert elements.sum() == sum(parameter.elements for parameter in held)
         assert parameters.sum() >= len(held)
         assert (elements <= buffer.elements // 6).all()
+        assert (largest <= elements).all()
+        # The largest parameter is whole in one stretch, or fills it up to where the next begins.
+        assert max(largest) >= max(parameter.elements for parameter in held) / 2
 
 
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
@@ -53,4 +57,6 @@ def test_an_optimizer_on_the_host_leaves_six_bytes_per_parameter() -> None:
     actor.optimizer.cpu_offload = True
     numerics = Numerics.of(actor, torch.bfloat16, fused_optimizer=True)
     (state,) = stage_state([[HeldParameter(1024)]], TrainLayout(1), 0, numerics)
-    assert (state.total_bytes, state.host_bytes) == (6 * 1024, 16 * 1024)
+    assert (state.total_bytes, state.host_bytes) == (6 * 1024, 12 * 1024)
+    # A piece, however little there is of it.
+    assert state.piece_bytes == 12 * PIECE_ELEMENTS
