@@ -29,6 +29,7 @@ from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, TrajectoryBuffers
 
@@ -128,6 +129,7 @@ class _Site:
         def batch_of(groups: Any, step: int) -> Batch:
             batch = build(groups, step)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
+            journal.record(describe_advantages(batch.advantages))
             return batch
 
         return batch_of

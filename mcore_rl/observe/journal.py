@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from mcore_rl.observe.collapse import CollapseSigns
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.tensorboard import TensorBoardLog
@@ -16,8 +17,9 @@ STEP_PHASES = ("rollout", "logp", "update", "weight_sync")
 
 
 class RunJournal:
-    """Collects the metrics of a step; finish_step adds times and writes metrics.jsonl, tensorboard, the timeline and
-    the progress line. `own_spans` drains the spans of this process, `sources` those of the others."""
+    """Collects the metrics of a step; finish_step adds times, writes metrics.jsonl, tensorboard, the timeline and the
+    progress line, and warns of signs of collapse. `own_spans` drains the spans of this process, `sources` those of the
+    others."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class RunJournal:
         self._timeline = Timeline(run_dir / "timeline.json")
         self._tensorboard: TensorBoardLog | None = None
         self._progress: Progress | None = None
+        self._signs = CollapseSigns()
 
     def resume_after(self, step: int) -> None:
         """Forgets what earlier processes wrote for steps after `step` (-1: everything)."""
@@ -65,6 +68,8 @@ class RunJournal:
         self._timeline.append([*spans, *(span for source in self._sources for span in source())])
         if self._progress is not None:
             self._progress.update(step, values)
+        for warning in self._signs.look(step, values):
+            self.note(f"warning: {warning}")
 
     def close(self) -> None:
         """Ends the progress display and the trackers."""

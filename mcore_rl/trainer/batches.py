@@ -14,6 +14,7 @@ from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
+from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths
 from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -89,6 +90,8 @@ def describe(groups: CollectedGroups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **describe_groups(groups.scalars),
+        **describe_lengths(groups.scalars),
     }
 
 

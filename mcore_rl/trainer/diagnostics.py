@@ -1,0 +1,82 @@
+"""What a practitioner looks for in a step's responses: who solves what, how long right and wrong answers are, and
+what the advantages look like. Scalars only, on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mcore_rl.types import Max, Mean, Metric, RolloutScalars
+
+LENGTH_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+SOLVED = 0.5
+"""An accuracy above it is a right answer."""
+
+
+def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+    """Shares of groups by how many of their responses are right, over everything that was generated.
+
+    groups/solve_rate_std is the spread over groups: near 0.5 with solved_all + solved_none near 1, prompts are either
+    too easy or too hard, and few groups teach anything.
+    """
+    ids = _every(scalars, "group_ids")
+    if not len(ids):
+        return {}
+    _, group = np.unique(ids, return_inverse=True)
+    sizes = np.bincount(group)
+    right = np.bincount(group, _every(scalars, "accuracies") > SOLVED) / sizes
+    spread = np.bincount(group, np.abs(_every(scalars, "rewards") - _first_of_group(scalars, group)))
+    return {
+        "groups/solved_all": _share(right == 1),
+        "groups/solved_none": _share(right == 0),
+        "groups/solve_rate_std": Mean(float(right.std()), 1),
+        "groups/without_signal": _share(spread == 0),
+        "reward/std": Mean(float(_every(scalars, "rewards").std(dtype=np.float64)), 1),
+    }
+
+
+def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+    """Response lengths: quantiles, and right and wrong answers apart (figures of an empty side are left out)."""
+    tokens, right = _every(scalars, "response_tokens"), _every(scalars, "accuracies") > SOLVED
+    clipped = _every(scalars, "clipped") > 0
+    if not len(tokens):
+        return {}
+    found: dict[str, Metric] = {
+        f"response_tokens/{name}": Mean(float(np.quantile(tokens, at)), 1) for name, at in LENGTH_QUANTILES.items()
+    }
+    for side, chosen in (("right", right), ("wrong", ~right)):
+        if chosen.any():
+            found[f"response_tokens/mean_{side}"] = Mean(float(tokens[chosen].sum()), int(chosen.sum()))
+            found[f"response_tokens/clipped_fraction_{side}"] = _share(clipped[chosen])
+    return found
+
+
+def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
+    """Of the responses that are trained on. Shapes: [B]."""
+    if not len(advantages):
+        return {}
+    values = advantages.astype(np.float64)
+    return {
+        "advantages/mean": Mean(float(values.sum()), len(values)),
+        "advantages/std": Mean(float(values.std()), 1),
+        "advantages/max": Max(float(values.max())),
+        "advantages/min": Mean(float(values.min()), 1),
+        "advantages/positive_fraction": _share(values > 0),
+        "advantages/zero_fraction": _share(values == 0),
+    }
+
+
+def _first_of_group(scalars: Sequence[RolloutScalars], group: np.ndarray) -> np.ndarray:
+    """Each response's group's first reward."""
+    _, first = np.unique(group, return_index=True)
+    return _every(scalars, "rewards")[first][group]
+
+
+def _share(chosen: np.ndarray) -> Mean:
+    return Mean(float(chosen.sum()), len(chosen))
+
+
+def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:
+    parts = [np.asarray(getattr(part, name)) for part in scalars]
+    return np.concatenate(parts) if parts else np.empty(0)

@@ -1,0 +1,68 @@
+"""Figures of a step's responses, against counts by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.trainer.diagnostics import describe_advantages, describe_groups, describe_lengths
+from mcore_rl.types import RolloutScalars
+
+# Four groups of two in two rollout calls, ids unsorted: both right, one right, none right, none right.
+GROUPS = [[7, 7, 3, 3], [5, 5, 4, 4]]
+ACCURACIES = [[1, 1, 1, 0], [0, 0, 0, 0]]
+REWARDS = [[1, 1, 1, -1], [0, 0, -0.5, 0]]
+TOKENS = [[10, 20, 30, 40], [100, 100, 200, 200]]
+CLIPPED = [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def scalars() -> list[RolloutScalars]:
+    def part(index: int) -> RolloutScalars:
+        count = len(GROUPS[index])
+        return RolloutScalars(
+            group_ids=np.array(GROUPS[index], np.int64),
+            prompt_rows=np.zeros(count, np.int64),
+            total_tokens=np.array(TOKENS[index], np.int32) + 5,
+            response_tokens=np.array(TOKENS[index], np.int32),
+            trained_tokens=np.array(TOKENS[index], np.int32),
+            rewards=np.array(REWARDS[index], np.float32),
+            accuracies=np.array(ACCURACIES[index], np.float32),
+            clipped=np.array(CLIPPED[index], np.uint8),
+            version=0,
+        )
+
+    return [part(0), part(1)]
+
+
+def test_solve_rates_by_group() -> None:
+    found = {name: metric.value for name, metric in describe_groups(scalars()).items()}
+    assert found["groups/solved_all"] == 1 / 4
+    assert found["groups/solved_none"] == 2 / 4
+    # Equal rewards in the groups 7 and 5; group 4 has no right answer, but rewards that differ.
+    assert found["groups/without_signal"] == 2 / 4
+    assert found["groups/solve_rate_std"] == pytest.approx(np.std([1, 0.5, 0, 0]))
+
+
+def test_lengths_of_right_and_wrong_answers() -> None:
+    found = {name: metric.value for name, metric in describe_lengths(scalars()).items()}
+    assert found["response_tokens/mean_right"] == 20
+    assert found["response_tokens/mean_wrong"] == pytest.approx(640 / 5)
+    assert found["response_tokens/clipped_fraction_right"] == 0
+    assert found["response_tokens/clipped_fraction_wrong"] == 3 / 5
+    assert found["response_tokens/p50"] == 70
+
+
+def test_a_side_without_answers_has_no_figures() -> None:
+    wrong = scalars()[1:]
+    assert "response_tokens/mean_right" not in describe_lengths(wrong)
+    assert describe_groups([]) == describe_lengths([]) == {}
+
+
+def test_advantages() -> None:
+    found = {
+        name: metric.value for name, metric in describe_advantages(np.array([1.5, 0, 0, -0.5], np.float32)).items()
+    }
+    assert found["advantages/mean"] == 0.25
+    assert (found["advantages/min"], found["advantages/max"]) == (-0.5, 1.5)
+    assert (found["advantages/positive_fraction"], found["advantages/zero_fraction"]) == (0.25, 0.5)
+    assert found["advantages/std"] == pytest.approx(np.std([1.5, 0, 0, -0.5]))
