@@ -34,7 +34,8 @@ class RowSampler(Protocol):
 class Groups:
     """What a step generated and what of it is trained on.
 
-    `keep[i]` holds the kept response indices of chunk i, whole groups in order.
+    `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
+    response to the prompt of every kept group, where they were asked for.
     """
 
     chunks: tuple[Any, ...]
@@ -45,6 +46,7 @@ class Groups:
     batches: int
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
+    greedy: tuple[RolloutScalars, ...] = ()
 
 
 @dataclass
@@ -64,6 +66,8 @@ class RolloutCollector:
     prompts_per_step: int
     seed: int
     records_dir: Path
+    with_greedy: bool = False
+    """Also one greedy response to every prompt that is trained on (the baseline of ReMax)."""
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
@@ -78,7 +82,7 @@ class RolloutCollector:
         while kept_groups < self.prompts_per_step and batches < self._max_batches():
             tasks = self._tasks(step, batches, self._draw_size(kept_groups, drawn))
             results = self.pool.run(tasks)
-            seconds += [max(r.seconds_generating for _, r in results), max(r.seconds_grading for _, r in results)]
+            seconds += _slowest([result for _, result in results])
             for task, (chunk, result) in zip(tasks, results, strict=True):
                 kept, rest = _split_groups(self._signal(result), samples)
                 kept = kept[: (self.prompts_per_step - kept_groups) * samples]
@@ -93,8 +97,12 @@ class RolloutCollector:
         dropped = sum(len(rest) for rest in dull) // samples
         _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
         join_parts(records, self.records_dir, f"step_{step}")
+        greedy = self._greedy(scalars, keep) if self.with_greedy else []
+        seconds += _slowest(greedy)
         generating, grading = seconds.tolist()
-        return Groups(tuple(chunks), tuple(scalars), tuple(keep), drawn, dropped, batches, generating, grading)
+        return Groups(
+            tuple(chunks), tuple(scalars), tuple(keep), drawn, dropped, batches, generating, grading, tuple(greedy)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""
@@ -138,11 +146,29 @@ class RolloutCollector:
             for engine, part in enumerate(parts)
         ]
 
+    def _greedy(self, scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> list[RolloutScalars]:
+        """Greedy responses to the prompts of the kept groups, under the groups' ids; their tokens are let go."""
+        ids = np.concatenate([part.group_ids[kept] for part, kept in zip(scalars, keep, strict=True)])
+        rows = np.concatenate([part.prompt_rows[kept] for part, kept in zip(scalars, keep, strict=True)])
+        ids, first = np.unique(ids, return_index=True)
+        sampling = SamplingOptions(self.rollout.max_response_tokens, temperature=0.0)
+        parts = [part for part in np.array_split(np.arange(len(ids)), self.pool.num_engines) if len(part)]
+        tasks = [RolloutTask("train", rows[first][part], ids[part], 1, sampling, self.seed) for part in parts]
+        return [result for _, result in self.pool.run(tasks)]
+
     def _signal(self, result: RolloutScalars) -> np.ndarray:
         if not self.dynamic.enable:
             return np.ones(len(result.rewards), bool)
         values = result.accuracies if self.dynamic.metric == "accuracy" else result.rewards
         return self.has_signal(values, result.group_ids)
+
+
+def _slowest(results: Sequence[RolloutScalars]) -> tuple[float, float]:
+    """Seconds of generating and of grading until the last engine is done."""
+    return (
+        max((result.seconds_generating for result in results), default=0.0),
+        max((result.seconds_grading for result in results), default=0.0),
+    )
 
 
 def _fill_with_dull(keep: list[np.ndarray], dull: list[np.ndarray], missing: int, samples: int) -> None:

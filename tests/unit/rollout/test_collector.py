@@ -40,14 +40,16 @@ class ScriptedPool:
         return [(f"chunk of {task.prompt_rows.tolist()}", self._score(task)) for task in tasks]
 
     def _score(self, task: RolloutTask) -> RolloutScalars:
-        Path(str(task.records)).write_text("".join(f"{row}\n" for row in task.prompt_rows))
-        accuracies = np.zeros((len(task.prompt_rows), SAMPLES), np.float32)
+        samples = task.samples_per_prompt
+        if task.records is not None:
+            Path(str(task.records)).write_text("".join(f"{row}\n" for row in task.prompt_rows))
+        accuracies = np.zeros((len(task.prompt_rows), samples), np.float32)
         accuracies[[self.signal(row) for row in task.prompt_rows], 0] = 1
         count = accuracies.size
         ones = np.ones(count, np.int32)
         return RolloutScalars(
-            np.repeat(task.group_ids, SAMPLES),
-            np.repeat(task.prompt_rows, SAMPLES),
+            np.repeat(task.group_ids, samples),
+            np.repeat(task.prompt_rows, samples),
             ones,
             ones,
             ones,
@@ -71,6 +73,25 @@ def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: Any
         records_dir=tmp_path,
     )
     return collector.collect(1), pool
+
+
+def test_greedy_responses_go_to_the_kept_groups_only_under_their_ids(tmp_path: Path) -> None:
+    pool = ScriptedPool(lambda row: row % 2 == 0, num_engines=3)
+    collector = RolloutCollector(
+        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES, top_k=5), DynamicSamplingConfig(enable=True),
+        groups_with_variance, 8, 1, tmp_path, with_greedy=True,
+    )  # fmt: skip
+    groups = collector.collect(1)
+    kept = zip(groups.scalars, groups.keep, strict=True)
+    row_of = {int(i): int(row) for s, k in kept for i, row in zip(s.group_ids[k], s.prompt_rows[k], strict=True)}
+    greedy = {int(i): int(row) for s in groups.greedy for i, row in zip(s.group_ids, s.prompt_rows, strict=True)}
+    assert greedy == row_of
+    assert sum(len(s.group_ids) for s in groups.greedy) == 8
+    tasks = pool.tasks[-1]
+    assert len(tasks) == 3
+    assert {(t.samples_per_prompt, t.sampling.temperature, t.sampling.top_k, t.records) for t in tasks} == {
+        (1, 0.0, -1, None)
+    }
 
 
 def kept_rows(groups: Groups) -> list[int]:
