@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_rl.errors import ConfigError
 from mcore_rl.types import Metric
+
+MAX_NAMED = 10
+"""Samples that an error names."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,20 @@ class Needs:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted;
-    baseline_rewards [B]. mask is 1 on trained tokens."""
+    """Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted; baseline_rewards,
+    lengths [B]. mask is 1 on trained tokens. lengths: how many trained tokens a response has; None: as the mask says.
+    """
 
     token_rewards: Tensor
     mask: Tensor
     group_ids: Tensor | None = None
     values: Tensor | None = None
     baseline_rewards: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def trained_tokens(self) -> Tensor:
+        """Of each response, float64 [B]."""
+        return ((self.mask > 0).sum(-1) if self.lengths is None else self.lengths).double()
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,20 @@ class Estimator(Protocol):
     """An advantage estimator: a frozen dataclass of which the fields are the options.
 
     per_response: the advantage is one number per response, so a driver can carry a scalar instead of tokens.
+    whitened: calling it is `raw`, then whitening.whiten over the tokens of its inputs. Where those are one rank's part
+    of a batch, the ranks whiten `raw` by the sum of their moments instead.
     """
 
-    needs: ClassVar[Needs]
-    per_response: ClassVar[bool]
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def per_response(self) -> bool: ...
+
+    @property
+    def whitened(self) -> bool: ...
+
+    def raw(self, inputs: AdvantageInputs) -> AdvantageResult: ...
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult: ...
 
@@ -103,6 +124,12 @@ class PolicyLoss(Protocol):
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult: ...
 
 
+def check_fraction(key: str, value: float) -> None:
+    """Raises: ConfigError unless 0 <= value <= 1."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} must be between 0 and 1")
+
+
 def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
     """Raises ValueError naming the tensors of `inputs` that are not shaped as inputs.<like>."""
     expected = getattr(inputs, like).shape
@@ -110,6 +137,22 @@ def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != expected]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must have the shape of {like}, {list(expected)}")
+
+
+def check_advantage_inputs(inputs: AdvantageInputs) -> None:
+    """Raises: ValueError naming the tensors that are misshapen, or the responses whose rewards are not finite."""
+    rewards = inputs.token_rewards
+    if rewards.dim() != 2 or not rewards.is_floating_point():
+        raise ValueError(f"token_rewards must be floating point [B, T], not {rewards.dtype} {list(rewards.shape)}")
+    check_shapes(inputs, "token_rewards", ("mask", "values"))
+    given = {name: getattr(inputs, name) for name in ("group_ids", "baseline_rewards", "lengths")}
+    wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != rewards.shape[:1]]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must have one entry per row of token_rewards, {list(rewards.shape)}")
+    for name, tensor in (("token_rewards", rewards), ("baseline_rewards", inputs.baseline_rewards)):
+        if tensor is not None and not math.isfinite(tensor.sum(dtype=torch.float64)):
+            rows = (~tensor.reshape(len(tensor), -1).isfinite().all(-1)).nonzero()[:, 0].tolist()
+            raise ValueError(f"{name} of {len(rows)} responses are not finite: {rows[:MAX_NAMED]}")
 
 
 def trained(tensor: Tensor, selected: Tensor) -> Tensor:

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.gae import GAE
+from mcore_rl.algorithms.advantages.gpg import GPG
 from mcore_rl.algorithms.advantages.grpo import GRPO
+from mcore_rl.algorithms.advantages.grpo_passk import GRPOPassK
+from mcore_rl.algorithms.advantages.opo import OPO
+from mcore_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
+from mcore_rl.algorithms.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from mcore_rl.algorithms.advantages.remax import ReMax
+from mcore_rl.algorithms.advantages.rloo import RLOO
+from mcore_rl.algorithms.advantages.user import UserEstimator
 from mcore_rl.algorithms.interface import (
     AdvantageInputs,
     AdvantageResult,
@@ -21,16 +30,26 @@ from mcore_rl.algorithms.interface import (
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossResult,
+    check_advantage_inputs,
     check_shapes,
 )
 from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.sft import SFT
+from mcore_rl.config.functions import names_function
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
 
 ADVANTAGES: dict[str, type[Estimator]] = {
+    "gae": GAE,
     "grpo": GRPO,
+    "grpo_passk": GRPOPassK,
+    "rloo": RLOO,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "remax": ReMax,
+    "opo": OPO,
+    "gpg": GPG,
 }
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
@@ -40,10 +59,13 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 
 
 def estimator(name: str, **options: Any) -> Estimator:
-    """The advantage estimator `name`; options that are None take its defaults.
+    """The advantage estimator `name`, one of ours or module_or_file.py:function; options that are None take its
+    defaults.
 
-    Raises: ConfigError for an unknown name or an option that it does not take.
+    Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
     """
+    if names_function(name):
+        return UserEstimator.load(name, {option: value for option, value in options.items() if value is not None})
     return _build(ADVANTAGES, "algorithm.advantage", "algorithm", name, options)
 
 
@@ -57,7 +79,7 @@ def policy_loss(name: str, **options: Any) -> PolicyLoss:
 
 def advantage_needs(name: str) -> Needs:
     """Raises: ConfigError for an unknown name."""
-    return _entry(ADVANTAGES, "algorithm.advantage", name).needs
+    return estimator(name).needs
 
 
 def policy_loss_needs(name: str) -> Needs:
@@ -73,17 +95,19 @@ def compute_advantages(
     group_ids: Tensor | None = None,
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
+    lengths: Tensor | None = None,
     **options: Any,
 ) -> AdvantageResult:
     """Advantages and returns, without gradient.
 
-    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards [B]; results [B, T].
-    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor.
+    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; results [B, T].
+    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor, and for rewards
+    that are not finite, naming the responses.
     """
     chosen = estimator(name, **options)
-    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards)
+    inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths)
     _check_given(name, chosen.needs, inputs)
-    check_shapes(inputs, "token_rewards", ("mask", "values"))
+    check_advantage_inputs(inputs)
     return chosen(inputs)
 
 

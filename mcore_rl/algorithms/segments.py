@@ -33,9 +33,29 @@ class Segments:
 
     def min(self, values: Tensor) -> Tensor:
         """Least of `values` [B] per group [num_groups]."""
-        least = values.new_full((len(self.sizes),), torch.inf)
-        return least.scatter_reduce_(0, self.index, values, "amin")
+        return self._extreme(values, "amin", torch.inf)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Greatest of `values` [B] per group [num_groups]."""
+        return self._extreme(values, "amax", -torch.inf)
 
     def spread(self, per_group: Tensor) -> Tensor:
         """Each response's entry of `per_group` [num_groups], [B]."""
         return per_group[self.index]
+
+    def above_least(self, values: Tensor) -> Tensor:
+        """`values` [B] measured from the least of their group: equal ones are 0 before any rounding, and so is every
+        mean of them, weighted or not."""
+        return values - self.spread(self.min(values))
+
+    def centred(self, values: Tensor) -> Tensor:
+        """`values` [B] less the mean of their group; exactly 0 where all of a group are equal."""
+        above = self.above_least(values)
+        return above - self.spread(self.sum(above) / self.sizes)
+
+    def std(self, centred: Tensor) -> Tensor:
+        """Sample standard deviation (n - 1) per group [num_groups] of values given by `centred`; of one value 0."""
+        return (self.sum(centred.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def _extreme(self, values: Tensor, reduce: str, start: float) -> Tensor:
+        return values.new_full((len(self.sizes),), start).scatter_reduce_(0, self.index, values, reduce)

@@ -1,0 +1,59 @@
+"""Generalised advantage estimation.
+
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t     = delta_t + gamma lam A_{t+1}            both 0 behind a response's last trained token
+    returns = A + V                                  the TD(lambda) target of the critic
+
+t counts trained tokens. What lies between two of them (a tool's output) was not acted: its values are not read, it is
+not discounted over, and the rewards on it belong to the trained token before it. Rewards in front of the first trained
+token change no advantage. whiten: advantages, not returns, get mean 0 and standard deviation 1 over the batch.
+
+Source: arXiv 1506.02438, equation 16; whitening.py for the rest.
+Shapes: token_rewards, mask, values [B, T] -> [B, T].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction, trained
+from mcore_rl.algorithms.whitening import whiten_batch
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Computed in float64 on the host, whichever device the inputs are on: a chain of T steps is no work for a GPU.
+
+    Raises: ConfigError for gamma or lam out of range.
+    """
+
+    needs: ClassVar[Needs] = Needs(values=True)
+    per_response: ClassVar[bool] = False
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        check_fraction("algorithm.gamma", self.gamma)
+        check_fraction("algorithm.lam", self.lam)
+
+    @property
+    def whitened(self) -> bool:
+        return self.whiten
+
+    @torch.no_grad()
+    def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
+        from mcore_rl.algorithms.kernels import discounted_errors
+
+        assert inputs.values is not None
+        values = inputs.values.to(inputs.token_rewards.dtype)
+        advantages = discounted_errors(inputs.token_rewards, values, inputs.mask, self.gamma, self.gamma * self.lam)
+        return AdvantageResult(advantages, trained(advantages + values, inputs.mask > 0))
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
+        result = self.raw(inputs)
+        return whiten_batch(result, inputs) if self.whiten else result

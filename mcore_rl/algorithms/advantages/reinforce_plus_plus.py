@@ -1,0 +1,43 @@
+"""REINFORCE++: discounted returns, whitened over all trained tokens of the batch.
+
+    G_t = sum_{s >= t} gamma^{s-t} r_s,    A_t = (G_t - mean(G)) / std(G)        returns = G
+
+t counts trained tokens; rewards on tokens that are not trained belong to the trained token before them, as in gae.
+
+Source: REINFORCE++, arXiv 2501.03262, section on advantages and their global normalisation.
+Shapes: token_rewards, mask [B, T] -> [B, T].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction
+from mcore_rl.algorithms.whitening import whiten_batch
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus:
+    """Raises: ConfigError for gamma out of range."""
+
+    needs: ClassVar[Needs] = Needs()
+    per_response: ClassVar[bool] = False
+    whitened: ClassVar[bool] = True
+
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fraction("algorithm.gamma", self.gamma)
+
+    @torch.no_grad()
+    def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
+        from mcore_rl.algorithms.kernels import discounted_errors
+
+        returns = discounted_errors(inputs.token_rewards, None, inputs.mask, self.gamma, self.gamma)
+        return AdvantageResult(returns, returns)
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
+        return whiten_batch(self.raw(inputs), inputs)

@@ -1,0 +1,37 @@
+"""REINFORCE++ with a baseline: rewards centred in their group, then whitened over the tokens of the batch.
+
+    A_i = whiten(r_i - mean(r_G))       mean and standard deviation over every trained token of the whole batch
+
+The group reshapes the reward; dividing by the spread of the whole batch instead of the group's own keeps the
+estimate free of the bias that a prompt with little spread would bring. Long responses have more tokens, so the mean
+over tokens is not 0 and a group of equal rewards has advantage 0 only before whitening (`raw`).
+
+Source: REINFORCE++, arXiv 2501.03262, section on REINFORCE++ with baseline (group mean, then global normalisation).
+Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.per_response import PerResponse
+from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult
+from mcore_rl.algorithms.segments import Segments
+from mcore_rl.algorithms.whitening import whiten_batch
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(PerResponse):
+    """returns are the centred rewards."""
+
+    whitened: ClassVar[bool] = True
+
+    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+        assert inputs.group_ids is not None
+        return Segments.of(inputs.group_ids).centred(rewards)
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
+        return whiten_batch(self.raw(inputs), inputs)
