@@ -144,14 +144,19 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
     rewards = inputs.token_rewards
     if rewards.dim() != 2 or not rewards.is_floating_point():
         raise ValueError(f"token_rewards must be floating point [B, T], not {rewards.dtype} {list(rewards.shape)}")
+    if inputs.group_ids is not None and inputs.group_ids.is_floating_point():
+        raise ValueError(f"group_ids must be integers, not {inputs.group_ids.dtype}")
     check_shapes(inputs, "token_rewards", ("mask", "values"))
     given = {name: getattr(inputs, name) for name in ("group_ids", "baseline_rewards", "lengths")}
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != rewards.shape[:1]]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must have one entry per row of token_rewards, {list(rewards.shape)}")
     for name, tensor in (("token_rewards", rewards), ("baseline_rewards", inputs.baseline_rewards)):
-        if tensor is not None and not math.isfinite(tensor.sum(dtype=torch.float64)):
-            rows = (~tensor.reshape(len(tensor), -1).isfinite().all(-1)).nonzero()[:, 0].tolist()
+        # One sum tells of all: where it is finite, every term is.
+        if tensor is None or math.isfinite(tensor.sum()):
+            continue
+        rows = (~tensor.reshape(len(tensor), -1).isfinite().all(-1)).nonzero()[:, 0].tolist()
+        if rows:
             raise ValueError(f"{name} of {len(rows)} responses are not finite: {rows[:MAX_NAMED]}")
 
 

@@ -1,10 +1,10 @@
-"""Loops over all tokens of a batch, compiled for the host. Import inside functions: numba is slow to import.
+"""Loops over all responses or tokens of a batch, compiled for the host. Import inside functions: numba is slow to.
 
 Arithmetic is float64 whatever the tensors hold: an element is read once from memory and costs little after that.
 Sums over a row may be reordered, which makes them vector instructions; nothing else may. Tensors of another device
 are brought to the host and the result back.
 
-Shapes: all tensors [B, T]; T steps one after the other, rows independent.
+Shapes: tensors [B, T] unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,50 @@ import torch
 from torch import Tensor
 
 
-def discounted_errors(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, decay: float) -> Tensor:
-    """A_t = r_t + gamma V_{t+1} - V_t + decay A_{t+1} over the trained tokens of each row, 0 elsewhere; values None: 0.
+def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the trained tokens of each row, 0 elsewhere.
 
     Rewards on tokens that are not trained count for the trained token before them.
     """
-    out = np.empty(rewards.shape, _host_dtype(rewards))
-    values = torch.zeros_like(rewards) if values is None else values
-    _discounted_errors(_host(rewards), _host(values), (mask > 0).cpu().numpy(), gamma, decay, out)
-    return _back(out, rewards)
+    sums = _empty_like(rewards)
+    _discounted_sums(_host(rewards), _host_mask(mask), gamma, sums)
+    return _back(sums, rewards)
+
+
+def discounted_errors(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """A_t = r_t + gamma V_{t+1} - V_t + decay A_{t+1} over the trained tokens of each row, 0 elsewhere; and A + V.
+
+    Rewards on tokens that are not trained count for the trained token before them; values there are not read.
+    """
+    advantages, returns = _empty_like(rewards), _empty_like(rewards)
+    values = values.to(rewards.dtype)
+    _discounted_errors(_host(rewards), _host(values), _host_mask(mask), gamma, decay, (advantages, returns))
+    return _back(advantages, rewards), _back(returns, rewards)
+
+
+def group_numbers(group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [B] of each id's group, numbered from 0 as they appear, and sizes of the groups.
+
+    Shapes: group_ids [B], any integers -> int64 [B], int64 [num_groups].
+    """
+    ids = group_ids.cpu().long().contiguous().numpy()
+    index, sizes = np.empty_like(ids), np.zeros_like(ids)
+    bits = max(1, (2 * len(ids)).bit_length())
+    count = _group_numbers(ids, np.full(1 << bits, -1, np.int32), 64 - bits, index, sizes)
+    return torch.from_numpy(index).to(group_ids.device), torch.from_numpy(sizes[:count].copy()).to(group_ids.device)
+
+
+def centred_in_groups(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """`values` less the mean of their group. They are measured from the group's least one, so equal values are 0
+    before any rounding.
+
+    Shapes: values, index [B], sizes [num_groups] -> [B].
+    """
+    out = _empty_like(values)
+    _centred_in_groups(_host(values), index.cpu().numpy(), sizes.cpu().numpy(), out)
+    return _back(out, values)
 
 
 def weighted_moments(values: Tensor, mask: Tensor, weights: Tensor) -> tuple[float, float, float]:
@@ -36,24 +71,28 @@ def weighted_moments(values: Tensor, mask: Tensor, weights: Tensor) -> tuple[flo
     Shapes: weights [B].
     """
     weighted = weights.detach().cpu().double().contiguous().numpy()
-    count, mean, squares = _moments(_host(values), (mask > 0).cpu().contiguous().numpy(), weighted)
+    count, mean, squares = _moments(_host(values), _host_mask(mask), weighted)
     return float(count), float(mean), float(squares)
 
 
 def standardised(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
     """(values - mean) / std where mask > 0, and 0 elsewhere."""
-    out = np.empty(values.shape, _host_dtype(values))
-    _standardised(_host(values), (mask > 0).cpu().contiguous().numpy(), mean, 1 / std, out)
+    out = _empty_like(values)
+    _standardised(_host(values), _host_mask(mask), mean, 1 / std, out)
     return _back(out, values)
 
 
-def _host_dtype(tensor: Tensor) -> type[np.floating[Any]]:
-    return np.float64 if tensor.dtype == torch.float64 else np.float32  # numpy has no bfloat16
-
-
 def _host(tensor: Tensor) -> np.ndarray:
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32  # numpy has no bfloat16
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
+
+
+def _host_mask(mask: Tensor) -> np.ndarray:
+    return mask.cpu().contiguous().numpy() if mask.dtype == torch.bool else _host(mask)
+
+
+def _empty_like(tensor: Tensor) -> np.ndarray:
+    return np.empty(tensor.shape, np.float64 if tensor.dtype == torch.float64 else np.float32)
 
 
 def _back(array: np.ndarray, like: Tensor) -> Tensor:
@@ -70,61 +109,117 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return compiled
 
 
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 / 1.618...: multiples of it spread over all 64 bits (Knuth, volume 3, section 6.4)."""
+
 _kernel = _compiled(nogil=True)
 # fastmath=True would assume that there is no NaN and no infinity, which must stop a run.
 _row_sum = _compiled(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 
 
 @_kernel
+def _group_numbers(ids: np.ndarray, table: np.ndarray, shift: int, index: np.ndarray, sizes: np.ndarray) -> int:
+    """A hash table with linear probing, at most half full; ids mostly arrive as consecutive runs."""
+    distinct = np.empty_like(ids)
+    count, last = 0, len(table) - 1
+    for i in range(len(ids)):
+        if i > 0 and ids[i] == ids[i - 1]:
+            index[i] = index[i - 1]
+        else:
+            slot = np.int64((np.uint64(ids[i]) * GOLDEN_RATIO) >> np.uint64(shift))
+            while table[slot] >= 0 and distinct[table[slot]] != ids[i]:
+                slot = (slot + 1) & last
+            if table[slot] < 0:
+                table[slot], distinct[count] = count, ids[i]
+                count += 1
+            index[i] = table[slot]
+        sizes[index[i]] += 1
+    return count
+
+
+@_kernel
+def _centred_in_groups(values: np.ndarray, index: np.ndarray, sizes: np.ndarray, out: np.ndarray) -> None:
+    least, total = np.full(len(sizes), np.inf), np.zeros(len(sizes))
+    for i in range(len(values)):
+        least[index[i]] = min(least[index[i]], values[i])
+    for i in range(len(values)):
+        total[index[i]] += values[i] - least[index[i]]
+    for i in range(len(values)):
+        group = index[i]
+        out[i] = values[i] - least[group] - total[group] / sizes[group]
+
+
+@_kernel
+def _discounted_sums(rewards: np.ndarray, mask: np.ndarray, gamma: float, sums: np.ndarray) -> None:
+    rows, length = rewards.shape
+    for i in range(rows):
+        later, reward = 0.0, 0.0
+        for t in range(length - 1, -1, -1):
+            reward += rewards[i, t]
+            if mask[i, t] > 0:
+                later, reward = reward + gamma * later, 0.0
+                sums[i, t] = later
+            else:
+                sums[i, t] = 0.0
+
+
+@_kernel
 def _discounted_errors(
-    rewards: np.ndarray, values: np.ndarray, trained: np.ndarray, gamma: float, decay: float, out: np.ndarray
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    gamma: float,
+    decay: float,
+    out: tuple[np.ndarray, np.ndarray],
 ) -> None:
     rows, length = rewards.shape
+    advantages, returns = out
     for i in range(rows):
         advantage, next_value, reward = 0.0, 0.0, 0.0
         for t in range(length - 1, -1, -1):
             reward += rewards[i, t]
-            if trained[i, t]:
-                advantage = reward + gamma * next_value - values[i, t] + decay * advantage
-                next_value, reward = np.float64(values[i, t]), 0.0
-                out[i, t] = advantage
+            if mask[i, t] > 0:
+                value = np.float64(values[i, t])
+                advantage = reward + gamma * next_value - value + decay * advantage
+                next_value, reward = value, 0.0
+                advantages[i, t], returns[i, t] = advantage, advantage + value
             else:
-                out[i, t] = 0.0
+                advantages[i, t], returns[i, t] = 0.0, 0.0
 
 
 @_row_sum
-def _sum_above(values: np.ndarray, trained: np.ndarray, origin: float) -> tuple[float, int]:
+def _sum_above(values: np.ndarray, mask: np.ndarray, origin: float) -> tuple[float, int]:
     total, count = 0.0, 0
     for t in range(len(values)):
-        total += values[t] - origin if trained[t] else 0.0
-        count += trained[t]
+        total += values[t] - origin if mask[t] > 0 else 0.0
+        count += mask[t] > 0
     return total, count
 
 
 @_row_sum
-def _sum_squares(values: np.ndarray, trained: np.ndarray, mean: float) -> float:
+def _sum_squares(values: np.ndarray, mask: np.ndarray, mean: float) -> float:
     total = 0.0
     for t in range(len(values)):
-        distance = values[t] - mean if trained[t] else 0.0
+        distance = values[t] - mean if mask[t] > 0 else 0.0
         total += distance * distance
     return total
 
 
 @_kernel
-def _moments(values: np.ndarray, trained: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+def _moments(values: np.ndarray, mask: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
     """Each row's own moments, merged one after the other (Chan et al.)."""
     count, mean, squares = 0.0, 0.0, 0.0
     for i in range(len(values)):
         first = 0
-        while first < len(values[i]) and not trained[i, first]:
+        while first < len(values[i]) and not mask[i, first] > 0:
             first += 1
         if first == len(values[i]) or weights[i] == 0:
             continue
         # Measured from one of them, equal values have exactly themselves as mean, and no spread.
         origin = np.float64(values[i, first])
-        total, n = _sum_above(values[i], trained[i], origin)
+        total, n = _sum_above(values[i], mask[i], origin)
         row_mean, row_count = origin + total / n, n * weights[i]
-        squares += _sum_squares(values[i], trained[i], row_mean) * weights[i]
+        squares += _sum_squares(values[i], mask[i], row_mean) * weights[i]
         shift = row_mean - mean
         squares += shift * shift * count * row_count / (count + row_count)
         count += row_count
@@ -133,8 +228,8 @@ def _moments(values: np.ndarray, trained: np.ndarray, weights: np.ndarray) -> tu
 
 
 @_kernel
-def _standardised(values: np.ndarray, trained: np.ndarray, mean: float, scale: float, out: np.ndarray) -> None:
+def _standardised(values: np.ndarray, mask: np.ndarray, mean: float, scale: float, out: np.ndarray) -> None:
     rows, length = values.shape
     for i in range(rows):
         for t in range(length):
-            out[i, t] = (values[i, t] - mean) * scale if trained[i, t] else 0.0
+            out[i, t] = (values[i, t] - mean) * scale if mask[i, t] > 0 else 0.0

@@ -21,11 +21,9 @@ class Segments:
     @classmethod
     def of(cls, group_ids: Tensor) -> Segments:
         """Shapes: group_ids int64 [B]."""
-        # Groups mostly arrive as consecutive runs: only the runs' ids are sorted, G of them instead of B.
-        run_ids, run_of = torch.unique_consecutive(group_ids, return_inverse=True)
-        _, group_of_run = torch.unique(run_ids, return_inverse=True)
-        index = group_of_run[run_of]
-        return cls(index, torch.bincount(index))
+        from mcore_rl.algorithms.kernels import group_numbers
+
+        return cls(*group_numbers(group_ids))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of `values` [B] per group [num_groups]."""
@@ -50,8 +48,9 @@ class Segments:
 
     def centred(self, values: Tensor) -> Tensor:
         """`values` [B] less the mean of their group; exactly 0 where all of a group are equal."""
-        above = self.above_least(values)
-        return above - self.spread(self.sum(above) / self.sizes)
+        from mcore_rl.algorithms.kernels import centred_in_groups
+
+        return centred_in_groups(values, self.index, self.sizes)
 
     def std(self, centred: Tensor) -> Tensor:
         """Sample standard deviation (n - 1) per group [num_groups] of values given by `centred`; of one value 0."""

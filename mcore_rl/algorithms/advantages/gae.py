@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction, trained
+from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction
 from mcore_rl.algorithms.whitening import whiten_batch
 
 
@@ -50,9 +50,9 @@ class GAE:
         from mcore_rl.algorithms.kernels import discounted_errors
 
         assert inputs.values is not None
-        values = inputs.values.to(inputs.token_rewards.dtype)
-        advantages = discounted_errors(inputs.token_rewards, values, inputs.mask, self.gamma, self.gamma * self.lam)
-        return AdvantageResult(advantages, trained(advantages + values, inputs.mask > 0))
+        decay = self.gamma * self.lam
+        advantages, returns = discounted_errors(inputs.token_rewards, inputs.values, inputs.mask, self.gamma, decay)
+        return AdvantageResult(advantages, returns)
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
         result = self.raw(inputs)

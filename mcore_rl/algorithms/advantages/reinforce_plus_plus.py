@@ -34,9 +34,9 @@ class ReinforcePlusPlus:
 
     @torch.no_grad()
     def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
-        from mcore_rl.algorithms.kernels import discounted_errors
+        from mcore_rl.algorithms.kernels import discounted_sums
 
-        returns = discounted_errors(inputs.token_rewards, None, inputs.mask, self.gamma, self.gamma)
+        returns = discounted_sums(inputs.token_rewards, inputs.mask, self.gamma)
         return AdvantageResult(returns, returns)
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
