@@ -88,7 +88,7 @@ def _host(tensor: Tensor) -> np.ndarray:
 
 
 def _host_mask(mask: Tensor) -> np.ndarray:
-    return mask.cpu().contiguous().numpy() if mask.dtype == torch.bool else _host(mask)
+    return mask.to("cpu", torch.float32).contiguous().numpy()  # one dtype: each further one is compiled anew
 
 
 def _empty_like(tensor: Tensor) -> np.ndarray:

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mcore_rl.algorithms import compute_advantages
+from mcore_rl.algorithms import compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
+from mcore_rl.algorithms.interface import Estimator
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
+from mcore_rl.errors import ConfigError
 from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths
 from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
 
@@ -44,6 +46,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
     data-parallel ranks share `cost` evenly."""
     algorithm = config.algorithm
     options = {"normalize_by_std": algorithm.normalize_by_std}
+    _check_estimator(algorithm.advantage, estimator(algorithm.advantage, **options))
     weights_of = response_weights(config)
 
     def build(groups: CollectedGroups, step: int) -> Batch:
@@ -53,6 +56,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
             token_rewards=torch.from_numpy(kept.rewards)[:, None],
             mask=torch.ones(len(kept), 1),
             group_ids=torch.from_numpy(kept.group_ids),
+            lengths=torch.from_numpy(kept.trained_tokens),
             **options,
         ).advantages[:, 0]
         cut = UpdateCut(
@@ -63,6 +67,15 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
         )
 
     return build
+
+
+def _check_estimator(name: str, chosen: Estimator) -> None:
+    """Scalars are all that the driver has of a response."""
+    if not chosen.per_response or chosen.needs.values or chosen.needs.baseline_rewards:
+        raise ConfigError(
+            f"algorithm.advantage={name} needs more than one reward per response, which train does not provide yet; "
+            "set one that needs rewards alone, such as grpo"
+        )
 
 
 def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:

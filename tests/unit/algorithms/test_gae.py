@@ -1,0 +1,154 @@
+"""Advantages along the tokens of a response against definitions: sums over all later tokens, in plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.algorithms import compute_advantages, estimator
+
+
+def acted(rewards, mask):
+    """The trained positions of one response, each with the rewards up to the next one."""
+    positions = [t for t in range(len(mask)) if mask[t] > 0]
+    ends = [*positions, len(mask)][1:]
+    return [(t, sum(rewards[t:end])) for t, end in zip(positions, ends, strict=True)]
+
+
+def gae_by_definition(rewards, values, mask, gamma, lam):
+    """Equation 16: the sum of all later temporal-difference errors, each weighed by (gamma lam)^distance."""
+    steps = acted(rewards, mask)
+    result = np.zeros(len(mask))
+    errors = []
+    for n, (t, reward) in enumerate(steps):
+        behind = values[steps[n + 1][0]] if n + 1 < len(steps) else 0.0
+        errors.append(reward + gamma * behind - values[t])
+    for n, (t, _) in enumerate(steps):
+        result[t] = sum((gamma * lam) ** k * error for k, error in enumerate(errors[n:]))
+    return result
+
+
+def whitened(advantages, mask):
+    chosen = advantages[mask > 0]
+    if not len(chosen):
+        return np.zeros_like(advantages)
+    variance = chosen.var(ddof=1) if len(chosen) > 1 else 0.0
+    return (advantages - chosen.mean()) / np.sqrt(variance + 1e-8) * (mask > 0)
+
+
+def draw(seed, size, length):
+    rng = np.random.default_rng(seed)
+    mask = (rng.random((size, length)) < rng.choice([0.4, 0.8, 1.0])).astype(np.float64)
+    mask[rng.random(size) < 0.2] = 0
+    return rng.normal(size=(size, length)), rng.normal(size=(size, length)), mask
+
+
+BATCHES = (st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 9))
+FACTORS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=40, deadline=None)
+@given(*BATCHES, FACTORS, FACTORS, st.booleans())
+def test_gae_is_the_weighed_sum_of_later_errors(dtype, seed, size, length, gamma, lam, whiten):
+    rewards, values, mask = draw(seed, size, length)
+    raw = np.stack([gae_by_definition(*row, gamma, lam) for row in zip(rewards, values, mask, strict=True)])
+    result = compute_advantages(
+        "gae",
+        token_rewards=torch.tensor(rewards, dtype=dtype),
+        mask=torch.tensor(mask, dtype=torch.float32),
+        values=torch.tensor(values, dtype=dtype),
+        gamma=gamma,
+        lam=lam,
+        whiten=whiten,
+    )
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-5}
+    np.testing.assert_allclose(result.advantages, whitened(raw, mask) if whiten else raw, **tolerance)
+    np.testing.assert_allclose(result.returns, (raw + values) * mask, **tolerance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(*BATCHES, FACTORS)
+def test_reinforce_plus_plus_whitens_discounted_returns(seed, size, length, gamma):
+    rewards, _, mask = draw(seed, size, length)
+    returns = np.zeros_like(rewards)
+    for i in range(size):
+        steps = acted(rewards[i], mask[i])
+        for n, (t, _) in enumerate(steps):
+            returns[i, t] = sum(gamma**k * reward for k, (_, reward) in enumerate(steps[n:]))
+    result = compute_advantages(
+        "reinforce_plus_plus", token_rewards=torch.tensor(rewards), mask=torch.tensor(mask), gamma=gamma
+    )
+    np.testing.assert_allclose(result.returns, returns, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(result.advantages, whitened(returns, mask), rtol=1e-9, atol=1e-9)
+
+
+def test_without_discount_it_is_return_minus_value_and_lam_0_is_the_error_of_one_step():
+    rewards, values, mask = (torch.tensor(a) for a in draw(1, 5, 8))
+    mask = torch.ones_like(mask)
+    inputs = {"token_rewards": rewards, "values": values, "mask": mask, "whiten": False}
+    to_go = rewards.flip(-1).cumsum(-1).flip(-1)
+    far = compute_advantages("gae", **inputs, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(far.advantages, to_go - values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(far.returns, to_go, rtol=1e-12, atol=1e-12)
+    near = compute_advantages("gae", **inputs, gamma=0.9, lam=0.0).advantages
+    behind = torch.cat([values[:, 1:], torch.zeros(5, 1)], -1)
+    torch.testing.assert_close(near, rewards + 0.9 * behind - values, rtol=1e-12, atol=1e-12)
+
+
+def test_known_values_around_a_tools_output():
+    """Two turns; the reward of 1 for the first turn sits on the tool's output, which is no step in time."""
+    result = compute_advantages(
+        "gae",
+        token_rewards=torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0, 0.0]]),
+        values=torch.tensor([[0.5, 1.0, 99.0, 99.0, 1.0, 99.0]]),
+        mask=torch.tensor([[1.0, 1, 0, 0, 1, 0]]),
+        gamma=0.5,
+        lam=0.5,
+        whiten=False,
+    )
+    # errors: 0 + 0.5 * 1 - 0.5 = 0;   1 + 0.5 * 1 - 1 = 0.5;   2 - 1 = 1
+    assert result.advantages.tolist() == [[0.1875, 0.75, 0, 0, 1, 0]]
+    assert result.returns.tolist() == [[0.6875, 1.75, 0, 0, 2, 0]]
+
+
+def test_rewards_before_the_first_trained_token_change_nothing():
+    rewards, mask = torch.tensor([[5.0, 0.0, 1.0]]), torch.tensor([[0.0, 1, 1]])
+    got = compute_advantages("gae", token_rewards=rewards, mask=mask, values=torch.zeros(1, 3), whiten=False)
+    assert got.advantages.tolist() == [[0, 1, 1]]
+
+
+def test_long_responses_keep_their_precision():
+    """32,768 float32 tokens of which each adds 0.1 to the sum."""
+    length = 32768
+    got = compute_advantages(
+        "gae", token_rewards=torch.full((1, length), 0.1), mask=torch.ones(1, length), values=torch.zeros(1, length),
+        whiten=False,
+    )  # fmt: skip
+    expected = np.float64(np.float32(0.1)) * np.arange(length, 0, -1)
+    np.testing.assert_allclose(got.advantages[0], expected, rtol=1e-7)
+
+
+def test_strided_tensors_are_read_as_they_are_seen():
+    rewards, values, mask = (torch.tensor(a) for a in draw(2, 6, 6))
+    plain = compute_advantages("gae", token_rewards=rewards, values=values, mask=mask)
+    turned = compute_advantages(
+        "gae", token_rewards=rewards.t().contiguous().t(), values=values.t().contiguous().t(),
+        mask=torch.stack([mask, mask], -1)[..., 0],
+    )  # fmt: skip
+    assert torch.equal(plain.advantages, turned.advantages)
+    assert torch.equal(plain.returns, turned.returns)
+
+
+def test_what_the_trainer_asks():
+    assert estimator("gae").whitened
+    assert not estimator("gae", whiten=False).whitened
+    assert estimator("gae").needs.critic
+    assert not estimator("gae").per_response
+    assert estimator("reinforce_plus_plus").whitened
+    assert not estimator("reinforce_plus_plus").per_response
+    assert estimator("reinforce_plus_plus_baseline").whitened
+    assert not estimator("grpo").whitened

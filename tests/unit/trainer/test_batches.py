@@ -1,0 +1,51 @@
+"""Advantages of a training batch, from the scalars that the driver holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import AlgorithmConfig, Config, TrainerConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.trainer.batches import batch_builder
+from mcore_rl.types import RolloutScalars
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One call's responses, all kept."""
+
+    scalars: tuple[RolloutScalars, ...]
+    keep: tuple[np.ndarray, ...]
+    chunks: tuple[object, ...] = (None,)
+
+
+def one_group(rewards, trained_tokens):
+    size = len(rewards)
+    tokens, zeros = np.array(trained_tokens, np.int32), np.zeros(size, np.int64)
+    rewards = np.array(rewards, np.float32)
+    scalars = RolloutScalars(zeros, zeros, tokens + 2, tokens, tokens, rewards, rewards, zeros.astype(np.uint8), 0)
+    return Groups((scalars,), (np.arange(size),))
+
+
+def config(advantage):
+    return Config(
+        algorithm=AlgorithmConfig(advantage=advantage),
+        trainer=TrainerConfig(prompts_per_step=1, prompts_per_update=1),
+    )
+
+
+def test_trained_tokens_weigh_the_baseline_and_the_batch():
+    groups = one_group([1.0, 0.0], [3, 1])
+    assert batch_builder(config("opo"), 1)(groups, 1).advantages.tolist() == [0.25, -0.75]
+    # The tokens' centred rewards are 0.5 three times and -0.5 once: mean 0.25, sample variance 0.25.
+    whitened = batch_builder(config("reinforce_plus_plus_baseline"), 1)(groups, 1).advantages
+    assert whitened.tolist() == pytest.approx([0.5, -1.5], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+def test_what_scalars_cannot_give_is_refused_before_anything_runs(name):
+    with pytest.raises(ConfigError, match=rf"algorithm\.advantage={name} needs more than one reward"):
+        batch_builder(config(name), 1)
