@@ -53,15 +53,15 @@ def group_numbers(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(index).to(group_ids.device), torch.from_numpy(sizes[:count].copy()).to(group_ids.device)
 
 
-def centred_in_groups(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """`values` less the mean of their group. They are measured from the group's least one, so equal values are 0
-    before any rounding.
+def centred_in_groups(values: Tensor, index: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """`values` less the mean of their group, and the sum of their squares per group. They are measured from the
+    group's least one, so equal values are 0 before any rounding.
 
-    Shapes: values, index [B], sizes [num_groups] -> [B].
+    Shapes: values, index [B], sizes [num_groups] -> [B], float64 [num_groups].
     """
-    out = _empty_like(values)
-    _centred_in_groups(_host(values), index.cpu().numpy(), sizes.cpu().numpy(), out)
-    return _back(out, values)
+    centred, squares = _empty_like(values), np.zeros(len(sizes))
+    _centred_in_groups(_host(values), index.cpu().numpy(), sizes.cpu().numpy(), centred, squares)
+    return _back(centred, values), torch.from_numpy(squares).to(values.device)
 
 
 def weighted_moments(values: Tensor, mask: Tensor, weights: Tensor) -> tuple[float, float, float]:
@@ -138,7 +138,9 @@ def _group_numbers(ids: np.ndarray, table: np.ndarray, shift: int, index: np.nda
 
 
 @_kernel
-def _centred_in_groups(values: np.ndarray, index: np.ndarray, sizes: np.ndarray, out: np.ndarray) -> None:
+def _centred_in_groups(
+    values: np.ndarray, index: np.ndarray, sizes: np.ndarray, centred: np.ndarray, squares: np.ndarray
+) -> None:
     least, total = np.full(len(sizes), np.inf), np.zeros(len(sizes))
     for i in range(len(values)):
         least[index[i]] = min(least[index[i]], values[i])
@@ -146,7 +148,9 @@ def _centred_in_groups(values: np.ndarray, index: np.ndarray, sizes: np.ndarray,
         total[index[i]] += values[i] - least[index[i]]
     for i in range(len(values)):
         group = index[i]
-        out[i] = values[i] - least[group] - total[group] / sizes[group]
+        distance = values[i] - least[group] - total[group] / sizes[group]
+        squares[group] += distance * distance
+        centred[i] = distance
 
 
 @_kernel

@@ -48,13 +48,14 @@ class Segments:
 
     def centred(self, values: Tensor) -> Tensor:
         """`values` [B] less the mean of their group; exactly 0 where all of a group are equal."""
+        return self.centred_and_std(values)[0]
+
+    def centred_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Centred `values` [B], and per group [num_groups] their sample standard deviation (n - 1), of one value 0."""
         from mcore_rl.algorithms.kernels import centred_in_groups
 
-        return centred_in_groups(values, self.index, self.sizes)
-
-    def std(self, centred: Tensor) -> Tensor:
-        """Sample standard deviation (n - 1) per group [num_groups] of values given by `centred`; of one value 0."""
-        return (self.sum(centred.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+        centred, squares = centred_in_groups(values, self.index, self.sizes)
+        return centred, (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def _extreme(self, values: Tensor, reduce: str, start: float) -> Tensor:
         return values.new_full((len(self.sizes),), start).scatter_reduce_(0, self.index, values, reduce)

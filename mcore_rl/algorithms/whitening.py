@@ -5,7 +5,7 @@
 `Moments` of parts add up to the moments of the whole, so ranks that hold parts of a batch exchange three numbers. They
 hold mean and squared distances instead of plain sums: sums of squares lose a spread that is small beside the mean.
 
-Source: advantage normalisation, arXiv 2006.05990; merging, Chan, Golub and LeVeque 1983, equations 2.1.
+Source: advantage normalisation, arXiv 2006.05990; merging, Chan, Golub and LeVeque 1983.
 """
 
 from __future__ import annotations

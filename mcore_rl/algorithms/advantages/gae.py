@@ -8,7 +8,7 @@ t counts trained tokens. What lies between two of them (a tool's output) was not
 not discounted over, and the rewards on it belong to the trained token before it. Rewards in front of the first trained
 token change no advantage. whiten: advantages, not returns, get mean 0 and standard deviation 1 over the batch.
 
-Source: arXiv 1506.02438, equation 16; whitening.py for the rest.
+Source: arXiv 1506.02438, equation 16 (A) and the TD(lambda) return that it belongs to; whitening.py.
 Shapes: token_rewards, mask, values [B, T] -> [B, T].
 """
 

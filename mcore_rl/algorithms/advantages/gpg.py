@@ -5,7 +5,7 @@
 B counts the batch's responses and M those of groups with equal rewards. The mean over the batch has M zeros in it;
 alpha makes it the mean over the others. The paper's F_norm is 1.
 
-Source: GPG, arXiv 2504.02546, section 2 (the objective and its accurate gradient estimation).
+Source: GPG, arXiv 2504.02546, the objective with its accurate gradient estimation (AGE).
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
 """
 

@@ -31,5 +31,5 @@ class GRPO(PerResponse):
     def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
-        centred = groups.centred(rewards)
-        return centred / groups.spread(groups.std(centred) + STD_EPS) if self.normalize_by_std else centred
+        centred, std = groups.centred_and_std(rewards)
+        return centred / groups.spread(std + STD_EPS) if self.normalize_by_std else centred

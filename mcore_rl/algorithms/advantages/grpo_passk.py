@@ -7,7 +7,7 @@ the best reward add nothing, so their group has advantage 0; so has a group of o
 with. std is the sample standard deviation (n - 1); normalize_by_std=False leaves the difference.
 
 Source: Optimizing Language Models for Inference Time Objectives, arXiv 2503.19595, the leave-one-out estimator of
-section 3 for pass@k; the division is GRPO's (arXiv 2402.03300).
+pass@k; the division is GRPO's (arXiv 2402.03300).
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
 """
 
@@ -39,5 +39,5 @@ class GRPOPassK(PerResponse):
         alone = (groups.sum(is_best.double()) == 1) & (groups.sizes > 1)
         gain = torch.where(alone, best - others, 0.0)
         if self.normalize_by_std:
-            gain = gain / (groups.std(groups.centred(rewards)) + STD_EPS)
+            gain = gain / (groups.centred_and_std(rewards)[1] + STD_EPS)
         return torch.where(is_best, groups.spread(gain), 0.0)

@@ -5,7 +5,7 @@
 The optimal baseline weighs each reward with the squared norm of the response's score function, which is taken to
 grow with the response's length.
 
-Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585, section 3.2.
+Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585, the simplified b*(x).
 Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
 """
 

@@ -4,7 +4,7 @@
 
 t counts trained tokens; rewards on tokens that are not trained belong to the trained token before them, as in gae.
 
-Source: REINFORCE++, arXiv 2501.03262, section on advantages and their global normalisation.
+Source: REINFORCE++, arXiv 2501.03262, the advantage and its global normalisation.
 Shapes: token_rewards, mask [B, T] -> [B, T].
 """
 

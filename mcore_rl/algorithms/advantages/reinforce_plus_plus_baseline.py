@@ -6,7 +6,7 @@ The group reshapes the reward; dividing by the spread of the whole batch instead
 estimate free of the bias that a prompt with little spread would bring. Long responses have more tokens, so the mean
 over tokens is not 0 and a group of equal rewards has advantage 0 only before whitening (`raw`).
 
-Source: REINFORCE++, arXiv 2501.03262, section on REINFORCE++ with baseline (group mean, then global normalisation).
+Source: REINFORCE++, arXiv 2501.03262, the variant with baseline: group mean, then global normalisation.
 Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
 """
 

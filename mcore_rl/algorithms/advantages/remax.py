@@ -2,7 +2,7 @@
 
     A_i = r_i - r(greedy response)      the same for each token of response i; returns are r_i
 
-Source: ReMax, arXiv 2310.10505, section 4.1 (equations of the gradient estimator and of its baseline).
+Source: ReMax, arXiv 2310.10505, the gradient estimator with b(x), the greedy reward.
 Shapes: token_rewards, mask [B, T], baseline_rewards [B], each response's greedy reward -> [B, T].
 """
 

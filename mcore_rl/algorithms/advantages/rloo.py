@@ -4,7 +4,7 @@
 
 A group of one has no others, and advantage 0.
 
-Source: Back to Basics, arXiv 2402.14740, section 3.3 (RLOO), after Kool et al. 2019.
+Source: Back to Basics, arXiv 2402.14740, the RLOO estimator, after Kool et al. 2019.
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
 """
 
