@@ -6,6 +6,7 @@ from mcore_rl.algorithms.interface import AdvantageResult, Needs, PolicyLossInpu
 from mcore_rl.algorithms.kl import kl_penalty
 from mcore_rl.algorithms.registry import (
     advantage_needs,
+    advantage_options,
     compute_advantages,
     compute_policy_loss,
     estimator,
@@ -19,6 +20,7 @@ __all__ = [
     "PolicyLossInputs",
     "PolicyLossResult",
     "advantage_needs",
+    "advantage_options",
     "aggregate_loss",
     "compute_advantages",
     "compute_policy_loss",

@@ -36,6 +36,7 @@ from mcore_rl.algorithms.interface import (
 from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.sft import SFT
 from mcore_rl.config.functions import names_function
+from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
@@ -67,6 +68,12 @@ def estimator(name: str, **options: Any) -> Estimator:
     if names_function(name):
         return UserEstimator.load(name, {option: value for option, value in options.items() if value is not None})
     return _build(ADVANTAGES, "algorithm.advantage", "algorithm", name, options)
+
+
+def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
+    """Every option of an estimator that the configuration has a key for; None where it is not set."""
+    names = ("normalize_by_std", "gamma", "lam", "whiten")
+    return {name: getattr(config, name) for name in names}
 
 
 def policy_loss(name: str, **options: Any) -> PolicyLoss:

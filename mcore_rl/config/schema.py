@@ -128,7 +128,13 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     advantage: str = "grpo"
     normalize_by_std: bool | None = None
-    """Of grpo; null: its default, true."""
+    """Of grpo and grpo_passk; null: their default, true."""
+    gamma: float | None = None
+    """Discount per trained token, of gae and reinforce_plus_plus; null: their default, 1."""
+    lam: float | None = None
+    """Of gae; null: its default, 1."""
+    whiten: bool | None = None
+    """Of gae; null: its default, true."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_aggregation: str = "token-mean"
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mcore_rl.algorithms import compute_advantages, estimator
+from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
 from mcore_rl.algorithms.interface import Estimator
 from mcore_rl.config.schema import Config
@@ -45,7 +45,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
     """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them;
     data-parallel ranks share `cost` evenly."""
     algorithm = config.algorithm
-    options = {"normalize_by_std": algorithm.normalize_by_std}
+    options = advantage_options(algorithm)
     _check_estimator(algorithm.advantage, estimator(algorithm.advantage, **options))
     weights_of = response_weights(config)
 

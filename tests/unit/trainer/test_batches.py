@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.schema import AlgorithmConfig, Config, TrainerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.trainer.batches import batch_builder
@@ -49,3 +51,11 @@ def test_trained_tokens_weigh_the_baseline_and_the_batch():
 def test_what_scalars_cannot_give_is_refused_before_anything_runs(name):
     with pytest.raises(ConfigError, match=rf"algorithm\.advantage={name} needs more than one reward"):
         batch_builder(config(name), 1)
+
+
+def test_options_come_from_their_keys_and_those_of_others_are_refused():
+    algorithm = AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8, whiten=False)
+    assert estimator("gae", **advantage_options(algorithm)) == GAE(gamma=0.9, lam=0.8, whiten=False)
+    assert estimator("gae", **advantage_options(AlgorithmConfig(advantage="gae"))) == GAE()
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma, algorithm\.lam, algorithm\.whiten: not an option of"):
+        batch_builder(Config(algorithm=replace(algorithm, advantage="grpo")), 1)
