@@ -227,7 +227,7 @@ def _moments(values: np.ndarray, mask: np.ndarray, weights: np.ndarray) -> tuple
         shift = row_mean - mean
         squares += shift * shift * count * row_count / (count + row_count)
         count += row_count
-        mean += shift * row_count / count
+        mean += shift * (row_count / count)  # by exactly 1 for the first row
     return count, mean, squares
 
 

@@ -49,7 +49,7 @@ class Moments:
             return self
         shift = other.mean - self.mean
         squares = self.squares + other.squares + shift * shift * self.count * other.count / count
-        return Moments(count, self.mean + shift * other.count / count, squares)
+        return Moments(count, self.mean + shift * (other.count / count), squares)
 
     @property
     def variance(self) -> float:

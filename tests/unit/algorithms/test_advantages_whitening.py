@@ -47,11 +47,15 @@ def test_lengths_weigh_a_row_as_that_many_tokens():
     check(Moments.of(values, torch.ones(3, 1), lengths), np.array([1.0, 1, 1, -2, -2]))
     halves = torch.tensor([[1.0, 1.0, 0], [-2, 0, 0], [0, 0, 0]])  # as many tokens where each of them is there
     check(Moments.of(halves, (halves != 0).float(), torch.tensor([2, 1, 0])), np.array([1.0, 1, -2]))
+    check(Moments.of(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[1.0, 1], [1, 0]]), torch.tensor([4, 3])),
+          np.array([1.0, 1, 3, 3, 5, 5, 5]))  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [0.1, -3.7e5])
-def test_equal_advantages_become_exactly_zero(value):
-    values, mask = torch.full((3, 5), value, dtype=torch.float64), torch.ones(3, 5)
+@pytest.mark.parametrize("length", [1, 3, 10, 49, 1000])
+@pytest.mark.parametrize("value", [0.1, -1 / 3, 3.7e5])
+def test_equal_advantages_become_exactly_zero(value, length):
+    """Sums of them, divided by how many they are, are mostly not what they are."""
+    values, mask = torch.full((3, length), value, dtype=torch.float64), torch.ones(3, length)
     parts = [Moments.of(values, mask), Moments.of(values[:1], mask[:1]), Moments()]
     assert not whiten(values, mask, sum(parts, Moments())).any()
     assert sum(parts, Moments()).variance == 0
