@@ -47,8 +47,10 @@ def group_numbers(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     Shapes: group_ids [B], any integers -> int64 [B], int64 [num_groups].
     """
     ids = group_ids.cpu().long().contiguous().numpy()
-    index, sizes = np.empty_like(ids), np.zeros_like(ids)
-    bits = max(1, (2 * len(ids)).bit_length())
+    # Groups mostly arrive as consecutive runs: room for as many groups as there are runs stays in the cache.
+    runs = int(np.count_nonzero(ids[1:] != ids[:-1])) + min(1, len(ids))
+    index, sizes = np.empty_like(ids), np.zeros(runs, np.int64)
+    bits = max(1, (2 * runs).bit_length())
     count = _group_numbers(ids, np.full(1 << bits, -1, np.int32), 64 - bits, index, sizes)
     return torch.from_numpy(index).to(group_ids.device), torch.from_numpy(sizes[:count].copy()).to(group_ids.device)
 
@@ -119,8 +121,8 @@ _row_sum = _compiled(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 
 @_kernel
 def _group_numbers(ids: np.ndarray, table: np.ndarray, shift: int, index: np.ndarray, sizes: np.ndarray) -> int:
-    """A hash table with linear probing, at most half full; ids mostly arrive as consecutive runs."""
-    distinct = np.empty_like(ids)
+    """A hash table with linear probing, at most half full."""
+    distinct = np.empty_like(sizes)
     count, last = 0, len(table) - 1
     for i in range(len(ids)):
         if i > 0 and ids[i] == ids[i - 1]:
