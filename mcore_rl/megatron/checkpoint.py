@@ -34,24 +34,24 @@ from model_converters.dcp_reader import DcpReader
 from model_converters.errors import ConversionError
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.trained_model import Trained
 
 
-def save_checkpoint(directory: str, actor: MegatronActor) -> SavedState | None:
+def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
     """Writes the state of all ranks into the existing, empty `directory`; rank 0 gets the account of it.
 
     Collective: all ranks.
     Raises: OSError when the disk is full; CheckpointError for any other failure to write.
     """
-    writer = CheckpointWriter(directory, actor, snapshot=False)
-    reports = [None] * actor.world_size if actor.rank == 0 else None
+    writer, model = CheckpointWriter(directory, role, snapshot=False), role.trained.model
+    reports = [None] * model.layout.world_size if model.rank == 0 else None
     dist.gather_object(writer.write(), reports)
     saved = writer.finish(reports) if reports is not None else None  # type: ignore[arg-type]
     dist.barrier()
     return saved
 
 
-def load_checkpoint(directory: str, actor: MegatronActor, files: Sequence[SavedFile] = ()) -> None:
+def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = ()) -> None:
     """Restores what was saved, bit by bit whatever the layout, but for random streams (random_state.py); `files` are
     compared with their checksums first.
 
@@ -66,18 +66,19 @@ def load_checkpoint(directory: str, actor: MegatronActor, files: Sequence[SavedF
     except (ConversionError, CheckpointError) as error:
         problem = CheckpointError(str(error))
     agree(problem)
-    actor.memory.load("params", "optimizer")
-    blocks = blocks_to_load(actor.chunks, actor.optimizer)
-    check_fit(reader, blocks, actor.device)
+    trained, model = role.trained, role.trained.model
+    trained.memory.load("params", "optimizer")
+    blocks = blocks_to_load(model.chunks, trained.optimizer)
+    check_fit(reader, blocks, model.device)
     try:
         fill(reader, blocks)
-        load_extra_states(actor.chunks, reader)
-        set_updates_done(actor.optimizer, common["optimizer_updates"])
-        actor.scheduler.load_state_dict(common["scheduler"])
+        load_extra_states(model.chunks, reader)
+        set_updates_done(trained.optimizer, common["optimizer_updates"])
+        trained.scheduler.load_state_dict(common["scheduler"])
         restore_random_state(
-            actor,
+            model,
             reader,
-            same_layout=common["layout"] == asdict(actor.layout),
+            same_layout=common["layout"] == asdict(model.layout),
             updates_done=common["optimizer_updates"],
         )
     except (ConversionError, KeyError) as error:

@@ -32,7 +32,7 @@ from model_converters.partial import Span
 from model_converters.side_files import HF_FOLDER, copy_side_files, sync
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.trained_model import Trained
 
 MAX_FILE_BYTES = 2 * 2**30
 _VERSIONED = ("mcore-rl", "megatron-core", "torch")
@@ -54,25 +54,26 @@ class CheckpointWriter:
     Not collective.
     """
 
-    def __init__(self, directory: str, actor: MegatronActor, *, snapshot: bool) -> None:
+    def __init__(self, directory: str, role: Trained, *, snapshot: bool) -> None:
         self.directory = Path(directory)
-        actor.memory.load("params", "optimizer")
-        blocks = blocks_to_save(actor.chunks, actor.optimizer)
+        trained, model = role.trained, role.trained.model
+        trained.memory.load("params", "optimizer")
+        blocks = blocks_to_save(model.chunks, trained.optimizer)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
         assert len(self._views) == len(blocks), "a block is saved twice"
         self._copied = snapshot
         if snapshot:
             self._views = {place: _copy(view) for place, view in self._views.items()}
-        objects = (random_state_object(actor), *extra_states(actor.chunks))
+        objects = (random_state_object(model), *extra_states(model.chunks))
         state = RankState(tuple(block.chunk for block in blocks), objects, {})
-        self._files = tuple(plan_files(actor.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
-        self._side_files = actor.config.model.hf_path, actor.hf_config
+        self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
+        self._side_files = model.config.model.hf_path, model.hf_config
         self._common = {
-            "layout": asdict(actor.layout),
-            "optimizer_updates": updates_done(actor.optimizer),
-            "scheduler": actor.scheduler.state_dict(),
+            "layout": asdict(model.layout),
+            "optimizer_updates": updates_done(trained.optimizer),
+            "scheduler": trained.scheduler.state_dict(),
         }
-        self._dtype = actor.config.model.dtype
+        self._dtype = model.config.model.dtype
 
     def write(self) -> RankReport:
         """Writes this rank's files, durably, and lets go of the tensors.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,14 @@ class Packing:
     device: torch.device | str = "cpu"
     cost: SequenceCost = TOKENS
     context: ContextPart = ALONE
+
+
+def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
+    """The samples of all shares that are not in the `first` ones, each once: further epochs repeat samples."""
+    joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in vars(shares[0])}
+    _, index = np.unique(joined["samples"], return_index=True)
+    index = index[index >= sum(len(share.samples) for share in shares[:first])]
+    return replace(shares[0], **{name: values[index] for name, values in joined.items()})
 
 
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:

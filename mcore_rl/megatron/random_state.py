@@ -12,7 +12,7 @@ from model_converters.chunks import StateObject
 from model_converters.dcp_reader import DcpReader
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.rank_model import RankModel
 
 cpu.install()
 
@@ -22,24 +22,24 @@ _UPDATES_BETWEEN_SEEDS = 1_000_003
 """Streams of neighbouring seeds, those of pipeline stages, must not meet: a prime beyond any number of stages."""
 
 
-def random_state_object(actor: MegatronActor) -> StateObject:
+def random_state_object(model: RankModel) -> StateObject:
     """The state of torch's generators and of megatron's named streams on this rank."""
     host, device, named = _get_all_rng_states()
     stream = io.BytesIO()
     torch.save({"host": host, "device": device, "named": named}, stream)
-    return StateObject(_key(actor), stream.getvalue())
+    return StateObject(_key(model), stream.getvalue())
 
 
-def restore_random_state(actor: MegatronActor, reader: DcpReader, *, same_layout: bool, updates_done: int) -> None:
+def restore_random_state(model: RankModel, reader: DcpReader, *, same_layout: bool, updates_done: int) -> None:
     """The saved streams where the layout is the same; else streams seeded by run.seed and the number of updates, so
     that a resumed run is repeatable and does not draw again what it drew before."""
     if same_layout:
-        state = reader.read_object(_key(actor))
+        state = reader.read_object(_key(model))
         _set_all_rng_states(state["host"], state["device"], state["named"])
     else:
-        parallel.seed_streams(actor.config.run.seed + _UPDATES_BETWEEN_SEEDS * updates_done)
+        parallel.seed_streams(model.config.run.seed + _UPDATES_BETWEEN_SEEDS * updates_done)
 
 
-def _key(actor: MegatronActor) -> str:
+def _key(model: RankModel) -> str:
     # As megatron names objects: offset and shape of the grid that they lie in.
-    return f"rng/shard_{actor.rank}_{actor.world_size}"
+    return f"rng/shard_{model.rank}_{model.layout.world_size}"

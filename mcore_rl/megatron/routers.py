@@ -203,10 +203,12 @@ def use_policy_router(layer_specs: list[Any]) -> None:
 
 class Routers:
     """All routers of this rank. `layers` are the places of its decoder layers' routers among those of the model; on one
-    rank of every stage `counts` them in means over layers."""
+    rank of every stage `counts` them in means over layers. `role` is the prefix of metrics."""
 
-    def __init__(self, chunks: list[torch.nn.Module], settings: MoeConfig, *, counts: bool) -> None:
-        self.settings = settings
+    def __init__(
+        self, chunks: list[torch.nn.Module], settings: MoeConfig, *, counts: bool, role: str = "actor"
+    ) -> None:
+        self.settings, self.role = settings, role
         self.counts = counts
         self.of_chunk: dict[int, list[PolicyRouter]] = {}
         self.layers: list[int] = []
@@ -247,12 +249,12 @@ class Routers:
             if rate:
                 router._maintain_float32_expert_bias()
                 router.expert_bias += rate * offset.sign().to(router.expert_bias.dtype)
-        metrics: dict[str, Metric] = {"actor/moe_max_load": Max(float((load / mean.clamp(min=1e-9)).max()))}
+        metrics: dict[str, Metric] = {f"{self.role}/moe_max_load": Max(float((load / mean.clamp(min=1e-9)).max()))}
         sums = torch.stack([router.sums for router in self.all]).sum(0).tolist()
         layers = len(self.all) if self.counts else 0
         for name, total in zip(("aux", "z"), sums, strict=True):
             if getattr(self.settings, f"{name}_loss_coefficient"):
-                metrics[f"actor/moe_{name}_loss"] = Mean(total, layers)
+                metrics[f"{self.role}/moe_{name}_loss"] = Mean(total, layers)
         return metrics
 
 

@@ -146,7 +146,6 @@ def load_weights(actor: Any, checkpoint: str) -> None:
 def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """By sample, on the ranks of the last stage: which of its trained tokens this rank has, and their log-probabilities
     and entropies."""
-    from mcore_rl.megatron.microbatches import build_microbatches
 
     def closure(model: Any, batch: Any) -> Any:
         def evaluate(hidden: torch.Tensor) -> Any:
@@ -155,11 +154,11 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
 
         return evaluate
 
-    batches = build_microbatches(share, chunks, actor._packing)
+    batches = actor.model.microbatches(share, chunks)
     rows = [actor.routing.row(batch) for batch in batches]
     values = {}
     with torch.no_grad():
-        for batch, found in actor._run(batches, rows, closure, forward_only=True):
+        for batch, found in actor.model.run(batches, rows, closure, forward_only=True):
             parts = [tensor.split(list(batch.trained_counts)) for tensor in found]
             for sample, logp, entropy in zip(batch.samples, *parts, strict=True):
                 held = policy_batch.held(sample, actor.layout, actor.rank)

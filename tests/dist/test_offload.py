@@ -84,7 +84,7 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
     settings.params = settings.grads = settings.optimizer = offload
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
     # Pieces that no tensor's size is a multiple of.
-    actor.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
+    actor.trained.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
     return actor
 
 

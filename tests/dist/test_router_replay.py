@@ -81,7 +81,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     for sample, logp in actor.old_logp.items():
         if sample in SAMPLES:
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    actor._packing = replace(actor._packing, tokens=40)
+    actor.model.packing = replace(actor.model.packing, tokens=40)
     found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
     found["replayed"] = _gradients(actor, shares[1], chunks)
     actor.routing.impose(_imposed())
