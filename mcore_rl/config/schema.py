@@ -236,6 +236,19 @@ class ActorConfig:
 
 
 @dataclass
+class CriticConfig(ActorConfig):
+    """The value model of estimators that need one. The keys are the actor's, of a model and a layout of its own; it has
+    no log-probabilities, no multi-token prediction and nothing to replay."""
+
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    hf_path: str | None = None
+    """HF directory of a causal model, whose value head then starts at random, or of a token or sequence classification
+    model with one label; null: model.hf_path."""
+    clip_range: float | None = 0.2
+    """How far an update may move a value from where it was before and still learn from it; null: no bound."""
+
+
+@dataclass
 class WeightsConfig:
     bucket_mib: float = 256.0
     num_buckets: int = 2
@@ -339,6 +352,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

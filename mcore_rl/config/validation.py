@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.config.schema import ActorConfig, Config
 from mcore_rl.errors import ConfigError
 
 CHOICES = {
@@ -120,6 +121,29 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     _check_host_optimizer(config)
     _check_offload(config)
     _check_model(config, read_hf_config(config))
+
+
+def validate_critic(config: Config) -> None:
+    """What `validate` checks of the actor, of the critic; for runs that have one.
+
+    Raises: ConfigError naming the key.
+    """
+    critic, default = config.critic, ActorConfig()
+    with named_as("critic", critic):
+        view = as_actor(config, critic)
+        for check in (_check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
+            check(view)
+        read_hf_config(view)
+    unused = {
+        "logprob_chunk_tokens": (critic.logprob_chunk_tokens, default.logprob_chunk_tokens),
+        "mtp_loss_coefficient": (critic.mtp_loss_coefficient, default.mtp_loss_coefficient),
+        "moe.router_replay": (critic.moe.router_replay, default.moe.router_replay),
+    }
+    for key, (value, only) in unused.items():
+        if value != only:
+            raise ConfigError(f"critic.{key}={value} has no effect: a critic predicts no tokens; leave it at {only}")
+    if critic.clip_range is not None and critic.clip_range <= 0:
+        raise ConfigError(f"critic.clip_range={critic.clip_range} must be above 0, or null for no bound")
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

@@ -52,13 +52,14 @@ def build_model(
     layout: TrainLayout,
     *,
     gpus_per_node: int | None = None,
+    kind: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
 
     Weights are initialised only with model_config.random_init (megatron's streams make it repeatable for one layout);
     otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
 
-    gpus_per_node: decides whether experts are spread over nodes; None: they are not.
+    gpus_per_node: decides whether experts are spread over nodes; None: they are not. kind: the class of the chunks.
 
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
@@ -68,7 +69,7 @@ def build_model(
     implementation = choose(here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
     config = transformer_config(arguments, actor_config, model_config, layout, implementation)
     stages = [None] if layout.vpp is None else range(layout.vpp)
-    return [_build_chunk(config, arguments, implementation, stage) for stage in stages]
+    return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
 
 
 def here() -> Installed:
@@ -174,7 +175,11 @@ def _no_initialisation() -> dict[str, Any]:
 
 
 def _build_chunk(
-    config: TransformerConfig, arguments: ModelArguments, implementation: Implementation, vp_stage: int | None
+    kind: type[PolicyModel],
+    config: TransformerConfig,
+    arguments: ModelArguments,
+    implementation: Implementation,
+    vp_stage: int | None,
 ) -> PolicyModel:
     engine = implementation.transformer_engine
     tp = config.tensor_model_parallel_size
@@ -184,7 +189,7 @@ def _build_chunk(
     use_policy_router(spec.layer_specs)
     if not engine:
         _use_local_modules(spec, config)
-    model = PolicyModel(
+    model = kind(
         config,
         spec,
         vocab_size=-(-arguments.vocab_size // tp) * tp,

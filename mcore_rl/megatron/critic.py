@@ -1,0 +1,195 @@
+"""One rank of the critic: values of every trained token, and their training towards returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.algorithms.value_loss import compute_value_loss
+from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.megatron import parallel
+from mcore_rl.megatron.finite import describe_samples, require_finite
+from mcore_rl.megatron.layout import train_layout
+from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples
+from mcore_rl.megatron.model import build_model
+from mcore_rl.megatron.objective import MicroBatchReport, non_finite_samples
+from mcore_rl.megatron.output import PolicyModel
+from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.trained_model import TrainedModel
+from mcore_rl.megatron.value_model import ValueModel, initialize_head, load_value_model
+from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.hf_config import read_hf_config
+from model_converters.layout import TrainLayout
+from model_converters.value_head import value_model_config
+
+
+class MegatronCritic:
+    """Builds the value model of the section `critic` in a layout of its own and trains it. Every method is collective
+    over all ranks.
+
+    The value of a trained token is the head's output at the position that predicts it, where the policy has its
+    log-probability. `old_values` maps a sample to those of all its trained tokens, [n], on every rank of the last
+    stage, as `values` last found them.
+
+    `init_method` as of MegatronActor. Router replay does not apply: no routing of an engine or of an old policy is one
+    of this model. Multi-token-prediction layers are left out.
+
+    Raises: ConfigError, naming `critic` keys, for a model or layout that cannot be built.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
+        self.rank, self.world_size, self.clip_range = rank, world_size, config.critic.clip_range
+        with named_as("critic", config.critic):
+            self.config = as_actor(config, config.critic)
+            self.hf_config = _hf_config(self.config)
+            self.layout = train_layout(self.config.actor.parallel, world_size, self.hf_config)
+            join_ranks(self.config, self.layout, rank, init_method)
+            chunks = value_chunks(self.config, self.hf_config, self.layout)
+            self.trained = TrainedModel(self.config, self.hf_config, self.layout, rank, role="critic", chunks=chunks)
+        self.model = self.trained.model
+        self.old_values: dict[int, np.ndarray] = {}
+
+    def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
+        """The current values of all samples of the shares, each sample once: on every rank of the last stage float32
+        [n], one for each of its trained tokens; nothing on the others.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        self.trained.memory.load("params")
+        share = distinct_samples(shares)
+        found = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
+        self.old_values = {sample: values for batch in found for sample, values in batch.items()}
+        bad = [sample for sample, values in self.old_values.items() if not np.isfinite(values).all()]
+        require_finite(describe_samples("value", bad, share), self.model.device)
+        return self.old_values
+
+    def update(
+        self,
+        share: RankShare,
+        chunks: Sequence[TrajectoryBuffers],
+        update_index: int,
+        returns: Mapping[int, np.ndarray],
+    ) -> dict[str, Metric]:
+        """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
+
+        Shapes: returns maps each sample of the share to float32 [n], one for each of its trained tokens; read on the
+        ranks of the last stage only.
+
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        """
+        batches, reports = self.accumulate_gradients(share, chunks, returns)
+        return self.trained.step(batches, reports, update_index)
+
+    def accumulate_gradients(
+        self,
+        share: RankShare,
+        chunks: Sequence[TrajectoryBuffers],
+        returns: Mapping[int, np.ndarray],
+        *,
+        on_every_replica: bool = False,
+    ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
+        """The gradient of the clipped value loss, every token times its response's weight, as
+        TrainedModel.accumulate_gradients leaves it.
+
+        Raises: NonFiniteError on every rank.
+        """
+        batches = self.model.microbatches(share, chunks)
+        _, routed = self.model.token_weights(batches)
+        rows = [self.model.routing.row(batch, token_weight=routed) for batch in batches]
+        reports = self.trained.accumulate_gradients(
+            share,
+            batches,
+            rows,
+            partial(self._loss_closure, returns),
+            suspects="value loss, value or return",
+            on_every_replica=on_every_replica,
+        )
+        return batches, reports
+
+    def gather_parameters(self) -> None:
+        """As TrainedModel.gather_parameters."""
+        self.trained.gather_parameters()
+
+    def shutdown(self) -> None:
+        """Leaves the process groups."""
+        parallel.destroy()
+
+    def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
+        """By sample, joined over the context-parallel ranks."""
+        del chunk
+        values = output.index_select(0, batch.predictors)
+        if self.model.context.size > 1 and len(batch.owners):
+            values = self.model.context.gather(values[None], batch.owners)[0]
+        ends = np.cumsum(batch.whole_counts, dtype=np.int64)
+        parts = np.split(values.cpu().numpy(), ends)[:-1]  # the last is what follows the last sample: nothing
+        return dict(zip(batch.samples, parts, strict=True))
+
+    def _loss_closure(
+        self, returns: Mapping[int, np.ndarray], chunk: torch.nn.Module, batch: MicroBatch
+    ) -> LossClosure:
+        del chunk
+
+        def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
+            values = output.index_select(0, batch.predictors)
+            target = self._own_part(batch, returns, "returns")
+            result = compute_value_loss(
+                values=values,
+                old_values=self._own_part(batch, self.old_values, "old values; ask for `values` before the updates"),
+                returns=target,
+                mask=torch.ones_like(values),
+                clip_range=self.clip_range,
+            )
+            weighted = result.loss * batch.loss_weights
+            loss = weighted.sum()
+            suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
+            metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
+            return loss, MicroBatchReport(float(loss), metrics, non_finite_samples(batch, suspects))
+
+        return loss_closure(evaluate)
+
+    def _own_part(self, batch: MicroBatch, whole: Mapping[int, np.ndarray], what: str) -> torch.Tensor:
+        """What `whole` has for this rank's trained tokens, float32 [N].
+
+        Raises: McoreRLError naming samples that it lacks; ValueError for one of another length.
+        """
+        unknown = [sample for sample in batch.samples if sample not in whole]
+        if unknown:
+            raise McoreRLError(f"samples {unknown} have no {what}")
+        parts = [np.asarray(whole[sample], np.float32) for sample in batch.samples]
+        for sample, part, count in zip(batch.samples, parts, batch.whole_counts, strict=True):
+            if part.shape != (count,):
+                raise ValueError(f"sample {sample}: {list(part.shape)} {what} for its {count} trained tokens")
+        joined = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *parts])).to(self.model.device)
+        return joined if self.model.context.size == 1 else joined[batch.owners == self.model.context.rank]
+
+
+def value_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
+    """This rank's chunks of a value model with the weights of model.hf_path, unless model.random_init.
+
+    Raises: ConfigError.
+    Collective: all ranks, after join_ranks.
+    """
+    nodes, seed = config.cluster.gpus_per_node, config.run.seed
+    chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes, kind=ValueModel)
+    if config.model.random_init:
+        initialize_head(chunks, seed)
+    else:
+        load_value_model(chunks, config.model.hf_path, layout, seed)
+    return chunks
+
+
+def _hf_config(config: Config) -> dict[str, Any]:
+    try:
+        hf_config = read_hf_config(config.model.hf_path)
+        family_for(hf_config)
+        return value_model_config(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error

@@ -1,0 +1,71 @@
+"""The critic is checked as the actor is, and told of its own keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config
+from mcore_rl.config.roles import as_actor
+from mcore_rl.config.validation import validate_critic
+from mcore_rl.errors import ConfigError
+
+HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF))
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n"
+        "cluster: {gpus_per_node: 4}\n"
+    )
+    return str(path)
+
+
+def test_the_critic_has_the_keys_of_the_actor_and_defaults_of_its_own(base: str) -> None:
+    config = load_config(base, ["critic.parallel.tp=2", "critic.optimizer.warmup_steps=3", "actor.optimizer.lr=2e-6"])
+    validate_critic(config)
+    assert (config.critic.parallel.tp, config.actor.parallel.tp) == (2, 1)
+    assert (config.critic.optimizer.lr, config.critic.optimizer.warmup_steps) == (1e-5, 3)
+    assert config.actor.optimizer.warmup_steps == 0
+
+
+def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_actor(base: str) -> None:
+    config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
+    view = as_actor(config, config.critic)
+    assert (view.actor.recompute, view.model.hf_path) == ("full", config.model.hf_path)
+    config.critic.hf_path = "/elsewhere"
+    view = as_actor(config, config.critic)
+    assert (view.model.hf_path, view.model.dtype) == ("/elsewhere", "bfloat16")
+    assert config.model.hf_path != "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.parallel.tp=3"], r"critic\.parallel\.tp=3.*does not divide the 4 trainer ranks \(critic\.num_ranks"),
+        (["critic.recompute=some"], r"^critic\.recompute=some must be one of"),
+        (["critic.optimizer.eps=0"], r"^critic\.optimizer\.eps"),
+        (["critic.tokens_per_microbatch=10"], r"^critic\.tokens_per_microbatch=10 must be at least"),
+        (["critic.overlap_param_gather=true"], r"^critic\.overlap_param_gather=true needs critic\."),
+        (["critic.hf_path=/nowhere"], r"^critic\.hf_path=/nowhere: no config\.json there"),
+        (["critic.mtp_loss_coefficient=0.1"], r"^critic\.mtp_loss_coefficient=0\.1 has no effect"),
+        (["critic.moe.router_replay=policy"], r"^critic\.moe\.router_replay=policy has no effect"),
+        (["critic.clip_range=0"], r"^critic\.clip_range=0\.0 must be above 0"),
+        (["critic.clip_rnge=1"], r"unknown key critic\.clip_rnge; did you mean critic\.clip_range\?"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_critics_key(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_critic(load_config(base, overrides))
+
+
+def test_no_bound_on_values_is_allowed(base: str) -> None:
+    config = load_config(base, ["critic.clip_range=null"])
+    validate_critic(config)
+    assert config.critic.clip_range is None

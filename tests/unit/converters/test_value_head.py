@@ -1,0 +1,105 @@
+"""The value head: read where a checkpoint has one, else the trunk alone; nothing else is left out or made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model_converters.errors import ConversionError
+from model_converters.io import HFCheckpoint
+from model_converters.layout import TrainLayout
+from model_converters.plan import export_plan, load_tensors, local_shapes
+from model_converters.table import bind
+from model_converters.value_head import VALUE_HEAD, settle_value_head, value_model_config, with_value_head
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
+    """What the rank holds afterwards; the head only where the checkpoint has one."""
+    with HFCheckpoint(directory) as checkpoint:
+        rows, dropped = settle_value_head(checkpoint)
+        bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
+        held = {name: torch.full(shape, torch.nan) for name, shape in local_shapes(bound, layout, rank).items()}
+        load_tensors(checkpoint, bound, layout, rank, held, dropped=dropped)
+    assert not any(tensor.isnan().any() for tensor in held.values())
+    return held
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_the_head_lies_whole_on_every_rank_of_the_last_stage(family, family_configs, random_hf, tmp_path):
+    config = family_configs[family]
+    tensors = {name: t for name, t in random_hf(config).items() if name != "lm_head.weight"}
+    tensors["score.weight"] = torch.randn(1, config["hidden_size"])
+    directory = _write(tmp_path / "hf", config, tensors)
+    layout = TrainLayout(4, tp=2, pp=2, etp=2)
+    for rank in range(4):
+        held = _load(directory, layout, rank)
+        assert (VALUE_HEAD in held) == (rank >= 2)
+        if rank >= 2:
+            assert torch.equal(held[VALUE_HEAD], tensors["score.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_causal_model_gives_its_trunk_and_no_head(tied, family_configs, random_hf, tmp_path):
+    config = family_configs["qwen2"]
+    tensors = random_hf(config)
+    if tied:
+        del tensors["lm_head.weight"]
+    held = _load(_write(tmp_path / "hf", config | {"tie_word_embeddings": tied}, tensors), TrainLayout(1), 0)
+    assert VALUE_HEAD not in held
+    assert torch.equal(held["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_multi_token_prediction_is_left_out(family_configs, random_hf, tmp_path):
+    config = family_configs["deepseek_v3"]
+    assert config["num_nextn_predict_layers"]
+    assert not [
+        name for name in _load(_write(tmp_path / "hf", config, random_hf(config)), TrainLayout(1), 0) if "mtp" in name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"score.weight": torch.ones(3, 12)}, "score.weight has 3 labels; a value head has one"),
+        ({"score.weight": torch.ones(1, 12), "score.bias": torch.ones(1)}, "score.bias is not zero"),
+        ({"score.weight": torch.ones(1, 11)}, "of another shape: score.weight"),
+        ({"v_head.summary.weight": torch.ones(1, 12)}, "unknown: v_head.summary.weight"),
+    ],
+)
+def test_another_head_is_refused(extra, message, family_configs, random_hf, tmp_path):
+    config = family_configs["qwen3"]
+    directory = _write(tmp_path / "hf", config, random_hf(config) | extra)
+    with pytest.raises(ConversionError, match=message.replace(".", r"\.")):
+        _load(directory, TrainLayout(1), 0)
+
+
+def test_a_bias_of_zero_as_transformers_starts_with_is_no_bias(family_configs, random_hf, tmp_path):
+    config = family_configs["qwen3"]
+    score = {"score.weight": torch.randn(1, 12), "score.bias": torch.zeros(1)}
+    held = _load(_write(tmp_path / "hf", config, random_hf(config) | score), TrainLayout(1), 0)
+    assert torch.equal(held[VALUE_HEAD], score["score.weight"])
+
+
+def test_the_table_of_a_value_model_exports_a_score_and_no_vocabulary(family_configs):
+    from model_converters.families import family_for
+
+    config = value_model_config(family_configs["qwen3"] | {"tie_word_embeddings": True})
+    bound = bind(with_value_head(family_for(config).rows(config), config), config, torch.float32)
+    names = [plan.hf_name for plan in export_plan(bound, TrainLayout(2, tp=2))]
+    assert "score.weight" in names
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
