@@ -151,7 +151,7 @@ class MegatronCritic:
             loss = weighted.sum()
             suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
             metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
-            return loss, MicroBatchReport(float(loss), metrics, non_finite_samples(batch, suspects))
+            return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))
 
         return loss_closure(evaluate)
 
