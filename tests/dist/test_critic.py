@@ -55,7 +55,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, kind in (("dense", "qwen3"), ("moe", "qwen3_moe")):
         _write_classifier(root / name, kind)
     write_tiny_model(root / "causal", "qwen2", tie_word_embeddings=True)
-    return {name: str(root / name) for name in ("dense", "moe", "causal", "checkpoints")}
+    write_tiny_model(root / "policy", "qwen3")
+    return {name: str(root / name) for name in ("dense", "moe", "causal", "policy", "checkpoints")}
 
 
 def _write_classifier(directory: Path, kind: str) -> None:
@@ -291,7 +292,7 @@ def test_a_checkpoint_of_tp2_goes_on_in_pp2(results: Any) -> None:
 
 def _causal(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     """A critic from a causal model of tied embeddings, before any update."""
-    critic = _critic(rank, directories["causal"], {"tp": size}, SMALL)
+    critic = _critic(rank, directories["causal"], {"pp": size}, SMALL)
     values = {s: v.copy() for s, v in critic.values(_shares(critic), policy_batch.chunks()).items()}
     return {"values": values, "weights": _pieces(critic)}
 
@@ -328,8 +329,8 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
         return ""
 
     found = {}
-    save_checkpoint(root, MegatronActor(policy_batch.config(directories["causal"], {}, SMALL), rank, 1, None))
-    critic = _critic(rank, directories["causal"], {}, SMALL)
+    save_checkpoint(root, MegatronActor(policy_batch.config(directories["policy"], {}, SMALL), rank, 1, None))
+    critic = _critic(rank, directories["dense"], {}, SMALL)
     found["policy's checkpoint"] = said(lambda: load_checkpoint(root, critic))
     share, chunks = _shares(critic)[0], policy_batch.chunks()
     wanted = {sample: returns(sample) for sample in SAMPLES}
@@ -340,7 +341,7 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     broken = wanted | {4: np.full_like(wanted[4], np.nan)}
     found["nan"] = said(lambda: critic.update(share, chunks, 0, broken))
     found["kept"] = all(np.array_equal(a[-1], b[-1]) for a, b in zip(before, _pieces(critic), strict=True))
-    found["layout"] = said(lambda: _critic(rank, directories["causal"], {"tp": 3}, SMALL))
+    found["layout"] = said(lambda: _critic(rank, directories["dense"], {"tp": 3}, SMALL))
     found["model"] = said(lambda: _critic(rank, root, {}, SMALL))
     return found
 
@@ -349,7 +350,7 @@ def test_what_cannot_be_is_refused_by_its_name(directories: dict[str, str], tmp_
     (found,) = launch(_refusals, 1, directories, str(tmp_path))
     # A vocabulary projection may be padded, so its first row would pass for a head.
     assert "CheckpointError" in found["policy's checkpoint"]
-    assert "output_layer.weight" in found["policy's checkpoint"]
+    assert "output_layer.weight is (96, 32), here (1, 32)" in found["policy's checkpoint"]
     assert "no old values" in found["no values"]
     assert found["short"].startswith("ValueError: sample 2")
     assert found["nan"].startswith("NonFiniteError")
