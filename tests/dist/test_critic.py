@@ -108,7 +108,7 @@ class _Reference:
                 targets.append(target)
                 errors.append(target - before)
         return total, {
-            "critic/loss": float(total),
+            "critic/loss": total.item(),
             "critic/clip_fraction": float(np.mean(clips)),
             "critic/value_mean": float(np.mean(seen)),
             "critic/explained_variance": 1 - float(np.var(errors) / np.var(targets)),
