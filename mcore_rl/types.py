@@ -247,7 +247,21 @@ class ExplainedVariance:
         return 1 - unexplained / spread if spread > 1e-12 * self.returns_squares / self.count else 0.0
 
 
-Metric = Mean | Max | Total | ExplainedVariance
+@dataclass(frozen=True)
+class Root:
+    """A norm: squares add up over ranks, the root is taken of their sum."""
+
+    squares: float
+
+    def __add__(self, other: Root) -> Root:
+        return Root(self.squares + other.squares)
+
+    @property
+    def value(self) -> float:
+        return float(self.squares**0.5)
+
+
+Metric = Mean | Max | Total | ExplainedVariance | Root
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

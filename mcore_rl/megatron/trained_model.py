@@ -13,6 +13,7 @@ from mcore_rl.megatron.finite import describe_gradients, describe_samples, requi
 from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.objective import MicroBatchReport
+from mcore_rl.megatron.gradient_norms import gradient_norms
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.optimizer import (
     build_optimizer,
@@ -100,11 +101,13 @@ class TrainedModel:
         """One optimizer step on the gradients that accumulate_gradients left; this rank's part of the update's
         metrics. Every token is counted on exactly one rank, so merging the metrics of all ranks is exact."""
         model, rate = self.model, learning_rate(self.optimizer)
+        norms = gradient_norms(model.chunks, self.optimizer)  # before they are clipped
         successful, grad_norm, _ = self.optimizer.step()
         # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
         assert successful, f"update {update_index}: the optimizer skipped its step"
         self.scheduler.step(1)
-        metrics = self.model.routers.finish_update()
+        metrics: dict[str, Metric] = dict(self.model.routers.finish_update())
+        metrics |= {f"{model.role}/grad_norm_{kind}": norm for kind, norm in norms.items()}
         if model.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
