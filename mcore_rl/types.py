@@ -209,6 +209,16 @@ class Max:
 
 
 @dataclass(frozen=True)
+class Min:
+    """A metric of which the smallest counts."""
+
+    value: float
+
+    def __add__(self, other: Min) -> Min:
+        return Min(min(self.value, other.value))
+
+
+@dataclass(frozen=True)
 class Total:
     """A metric that adds up, such as a count."""
 
@@ -218,7 +228,55 @@ class Total:
         return Total(self.value + other.value)
 
 
-Metric = Mean | Max | Total
+@dataclass(frozen=True)
+class EffectiveFraction:
+    """Effective sample size over sample size, of weights that add up to `total` and their squares to `squares`.
+
+    Source: Kish, (sum w)^2 / sum w^2; 1 where all weights are equal.
+    """
+
+    total: float
+    squares: float
+    count: float
+
+    def __add__(self, other: EffectiveFraction) -> EffectiveFraction:
+        return EffectiveFraction(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.squares * self.count) if self.squares else 0.0
+
+
+@dataclass(frozen=True)
+class ExplainedVariance:
+    """1 - Var(error) / Var(returns), of sums over tokens; error is returns - values. 0 where returns do not vary."""
+
+    returns: float
+    returns_squares: float
+    errors: float
+    errors_squares: float
+    count: float
+
+    def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
+        return ExplainedVariance(
+            self.returns + other.returns,
+            self.returns_squares + other.returns_squares,
+            self.errors + other.errors,
+            self.errors_squares + other.errors_squares,
+            self.count + other.count,
+        )
+
+    @property
+    def value(self) -> float:
+        if not self.count:
+            return 0.0
+        spread = self.returns_squares / self.count - (self.returns / self.count) ** 2
+        unexplained = self.errors_squares / self.count - (self.errors / self.count) ** 2
+        # Below it the spread is what float64 leaves of a difference of equal numbers.
+        return 1 - unexplained / spread if spread > 1e-12 * self.returns_squares / self.count else 0.0
+
+
+Metric = Mean | Max | Min | Total | EffectiveFraction | ExplainedVariance
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

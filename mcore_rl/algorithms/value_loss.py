@@ -1,0 +1,75 @@
+"""The critic's loss: half the squared error, with PPO's clip around the values of the rollout.
+
+    v_c = clip(v, v_old - clip_range, v_old + clip_range)
+    L   = max((v - R)^2, (v_c - R)^2) / 2
+
+Source: OpenAI baselines, ppo2/model.py; arXiv 2005.12729, section 3, names it as one of PPO's code-level
+optimizations. R are returns, fixed during the update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import trained
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import ExplainedVariance, Mean, Metric
+
+
+@dataclass(frozen=True)
+class ValueLossResult:
+    """loss: un-reduced, shaped as values, exactly 0 in value and gradient where mask is 0.
+
+    metrics: clip_fraction, tokens where the clip decided; value_mean, returns_mean; explained_variance, of the
+    returns by old_values, those that the advantages were computed with. All add up over micro-batches and ranks.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+def compute_value_loss(
+    *, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None
+) -> ValueLossResult:
+    """The loss per token, with gradient through values alone. clip_range None: no clip.
+
+    Shapes: all [B, T], or any one shape.
+    Raises: ConfigError for a clip range that is not positive; ValueError for a misshapen tensor.
+    """
+    if clip_range is not None and not 0 < clip_range < math.inf:
+        raise ConfigError(f"critic.clip_range={clip_range} must be greater than 0, or null to switch it off")
+    given = {"old_values": old_values, "returns": returns, "mask": mask}
+    wrong = [f"{name} {list(tensor.shape)}" for name, tensor in given.items() if tensor.shape != values.shape]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must have the shape of values, {list(values.shape)}")
+    selected = mask > 0
+    values, old = trained(values, selected), trained(old_values.detach(), selected)
+    target = trained(returns.detach(), selected)
+    squares = (values - target).square()
+    clipped = torch.zeros_like(selected)
+    if clip_range is not None:
+        bounded = (torch.clamp(values, old - clip_range, old + clip_range) - target).square()
+        clipped = bounded > squares
+        squares = torch.maximum(squares, bounded)
+    return ValueLossResult(squares / 2, _metrics(values.detach(), old, target, clipped, selected))
+
+
+@torch.no_grad()
+def _metrics(values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor, selected: Tensor) -> dict[str, Metric]:
+    target = returns.double()
+    error = target - old.double()
+    sums = [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
+    counts = [clipped.count_nonzero().double(), selected.count_nonzero().double()]
+    # One transfer for all of them: each would wait for the device.
+    stacked = torch.stack([*sums, values.sum(dtype=torch.float64), *counts])
+    sum_returns, squares, errors, error_squares, sum_values, clips, count = stacked.tolist()
+    return {
+        "clip_fraction": Mean(clips, count),
+        "value_mean": Mean(sum_values, count),
+        "returns_mean": Mean(sum_returns, count),
+        "explained_variance": ExplainedVariance(sum_returns, squares, errors, error_squares, count),
+    }
