@@ -135,6 +135,8 @@ def compute_policy_loss(
     inputs = PolicyLossInputs(logp, **{key: None if value is None else value.detach() for key, value in others.items()})
     _check_given(name, chosen.needs, inputs)
     check_shapes(inputs, "logp", tuple(others))
+    if chosen.needs.whole_sequence and logp.dim() != 2:
+        raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)
 
 

@@ -112,7 +112,7 @@ def threshold(scores: Tensor, count: int, all_reduce: AllReduce = alone) -> Tens
     # What is not among a rank's own `count` largest is not among those of all ranks: it need not be counted 32 times.
     order = _ordered(scores.topk(min(count, len(scores)), sorted=False).values)
     # One above -inf to +inf.
-    low = torch.full((), -INFINITY, dtype=torch.int64, device=scores.device)
+    low = torch.full((), 1 - INFINITY, dtype=torch.int64, device=scores.device)
     high = torch.full((), INFINITY, dtype=torch.int64, device=scores.device)
     for _ in range(ROUNDS):
         middle = torch.div(low + high + 1, 2, rounding_mode="floor")

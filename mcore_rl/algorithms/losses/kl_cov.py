@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
@@ -59,6 +58,6 @@ class KLCov:
         chosen = choose_alone(self, inputs)
         log_ratio = trained(inputs.logp - inputs.old_logp, selected)
         loss = -trained(inputs.advantages, selected) * bounded_exp(log_ratio)
-        penalty = torch.where(chosen, self.kl_coef, 0.0) * log_ratio.abs()
+        penalty = trained(self.kl_coef * log_ratio.abs(), chosen)
         metrics = ratio_metrics(log_ratio.detach(), selected, low=None, high=None, chosen_fraction=chosen)
         return PolicyLossResult(loss + penalty, metrics)
