@@ -5,22 +5,19 @@ f(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> number 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.types import Score
 
+KEY = "reward.function"
+GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+FORM = f"f({', '.join(GIVEN)}, **reward.kwargs)"
 BUILTIN = "math"
 MAX_MESSAGE_CHARS = 300
 
@@ -60,8 +57,8 @@ def load_grader(config: RewardConfig) -> Grader:
 
         return grade_math
 
-    function, kwargs = load_function(config.function), dict(config.kwargs)
-    _check_signature(config.function, function, kwargs)
+    function, kwargs = load_function(KEY, config.function, instead=BUILTIN), dict(config.kwargs)
+    check_call(f"{KEY}={config.function}", function, GIVEN, kwargs, FORM)
 
     def grade_with_function(sample: Sample) -> Score:
         return score_of(
@@ -75,23 +72,6 @@ def load_grader(config: RewardConfig) -> Grader:
         )
 
     return grade_with_function
-
-
-def load_function(spec: str) -> Callable[..., Any]:
-    """The function that `module_or_file.py:function` names. A file's path is relative to the working directory.
-
-    Raises: ConfigError.
-    """
-    source, _, name = spec.rpartition(":")
-    if not source or not name.isidentifier():
-        raise ConfigError(f"reward.function={spec} must be {BUILTIN} or module_or_file.py:function")
-    module = _load_file(spec, Path(source)) if source.endswith(".py") else _load_module(spec, source)
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:
-        raise ConfigError(f"reward.function={spec}: {source} has no function {name}")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward.function={spec}: {name} must be a plain function, not {type(function).__name__}")
-    return function
 
 
 def score_of(result: Any) -> Score:
@@ -122,12 +102,6 @@ def failed(message: str) -> Score:
     return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS])
 
 
-def describe(error: BaseException) -> str:
-    """An exception on one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _number(value: Any) -> float | None:
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         value = value.item()  # numpy scalars and 0-dimensional arrays
@@ -140,42 +114,3 @@ def _number(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text[:80]}" if value is not None else "None"
-
-
-def _load_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"reward.function={spec}: there is no file {path.absolute()}")
-    name = f"mcore_rl_user_reward_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"reward.function={spec}: {path} does not import: {describe(error)}") from error
-    return module
-
-
-def _load_module(spec: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        hint = "" if "/" not in name else " (a file's name must end in .py)"
-        raise ConfigError(f"reward.function={spec}: {name} does not import: {describe(error)}{hint}") from error
-
-
-def _check_signature(spec: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={}, **kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.function={spec} cannot be called as f(data_source, solution_str, ground_truth, extra_info, "
-            f"**reward.kwargs): {error}"
-        ) from error

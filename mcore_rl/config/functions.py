@@ -1,0 +1,91 @@
+"""Functions that users bring: what a key names as `module_or_file.py:function`.
+
+A file's path is relative to the working directory. Each process loads what it calls, so nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mcore_rl.errors import ConfigError
+
+FORM = "module_or_file.py:function"
+
+
+def names_function(spec: str) -> bool:
+    """Whether `spec` has the form of a user's function: names of ours have no colon."""
+    return ":" in spec
+
+
+def load_function(key: str, spec: str, instead: str = "") -> Callable[..., Any]:
+    """The function that `key=spec` names; `instead` says what else the key could hold, for the message.
+
+    Raises: ConfigError naming `key` and the cause.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name.isidentifier():
+        raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
+    told = f"{key}={spec}"
+    module = _load_file(told, key, Path(source)) if source.endswith(".py") else _load_module(told, source)
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{told}: {source} has no function {name}")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{told}: {name} must be a plain function, not {type(function).__name__}")
+    return function
+
+
+def check_call(
+    told: str, function: Callable[..., Any], given: Collection[str], options: Mapping[str, Any], form: str
+) -> None:
+    """Whether `function` takes the keywords `given` and `options`; `told` (key=value) and `form`, how it should look,
+    are for the message.
+
+    Raises: ConfigError.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind(**dict.fromkeys(given), **options)
+    except TypeError as error:
+        raise ConfigError(f"{told} cannot be called as {form}: {error}") from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception on one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _load_file(told: str, key: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{told}: there is no file {path.absolute()}")
+    name = f"mcore_rl_user_{key.replace('.', '_')}_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
+    return module
+
+
+def _load_module(told: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        hint = "" if "/" not in name else " (a file's name must end in .py)"
+        raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error
