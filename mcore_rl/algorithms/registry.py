@@ -33,7 +33,7 @@ from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.reinforce import Reinforce
 from mcore_rl.algorithms.losses.sft import SFT
 from mcore_rl.algorithms.losses.user import UserLoss
-from mcore_rl.algorithms.user_functions import is_function_spec
+from mcore_rl.config.functions import names_function
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
@@ -64,12 +64,11 @@ def estimator(name: str, **options: Any) -> Estimator:
 
 
 def policy_loss(name: str, **options: Any) -> PolicyLoss:
-    """The policy loss `name`, or that of a user's function `module_or_file.py:function`; options that are None take
-    its defaults.
+    """The policy loss `name`, one of ours or module_or_file.py:function; options that are None take its defaults.
 
     Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
     """
-    if is_function_spec(name):
+    if names_function(name):
         return UserLoss.load(name, {option: value for option, value in options.items() if value is not None})
     return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, options)
 

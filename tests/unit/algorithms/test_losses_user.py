@@ -100,9 +100,9 @@ def test_needs_are_the_functions_own_or_those_of_a_policy_gradient(spec):
 
 def test_a_module_is_as_good_as_a_file():
     given = make()
-    with pytest.raises(ConfigError, match=r"statistics:mean cannot be called with logp, old_logp"):
+    with pytest.raises(ConfigError, match=r"policy_loss\.name=statistics:mean cannot be called as f\(logp="):
         policy_loss("statistics:mean")
-    with pytest.raises(ValueError, match="must return a loss of the shape of logp"):
+    with pytest.raises(ConfigError, match="returned dict; the loss must be a tensor shaped as logp"):
         compute_policy_loss("builtins:dict", **given)
 
 
@@ -112,10 +112,10 @@ def test_a_module_is_as_good_as_a_file():
         ("absent", {}, r"algorithm\.policy_loss\.name=.*own_loss\.py has no function absent"),
         ("number", {}, r"number must be a plain function, not int"),
         ("later", {}, r"later must be a plain function"),
-        ("few", {}, r"cannot be called with logp, old_logp, advantages, mask, rollout_logp by name"),
+        ("few", {}, r"cannot be called as f\(logp=, old_logp=, advantages=, mask=, rollout_logp=, \*\*options\)"),
         ("squared", {"kl_coef": 1.0}, r"kl_coef"),
-        ("reference", {}, r"a function is not given reference"),
-        ("wrong_needs", {}, r"its needs must be a Needs, not tuple"),
+        ("reference", {}, r"needs reference, which no function is given"),
+        ("wrong_needs", {}, r"its attribute needs must be a mcore_rl.algorithms.Needs"),
     ],
 )
 def test_functions_that_do_not_fit_are_refused(spec, name, options, message):
@@ -130,7 +130,7 @@ def test_missing_and_broken_files_are_refused_with_the_cause(tmp_path):
     broken.write_text("import nothing_of_that_name\n")
     with pytest.raises(ConfigError, match=r"does not import: ModuleNotFoundError: No module named 'nothing_of"):
         policy_loss(f"{broken}:f")
-    with pytest.raises(ConfigError, match=r"must be a known name or module_or_file\.py:function"):
+    with pytest.raises(ConfigError, match=r"must be a loss's name or module_or_file\.py:function"):
         policy_loss("file.py:")
     with pytest.raises(ConfigError, match=r"name must end in \.py"):
         policy_loss("my/file:f")
@@ -138,7 +138,7 @@ def test_missing_and_broken_files_are_refused_with_the_cause(tmp_path):
 
 def test_results_that_are_no_loss_are_refused(spec):
     given = make()
-    with pytest.raises(ValueError, match=r"shape of logp, \[2, 5\], not \[\]"):
+    with pytest.raises(ConfigError, match=r"returned \[\]; the loss must be a tensor shaped as logp, \[2, 5\]"):
         compute_policy_loss(spec("scalar"), **given)
-    with pytest.raises(ValueError, match="metrics as a dict of floats, not list"):
+    with pytest.raises(ConfigError, match="returned metrics as list; they must be a dict of floats"):
         compute_policy_loss(spec("bad_metrics"), **given)

@@ -191,29 +191,37 @@ def test_ratio_metrics_are_means_over_trained_tokens(name):
     assert metrics["ratio_min"] == Min(pytest.approx(math.exp(min(d))))
 
 
-def test_ppo_clip_fractions_tell_the_side():
-    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0, 1.5]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
-    one = torch.ones(1, 6)
-    for name in ("ppo_clip", "decoupled_ppo", "clip_cov"):
-        zero = torch.zeros_like(ratios)
-        metrics = compute_policy_loss(
-            name, logp=ratios.log(), old_logp=zero, rollout_logp=zero, advantages=advantages, mask=one
-        ).metrics
-        assert metrics["clip_fraction"] == Mean(2.0, 6.0)
-        assert metrics["clip_fraction_high"] == Mean(1.0, 6.0)
-        assert metrics["clip_fraction_low"] == Mean(1.0, 6.0)
-    cispo = compute_policy_loss(
-        "cispo", logp=ratios.log(), old_logp=zero, advantages=advantages, mask=one, clip_low=0.2, clip_high=0.2
-    ).metrics
-    assert (cispo["clip_fraction_low"], cispo["clip_fraction_high"]) == (Mean(2.0, 6.0), Mean(3.0, 6.0))
+def test_clip_fractions_tell_the_side():
+    ratios = torch.tensor([[1.5, 1.5, 1.5, 0.5, 0.5, 1.0, 1.5]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
+    one, zero = torch.ones(1, 7), torch.zeros_like(ratios)
+    given = {"logp": ratios.log(), "old_logp": zero, "rollout_logp": zero, "advantages": advantages, "mask": one}
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
+    for name in ("ppo_clip", "decoupled_ppo", "clip_cov", "gmpo"):
+        metrics = compute_policy_loss(name, **given, **bounds).metrics
+        assert metrics["clip_fraction"] == Mean(3.0, 7.0)
+        assert metrics["clip_fraction_high"] == Mean(2.0, 7.0)
+        assert metrics["clip_fraction_low"] == Mean(1.0, 7.0)
+    cispo = compute_policy_loss("cispo", **given, **bounds).metrics
+    assert (cispo["clip_fraction_low"], cispo["clip_fraction_high"]) == (Mean(2.0, 7.0), Mean(4.0, 7.0))
+
+
+def test_ratio_extremes_are_those_of_trained_tokens():
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    for ratios, low, high in (([1.2, 1.4, 9.0], 1.2, 1.4), ([0.7, 0.8, 0.1], 0.7, 0.8)):
+        logp = torch.tensor([ratios]).log()
+        for name in ("ppo_clip", "gspo"):
+            metrics = compute_policy_loss(name, logp=logp, old_logp=0 * logp, advantages=logp, mask=mask).metrics
+            mean = math.sqrt(ratios[0] * ratios[1])
+            expected = (mean, mean) if name == "gspo" else (low, high)
+            assert (metrics["ratio_min"].value, metrics["ratio_max"].value) == pytest.approx(expected)
 
 
 def test_kl_of_nearly_equal_policies_does_not_drown_in_rounding():
     old = torch.full((1, 1000), -1.0)
-    logp = old + 2.0**-13
-    metrics = compute_policy_loss("ppo_clip", logp=logp, old_logp=old, advantages=old, mask=-old).metrics
-    assert metrics["ppo_kl_low_var"].value == pytest.approx(2.0**-27, rel=1e-3)
+    d = 183 * 2.0**-24  # d^2 / 2 lies between two float32 multiples of what resolves d
+    metrics = compute_policy_loss("ppo_clip", logp=old + d, old_logp=old, advantages=old, mask=-old).metrics
+    assert metrics["ppo_kl_low_var"].value == pytest.approx(d * d / 2, rel=1e-4)
 
 
 def test_gspo_counts_responses_not_tokens():
