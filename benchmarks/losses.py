@@ -3,7 +3,7 @@
     python -m benchmarks losses
 
 Tokens lie flat, as in a packed micro-batch, or one response of 4,096 per row where a loss needs whole responses. Limit:
-1.5 times ppo_clip, timed in turn with it. A loss that chooses tokens among the whole update finds the choice made, as in
+1.5 times ppo_clip, timed in turn with it. A loss that chooses tokens of a whole update finds the choice made, as in
 training; making it is a row of its own.
 """
 

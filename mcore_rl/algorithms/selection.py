@@ -92,7 +92,7 @@ def covariances(inputs: PolicyLossInputs, moments: Tensor) -> Tensor:
     """
     assert inputs.advantages is not None
     count, advantages, logp = moments.unbind()
-    product = (inputs.advantages - advantages / count) * (inputs.logp.double() - logp / count)
+    product = (inputs.advantages.double() - advantages / count) * (inputs.logp.double() - logp / count)
     return product.float().masked_fill(~(inputs.mask > 0), -torch.inf)
 
 
