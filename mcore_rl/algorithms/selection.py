@@ -150,8 +150,8 @@ def _signed(constant: int) -> int:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """int64 that compare as the numbers do; adding 0 makes -0 the same number as 0."""
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32)
+    """Integers that compare as the numbers do; -0 is 0."""
+    bits = scores.float().contiguous().view(torch.int32)
     return torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
 
 

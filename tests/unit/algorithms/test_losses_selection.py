@@ -29,6 +29,16 @@ def test_threshold_is_the_kth_largest(values, count):
     assert set(scores[scores >= limit].tolist()) == expected
 
 
+@pytest.mark.parametrize("start", [1.0, -1.0, -3e38, 3e38, -1e-44])
+def test_threshold_tells_neighbouring_numbers_apart(start):
+    scores = [torch.tensor(start)]
+    for _ in range(63):
+        scores.append(torch.nextafter(scores[-1], torch.tensor(torch.inf)))
+    ascending = torch.stack(scores)
+    for count in (1, 2, 17, 32, 63, 64):
+        assert threshold(ascending, count) == ascending[-count]
+
+
 @settings(max_examples=50, deadline=None)
 @given_by(st.lists(FLOATS, min_size=0, max_size=20), st.integers(0, 20), st.integers(0, 20))
 def test_threshold_over_ranks_is_that_of_all_scores(values, cut, count):
