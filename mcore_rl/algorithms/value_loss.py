@@ -52,9 +52,10 @@ def compute_value_loss(
     squares = (values - target).square()
     clipped = torch.zeros_like(selected)
     if clip_range is not None:
-        bounded = (torch.clamp(values, old - clip_range, old + clip_range) - target).square()
-        clipped = bounded > squares
-        squares = torch.maximum(squares, bounded)
+        with torch.no_grad():  # where the bound decides, the value is beyond it: there is no gradient to lose
+            bounded = (torch.clamp(values, old - clip_range, old + clip_range) - target).square()
+            clipped = bounded > squares
+        squares = torch.where(clipped, bounded, squares)
     return ValueLossResult(squares / 2, _metrics(values.detach(), old, target, clipped, selected))
 
 

@@ -76,17 +76,18 @@ class DecoupledPPO:
         advantages = trained(inputs.advantages, selected)
         prox, approximation = self._proximal(inputs)
         log_ratio = trained(inputs.logp - prox, selected)
-        weight = bounded_exp(trained(prox - inputs.rollout_logp, selected))
-        result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        means = {"behave_weight": trained(weight, selected)}
+        weight = trained(bounded_exp(prox - inputs.rollout_logp), selected)
+        # A positive factor of the advantage is one of the loss.
+        result = clipped_surrogate(log_ratio, weight * advantages, self.clip_low, self.clip_high, self.dual_clip)
+        means = {"behave_weight": weight}
         if result.capped is not None:
             means["dual_clip_fraction"] = result.capped
         if approximation is not None:
-            approximate = bounded_exp(trained(approximation - inputs.rollout_logp, selected))
+            approximate = trained(bounded_exp(approximation - inputs.rollout_logp), selected)
             means["prox_error"] = trained((approximation - prox).abs(), selected)
             means["prox_weight_error"] = (approximate - weight).abs()
         flags = split_by_sign(result.clipped, advantages)
-        return PolicyLossResult(weight * result.loss, ratio_metrics(log_ratio, selected, **flags, **means))
+        return PolicyLossResult(result.loss, ratio_metrics(log_ratio, selected, **flags, **means))
 
     @torch.no_grad()
     def _proximal(self, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor | None]:
@@ -101,5 +102,5 @@ class DecoupledPPO:
 def _interpolated(inputs: PolicyLossInputs) -> Tensor:
     assert inputs.staleness is not None
     assert inputs.rollout_logp is not None
-    alpha = 1 - 1 / inputs.staleness.to(inputs.logp.dtype).clamp(min=1)
-    return inputs.rollout_logp + alpha * (inputs.logp - inputs.rollout_logp)
+    alpha = 1 - inputs.staleness.to(inputs.logp.dtype).clamp(min=1).reciprocal()
+    return torch.lerp(inputs.rollout_logp, inputs.logp, alpha)

@@ -44,8 +44,10 @@ def clipped_surrogate(
     """PPO's loss per token (see the module), with gradient through log_ratio."""
     ratio = bounded_exp(log_ratio)
     unclipped = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    with torch.no_grad():  # where the bound decides, the ratio is beyond it: there is no gradient to lose
+        bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+        clipped = bounded > unclipped
+    loss = torch.where(clipped, bounded, unclipped)
     if dual_clip is None:
         return Surrogate(loss, clipped, None)
     ceiling = -advantages * dual_clip

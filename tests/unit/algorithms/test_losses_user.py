@@ -15,7 +15,7 @@ from mcore_rl.algorithms import Needs
 
 def squared(logp, old_logp, advantages, mask, rollout_logp=None, *, clip_low=1.0):
     difference = logp - old_logp
-    return clip_low * difference.square() - advantages * logp, {"gap": difference.sum() / mask.sum(), "two": 2}
+    return clip_low * difference.square() - advantages * logp + 1, {"gap": difference.sum() / mask.sum(), "two": 2}
 
 def spread(logp, old_logp, advantages, mask, rollout_logp):
     assert old_logp is None
@@ -77,7 +77,7 @@ def test_a_function_is_a_loss(spec):
     result.loss.sum().backward()
     difference = (given["logp"] - given["old_logp"])[~outside]
     torch.testing.assert_close(
-        result.loss[~outside], 0.5 * difference.square() - (given["advantages"] * given["logp"])[~outside]
+        result.loss[~outside], 0.5 * difference.square() - (given["advantages"] * given["logp"])[~outside] + 1
     )
     torch.testing.assert_close(logp.grad[~outside], difference - given["advantages"][~outside])
     assert not result.loss[outside].any()
