@@ -34,7 +34,7 @@ def sequence_metrics(
     counted = length > 0
     shares = torch.stack([flags.sum(-1) / length.clamp(min=1) for flags in (low, high)]).double().sum(-1)
     bounded = of_row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    growth = torch.where(counted, torch.expm1(bounded), 0.0).sum()
+    growth = torch.expm1(bounded).sum()  # 0 for a response without tokens
     largest = torch.where(counted, bounded, -torch.inf)
     smallest = torch.where(counted, bounded, torch.inf)
     extremes = (largest.amax(), smallest.amin()) if len(counted) else (growth, growth)

@@ -106,7 +106,10 @@ LOSSES = [("clip_cov", {"cov_ratio": 0.05, "cov_low": 0.1}), ("kl_cov", {"cov_ra
 def test_gradients_do_not_depend_on_micro_batches_ranks_or_order(name, options):
     loss = policy_loss(name, **options)
     inputs, keys = update()
-    whole = gradient(loss, inputs, choose(loss, [inputs], [keys])[0])
+    of_all = choose(loss, [inputs], [keys])[0]
+    one_by_one = choose(loss, [part(inputs, slice(t, t + 1)) for t in range(300)], list(keys.split(1)))
+    assert torch.equal(torch.cat(one_by_one), of_all)
+    whole = gradient(loss, inputs, of_all)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     ranks = [[order[:40], order[40:40], order[40:130]], [order[130:131], order[131:]]]
 

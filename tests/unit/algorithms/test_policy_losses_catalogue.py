@@ -207,9 +207,9 @@ def test_clip_fractions_tell_the_side():
 
 
 def test_ratio_extremes_are_those_of_trained_tokens():
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     for ratios, low, high in (([1.2, 1.4, 9.0], 1.2, 1.4), ([0.7, 0.8, 0.1], 0.7, 0.8)):
-        logp = torch.tensor([ratios]).log()
+        logp = torch.tensor([ratios, [1.0] * 3]).log()
         for name in ("ppo_clip", "gspo"):
             metrics = compute_policy_loss(name, logp=logp, old_logp=0 * logp, advantages=logp, mask=mask).metrics
             mean = math.sqrt(ratios[0] * ratios[1])
