@@ -209,6 +209,16 @@ class Max:
 
 
 @dataclass(frozen=True)
+class Min:
+    """A metric of which the smallest counts."""
+
+    value: float
+
+    def __add__(self, other: Min) -> Min:
+        return Min(min(self.value, other.value))
+
+
+@dataclass(frozen=True)
 class Total:
     """A metric that adds up, such as a count."""
 
@@ -216,6 +226,25 @@ class Total:
 
     def __add__(self, other: Total) -> Total:
         return Total(self.value + other.value)
+
+
+@dataclass(frozen=True)
+class EffectiveFraction:
+    """Effective sample size over sample size, of weights that add up to `total` and their squares to `squares`.
+
+    Source: Kish, (sum w)^2 / sum w^2; 1 where all weights are equal.
+    """
+
+    total: float
+    squares: float
+    count: float
+
+    def __add__(self, other: EffectiveFraction) -> EffectiveFraction:
+        return EffectiveFraction(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.squares * self.count) if self.squares else 0.0
 
 
 @dataclass(frozen=True)
@@ -261,7 +290,7 @@ class Root:
         return float(self.squares**0.5)
 
 
-Metric = Mean | Max | Total | ExplainedVariance | Root
+Metric = Mean | Max | Min | Total | EffectiveFraction | ExplainedVariance | Root
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

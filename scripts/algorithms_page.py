@@ -1,6 +1,6 @@
 """Writes docs/algorithms.md from the registry: every advantage and policy loss with formula, source, options, cost.
 
-    python scripts/algorithms_page.py
+python scripts/algorithms_page.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Pure torch and numpy: advantages, policy losses, KL estimates, aggregation, filters."""
 
 from mcore_rl.algorithms.aggregation import aggregate_loss, loss_weights
+from mcore_rl.algorithms.corrections import Correction, CorrectionResult
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.interface import AdvantageResult, Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.kl import kl_penalty
@@ -13,17 +14,22 @@ from mcore_rl.algorithms.registry import (
     policy_loss,
     policy_loss_needs,
 )
+from mcore_rl.algorithms.value_loss import ValueLossResult, compute_value_loss
 
 __all__ = [
     "AdvantageResult",
+    "Correction",
+    "CorrectionResult",
     "Needs",
     "PolicyLossInputs",
     "PolicyLossResult",
+    "ValueLossResult",
     "advantage_needs",
     "advantage_options",
     "aggregate_loss",
     "compute_advantages",
     "compute_policy_loss",
+    "compute_value_loss",
     "estimator",
     "groups_with_variance",
     "kl_penalty",

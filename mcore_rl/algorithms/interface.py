@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Needs:
 
     whole_sequence: all tokens of a response must be in one call, one response per row; other losses take any
     shape, so also tokens of many responses packed in one row.
+    selection: some tokens are treated differently, chosen among all of an update (see selection.py).
+    staleness: how many versions of the weights old each token is.
     """
 
     group_ids: bool = False
@@ -34,6 +36,8 @@ class Needs:
     prox_logp: bool = False
     reference: bool = False
     whole_sequence: bool = False
+    selection: bool = False
+    staleness: bool = False
 
     @property
     def critic(self) -> bool:
@@ -74,7 +78,10 @@ class AdvantageResult:
 class PolicyLossInputs:
     """Shapes: all [B, T], or any one shape for a loss without needs.whole_sequence. Units: logp in nats.
 
-    logp alone carries gradient; mask is 1 on trained tokens.
+    logp alone carries gradient; mask is 1 on trained tokens. prox_logp: of the proximal policy, where it is not the
+    one of old_logp. staleness: updates of the weights between the one that a token was sampled with and the current
+    one. chosen (bool): of a loss with needs.selection, the tokens chosen among the whole update; None: it chooses
+    among these.
     """
 
     logp: Tensor
@@ -83,6 +90,8 @@ class PolicyLossInputs:
     advantages: Tensor | None = None
     rollout_logp: Tensor | None = None
     prox_logp: Tensor | None = None
+    staleness: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,10 @@ class Estimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """A policy loss: a frozen dataclass of which the fields are the options."""
+    """A policy loss: a frozen dataclass of which the fields are the options. needs may depend on them."""
 
-    needs: ClassVar[Needs]
+    @property
+    def needs(self) -> Needs: ...
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult: ...
 

@@ -33,8 +33,16 @@ from mcore_rl.algorithms.interface import (
     check_advantage_inputs,
     check_shapes,
 )
+from mcore_rl.algorithms.losses.cispo import CISPO
+from mcore_rl.algorithms.losses.clip_cov import ClipCov
+from mcore_rl.algorithms.losses.decoupled_ppo import DecoupledPPO
+from mcore_rl.algorithms.losses.gmpo import GMPO
+from mcore_rl.algorithms.losses.gspo import GSPO
+from mcore_rl.algorithms.losses.kl_cov import KLCov
 from mcore_rl.algorithms.losses.ppo_clip import PPOClip
+from mcore_rl.algorithms.losses.reinforce import Reinforce
 from mcore_rl.algorithms.losses.sft import SFT
+from mcore_rl.algorithms.losses.user import UserLoss
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.errors import ConfigError
@@ -55,6 +63,13 @@ ADVANTAGES: dict[str, type[Estimator]] = {
 
 POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
     "ppo_clip": PPOClip,
+    "gspo": GSPO,
+    "gmpo": GMPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
+    "cispo": CISPO,
+    "decoupled_ppo": DecoupledPPO,
+    "reinforce": Reinforce,
     "sft": SFT,
 }
 
@@ -77,10 +92,12 @@ def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
 
 
 def policy_loss(name: str, **options: Any) -> PolicyLoss:
-    """The policy loss `name`; options that are None take its defaults.
+    """The policy loss `name`, one of ours or module_or_file.py:function; options that are None take its defaults.
 
     Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
     """
+    if names_function(name):
+        return UserLoss.load(name, {option: value for option, value in options.items() if value is not None})
     return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, options)
 
 
@@ -89,9 +106,9 @@ def advantage_needs(name: str) -> Needs:
     return estimator(name).needs
 
 
-def policy_loss_needs(name: str) -> Needs:
-    """Raises: ConfigError for an unknown name."""
-    return _entry(POLICY_LOSSES, "algorithm.policy_loss.name", name).needs
+def policy_loss_needs(name: str, **options: Any) -> Needs:
+    """Raises: as policy_loss."""
+    return policy_loss(name, **options).needs
 
 
 def compute_advantages(
@@ -127,17 +144,28 @@ def compute_policy_loss(
     advantages: Tensor | None = None,
     rollout_logp: Tensor | None = None,
     prox_logp: Tensor | None = None,
+    staleness: Tensor | None = None,
     **options: Any,
 ) -> PolicyLossResult:
     """Un-reduced loss per token, with gradient through logp alone, and metrics over the trained tokens.
 
-    Shapes: all tensors and the loss [B, T]. Units: nats.
+    Shapes: all tensors and the loss [B, T]. Units: nats; staleness in versions of the weights.
     Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor.
     """
     chosen = policy_loss(name, **options)
-    inputs = PolicyLossInputs(logp, mask, old_logp, advantages, rollout_logp, prox_logp)
+    others = {
+        "mask": mask,
+        "old_logp": old_logp,
+        "advantages": advantages,
+        "rollout_logp": rollout_logp,
+        "prox_logp": prox_logp,
+        "staleness": staleness,
+    }
+    inputs = PolicyLossInputs(logp, **{key: None if value is None else value.detach() for key, value in others.items()})
     _check_given(name, chosen.needs, inputs)
-    check_shapes(inputs, "logp", ("mask", "old_logp", "advantages", "rollout_logp", "prox_logp"))
+    check_shapes(inputs, "logp", tuple(others))
+    if chosen.needs.whole_sequence and logp.dim() != 2:
+        raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)
 
 
@@ -151,7 +179,7 @@ def _entry(registry: Mapping[str, type[Entry]], key: str, name: str) -> type[Ent
     if name in registry:
         return registry[name]
     close = difflib.get_close_matches(str(name), registry, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; did you mean {close[0]}?" if close else "."
     raise ConfigError(f"{key}={name} is not known{hint} Known: {', '.join(registry)}.")
 
 

@@ -1,0 +1,108 @@
+"""Every policy loss forward and backward on 2^20 tokens with one thread, beside ppo_clip.
+
+    python -m benchmarks losses
+
+Tokens lie flat, as in a packed micro-batch, or one response of 4,096 per row where a loss needs whole responses. Limit:
+1.5 times ppo_clip, timed in turn with it. A loss that chooses tokens of a whole update finds the choice made, as in
+training; making it is a row of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from benchmarks.result import Result
+from mcore_rl.algorithms import Correction, PolicyLossInputs, compute_value_loss, policy_loss
+from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.registry import POLICY_LOSSES
+from mcore_rl.algorithms.selection import choose
+
+RESPONSES, TOKENS = 256, 4096
+ROUNDS = 9
+AIM = "<= 1.5"
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    rows = make_inputs()
+    flat = PolicyLossInputs(**{name: None if t is None else t.flatten() for name, t in vars(rows).items()})
+    reference = step_of(policy_loss("ppo_clip"), flat)
+    results = []
+    for name in POLICY_LOSSES:
+        loss = policy_loss(name)
+        inputs = rows if loss.needs.whole_sequence else flat
+        if loss.needs.selection:
+            results.append(_row(f"{name}: choosing", lambda loss=loss: choose_tokens(loss, flat), reference))
+            inputs = replace(flat, chosen=choose_tokens(loss, flat))
+        results.append(_row(name, step_of(loss, inputs), reference, AIM))
+    loglinear = policy_loss("decoupled_ppo", prox="loglinear")
+    results.append(_row("decoupled_ppo, loglinear", step_of(loglinear, flat), reference, AIM))
+    results.append(_row("value loss", lambda: value_step(rows), reference))
+    for level in ("token", "sequence", "geometric"):
+        results.append(_row(f"correction, {level}", lambda level=level: correct(level, rows), reference))
+    return results
+
+
+def make_inputs() -> PolicyLossInputs:
+    g = torch.Generator().manual_seed(0)
+    shape = RESPONSES, TOKENS
+    old = -3 * torch.rand(shape, generator=g)
+    return PolicyLossInputs(
+        logp=old + 0.1 * torch.randn(shape, generator=g),
+        mask=torch.ones(shape),
+        old_logp=old,
+        advantages=torch.randn(RESPONSES, 1, generator=g).repeat(1, TOKENS),
+        rollout_logp=old + 0.01 * torch.randn(shape, generator=g),
+        staleness=torch.ones(shape),
+    )
+
+
+def step_of(loss: PolicyLoss, inputs: PolicyLossInputs) -> Callable[[], object]:
+    """Loss, metrics and gradient."""
+
+    def step() -> None:
+        logp = inputs.logp.detach().requires_grad_()
+        loss(replace(inputs, logp=logp)).loss.sum().backward()
+
+    return step
+
+
+def choose_tokens(loss: PolicyLoss, inputs: PolicyLossInputs) -> torch.Tensor:
+    return choose(loss, [inputs], [torch.arange(inputs.logp.numel())])[0]  # type: ignore[arg-type]
+
+
+def value_step(rows: PolicyLossInputs) -> None:
+    assert rows.old_logp is not None
+    assert rows.advantages is not None
+    values = rows.logp.detach().requires_grad_()
+    result = compute_value_loss(
+        values=values, old_values=rows.old_logp, returns=rows.advantages, mask=rows.mask, clip_range=0.2
+    )
+    result.loss.sum().backward()
+
+
+def correct(level: str, rows: PolicyLossInputs) -> None:
+    assert rows.old_logp is not None
+    assert rows.rollout_logp is not None
+    Correction("truncate", level)(old_logp=rows.old_logp, rollout_logp=rows.rollout_logp, mask=rows.mask)
+
+
+def _row(name: str, ours: Callable[[], object], reference: Callable[[], object], aim: str = "") -> Result:
+    ratios, times = [], []
+    for _ in range(ROUNDS):
+        limit, seconds = _seconds(reference), _seconds(ours)
+        ratios.append(seconds / limit)
+        times.append(seconds)
+    ratio, milliseconds = statistics.median(ratios), 1e3 * statistics.median(times)
+    return Result(name, milliseconds, milliseconds / ratio, "ms", ratio, aim)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

@@ -1,0 +1,129 @@
+"""Importance corrections: the engine that sampled and the trainer do not compute the same policy.
+
+    d_t = old_logp_t - rollout_logp_t                   trainer and engine, the same weights or older ones
+    w   = exp(d_t)                        level token
+          exp(sum_t d_t)                        sequence: the same for all tokens of a response
+          exp(mean_t d_t)                       geometric
+    truncate   w <- clip(w, low, high)          with low = 0: min(w, high)
+    mask       w <- w where low <= w <= high, else 0
+
+The per-token loss is multiplied with w, through which no gradient flows.
+
+Source: truncated importance sampling, E. L. Ionides (2008), J. Comput. Graph. Stat. 17; between engine and trainer:
+F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training" (token, truncate); J. Liu
+et al. (2025), "When speed kills stability" (sequence and geometric, mask); effective sample size: L. Kish (1965).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import trained
+from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
+
+MAX_LOG_WEIGHT = 20.0
+"""Of a sequence's product, which may be any number: exp(20) is beyond every sensible bound, and finite."""
+
+
+@dataclass(frozen=True)
+class CorrectionResult:
+    """weights: shaped as the mask, what to multiply the per-token loss with; 0 where mask is 0.
+
+    metrics: weight_mean and weight_max before the bounds (a mean of 1 is expected); effective_sample_fraction of the
+    weights as applied; truncated_fraction or masked_fraction, the share out of bounds. Of tokens at level token, else
+    of responses with a trained token.
+    """
+
+    weights: Tensor
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """low, high: bounds of the weight; low None is 0 for truncate and 1 / high for mask.
+
+    Raises: ConfigError for unknown names and bounds that leave nothing between them.
+    """
+
+    kind: str
+    level: str = "token"
+    low: float | None = None
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "none":
+            raise ConfigError("algorithm.correction.kind=none is no correction")
+        self.bounds()
+
+    @classmethod
+    def from_config(cls, config: CorrectionConfig) -> Correction | None:
+        """None where nothing is to be computed."""
+        if config.kind == "none":
+            return None
+        return cls(config.kind, config.level, config.low, config.high)
+
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest weight that is left alone."""
+        return CorrectionConfig(self.kind, self.level, self.low, self.high).bounds
+
+    @property
+    def needs_whole_sequence(self) -> bool:
+        """Whether all tokens of a response must be in one call, one response per row."""
+        return self.level != "token"
+
+    @torch.no_grad()
+    def __call__(self, *, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> CorrectionResult:
+        """Shapes: all [B, T]; any one shape at level token.
+        Raises: ValueError for a misshapen tensor.
+        """
+        self._check(old_logp, rollout_logp, mask)
+        selected = mask > 0
+        difference = trained(old_logp.detach() - rollout_logp, selected).double()
+        if self.level == "token":
+            counted = selected
+        else:
+            length = selected.sum(-1)
+            counted = length > 0
+            difference = difference.sum(-1)
+            if self.level == "geometric":
+                difference = difference / length.clamp(min=1)
+        weights = trained(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
+        applied, outside = self._bounded(weights, counted)
+        spread = applied if self.level == "token" else trained(applied[:, None].expand(selected.shape), selected)
+        return CorrectionResult(spread.to(old_logp.dtype), self._metrics(weights, applied, outside, counted))
+
+    def _bounded(self, weights: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = self.bounds()
+        outside = counted & ((weights < low) | (weights > high))
+        if self.kind == "mask":
+            return weights.masked_fill(outside, 0.0), outside
+        return trained(weights.clamp(low, high), counted), outside
+
+    def _metrics(self, weights: Tensor, applied: Tensor, outside: Tensor, counted: Tensor) -> dict[str, Metric]:
+        largest = weights.amax() if weights.numel() else weights.sum()
+        sums = [weights.sum(), applied.sum(), applied.square().sum(), largest]
+        counts = [outside.count_nonzero().double(), counted.count_nonzero().double()]
+        # One transfer for all of them: each would wait for the device.
+        total, kept, squares, greatest, beyond, count = torch.stack([*sums, *counts]).tolist()
+        share = "truncated_fraction" if self.kind == "truncate" else "masked_fraction"
+        return {
+            "weight_mean": Mean(total, count),
+            "weight_max": Max(greatest),
+            "effective_sample_fraction": EffectiveFraction(kept, squares, count),
+            share: Mean(beyond, count),
+        }
+
+    def _check(self, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> None:
+        given = {"rollout_logp": rollout_logp, "mask": mask}
+        wrong = [f"{name} {list(tensor.shape)}" for name, tensor in given.items() if tensor.shape != old_logp.shape]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} must have the shape of old_logp, {list(old_logp.shape)}")
+        if self.needs_whole_sequence and old_logp.dim() != 2:
+            raise ValueError(
+                f"a correction of level {self.level} takes one response per row, not {list(old_logp.shape)}"
+            )

@@ -1,0 +1,87 @@
+"""Clip-Cov: a few random tokens of high covariance between advantage and log-probability lose their gradient.
+
+    cov_t = (A_t - mean A) (logp_t - mean logp)                  means over all trained tokens of the update
+    I     = cov_ratio N tokens, at random among those with cov_low < cov_t < cov_high that the clip left alone
+    L_t   = PPO's clipped surrogate, and 0 for t in I
+
+Source: arXiv 2505.22617, section 4.2 (Clip-Cov); there with the bounds 1 and 5, a share of 2e-4, and the surrogate's
+clip, whose tokens are not chosen again, in the authors' code.
+Shapes: any one shape for all inputs and the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.losses.surrogate import SECTION, check_bounds, clipped_surrogate, ratio_metrics, split_by_sign
+from mcore_rl.algorithms.selection import choose_alone, covariance_moments, covariances, random_scores
+from mcore_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ClipCov:
+    """clip_low, clip_high: as in ppo_clip. cov_ratio: share of the trained tokens to choose, at least one of them.
+    cov_low, cov_high: between which covariances, in nats times advantage.
+
+    Metrics: those of ratio_metrics, and chosen_fraction.
+    """
+
+    needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, selection=True)
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    cov_ratio: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self.clip_low, self.clip_high)
+        check_share(self.cov_ratio)
+        if not self.cov_low < self.cov_high:
+            raise ConfigError(f"{SECTION}.cov_low={self.cov_low} must be less than {SECTION}.cov_high={self.cov_high}")
+
+    def moments(self, inputs: PolicyLossInputs) -> Tensor:
+        return covariance_moments(inputs)
+
+    @torch.no_grad()
+    def scores(self, inputs: PolicyLossInputs, moments: Tensor, keys: Tensor) -> Tensor:
+        assert inputs.old_logp is not None
+        assert inputs.advantages is not None
+        covariance = covariances(inputs, moments)
+        clipped = clipped_surrogate(
+            inputs.logp - inputs.old_logp, inputs.advantages, self.clip_low, self.clip_high
+        ).clipped
+        eligible = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped & (inputs.mask > 0)
+        return random_scores(keys).masked_fill(~eligible, -torch.inf)
+
+    def count(self, num_tokens: int) -> int:
+        return share_of(num_tokens, self.cov_ratio)
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        assert inputs.old_logp is not None
+        assert inputs.advantages is not None
+        selected = inputs.mask > 0
+        chosen = choose_alone(self, inputs)
+        log_ratio = trained(inputs.logp - inputs.old_logp, selected)
+        advantages = trained(inputs.advantages, selected)
+        result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
+        metrics = ratio_metrics(
+            log_ratio, selected, **split_by_sign(result.clipped, advantages), chosen_fraction=chosen
+        )
+        return PolicyLossResult(result.loss.masked_fill(chosen, 0.0), metrics)
+
+
+def check_share(cov_ratio: float) -> None:
+    """Raises: ConfigError for what is no share of the tokens."""
+    if not 0 < cov_ratio <= 1:
+        raise ConfigError(f"{SECTION}.cov_ratio={cov_ratio} must be greater than 0 and at most 1")
+
+
+def share_of(num_tokens: int, cov_ratio: float) -> int:
+    """floor(cov_ratio N), but one token at least where there is any."""
+    return min(num_tokens, max(1, int(cov_ratio * num_tokens)))

@@ -1,0 +1,106 @@
+"""Decoupled PPO: the clip is around a recent, proximal policy; the tokens are an older, behaviour policy's.
+
+    w = exp(prox - behave)                                             behave: log-probability at sampling time
+    r = exp(logp - prox)
+    L = w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))           with dual_clip = c and A < 0: min(., -A c)
+
+prox is recomputed by a forward pass, or interpolated from how many versions s of the weights old a token is
+(detached; the proximal policy being one version behind the current one):
+
+    prox ~ behave + alpha (logp - behave),   alpha = (s - 1) / s,  0 for s < 1
+
+Source: arXiv 2110.00641, section 3 (the decoupled clipped objective); for language models AReaL, arXiv 2505.24298,
+section 5.2; the interpolation: AReaL's documentation, "Proximal log-probability approximation" (loglinear).
+Shapes: any one shape for all inputs and the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.losses.surrogate import (
+    SECTION,
+    bounded_exp,
+    check_bounds,
+    check_dual_clip,
+    clipped_surrogate,
+    ratio_metrics,
+    split_by_sign,
+)
+from mcore_rl.errors import ConfigError
+
+PROXIMAL = ("recomputed", "loglinear", "metrics")
+
+
+@dataclass(frozen=True)
+class DecoupledPPO:
+    """clip_low, clip_high, dual_clip: as in ppo_clip, of the ratio to the proximal policy. prox: where its
+    log-probabilities are from.
+
+    recomputed: inputs.prox_logp, or where that is None inputs.old_logp, which the trainer computes before the first
+    update of a batch. loglinear: interpolated, so that no forward pass is needed. metrics: recomputed, and how far the
+    interpolation would have been off is reported.
+
+    Metrics: those of ratio_metrics, of r; dual_clip_fraction (with dual_clip only); behave_weight, the mean of w;
+    prox_error and prox_weight_error, mean absolute differences in nats and in w (with prox=metrics only).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    prox: str = "recomputed"
+
+    def __post_init__(self) -> None:
+        check_bounds(self.clip_low, self.clip_high)
+        check_dual_clip(self.dual_clip)
+        if self.prox not in PROXIMAL:
+            raise ConfigError(f"{SECTION}.prox={self.prox} is not known. Known: {', '.join(PROXIMAL)}.")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            advantages=True,
+            rollout_logp=True,
+            old_logp=self.prox != "loglinear",
+            staleness=self.prox != "recomputed",
+        )
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        assert inputs.advantages is not None
+        assert inputs.rollout_logp is not None
+        selected = inputs.mask > 0
+        advantages = trained(inputs.advantages, selected)
+        prox, approximation = self._proximal(inputs)
+        log_ratio = trained(inputs.logp - prox, selected)
+        weight = trained(bounded_exp(prox - inputs.rollout_logp), selected)
+        # A positive factor of the advantage is one of the loss.
+        result = clipped_surrogate(log_ratio, weight * advantages, self.clip_low, self.clip_high, self.dual_clip)
+        means = {"behave_weight": weight}
+        if result.capped is not None:
+            means["dual_clip_fraction"] = result.capped
+        if approximation is not None:
+            approximate = trained(bounded_exp(approximation - inputs.rollout_logp), selected)
+            means["prox_error"] = trained((approximation - prox).abs(), selected)
+            means["prox_weight_error"] = (approximate - weight).abs()
+        flags = split_by_sign(result.clipped, advantages)
+        return PolicyLossResult(result.loss, ratio_metrics(log_ratio, selected, **flags, **means))
+
+    @torch.no_grad()
+    def _proximal(self, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor | None]:
+        """The proximal policy's log-probabilities, and the interpolated ones where they are only reported."""
+        if self.prox == "loglinear":
+            return _interpolated(inputs), None
+        recomputed = inputs.old_logp if inputs.prox_logp is None else inputs.prox_logp
+        assert recomputed is not None
+        return recomputed.detach(), _interpolated(inputs) if self.prox == "metrics" else None
+
+
+def _interpolated(inputs: PolicyLossInputs) -> Tensor:
+    assert inputs.staleness is not None
+    assert inputs.rollout_logp is not None
+    alpha = 1 - inputs.staleness.to(inputs.logp.dtype).clamp(min=1).reciprocal()
+    return torch.lerp(inputs.rollout_logp, inputs.logp, alpha)

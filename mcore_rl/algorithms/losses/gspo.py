@@ -1,0 +1,61 @@
+"""GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole.
+
+    s_i   = exp(mean_t (logp_it - old_logp_it))                over the n_i trained tokens of response i
+    s_it  = sg[s_i] exp(logp_it - sg[logp_it])                 worth s_i, with the gradient of token t alone
+    L_it  = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
+
+Source: arXiv 2507.18071, equations 7 (s_i), 13 and 14 (GSPO-token, which is GSPO where a response has one advantage);
+bounds of 3e-4 and 4e-4: section 5.1. The paper aggregates by seq-mean-token-mean.
+Shapes: [B, T], one whole response per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.losses.sequences import row_means, sequence_metrics
+from mcore_rl.algorithms.losses.surrogate import bounded_exp, check_bounds
+
+
+@dataclass(frozen=True)
+class GSPO:
+    """clip_low, clip_high: distances of the bounds of s_i from 1.
+
+    Metrics: those of sequence_metrics, of the ratios s_i.
+    """
+
+    needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, whole_sequence=True)
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        check_bounds(self.clip_low, self.clip_high)
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        assert inputs.old_logp is not None
+        assert inputs.advantages is not None
+        selected = inputs.mask > 0
+        logp = trained(inputs.logp, selected)
+        advantages = trained(inputs.advantages, selected)
+        log_ratio = trained(inputs.logp.detach() - inputs.old_logp, selected)
+        of_row = row_means(log_ratio, selected)
+        ratio = bounded_exp(of_row).to(logp.dtype)[:, None]
+        low = (advantages < 0) & (ratio < 1 - self.clip_low)
+        high = (advantages > 0) & (ratio > 1 + self.clip_high)
+        loss = _with_gradient_of(logp, -advantages * ratio)
+        bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return PolicyLossResult(
+            torch.where(low | high, bounded, loss),
+            sequence_metrics(log_ratio, selected, of_row, low=low, high=high),
+        )
+
+
+def _with_gradient_of(logp: Tensor, value: Tensor) -> Tensor:
+    """`value` exp(logp - sg[logp]): its own value, and `value` times the gradient of logp."""
+    return value + value * (logp - logp.detach())

@@ -1,0 +1,51 @@
+"""What the losses of whole responses share. Shape letters: B responses, one per row, T tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, ratio_metrics
+from mcore_rl.types import Max, Mean, Metric, Min
+
+
+def row_means(values: Tensor, selected: Tensor) -> Tensor:
+    """Mean of each row's selected values, 0 for a row without any; summed in float64.
+
+    Shapes: values [B, T], 0 where `selected` (bool) is false -> float64 [B].
+    """
+    return values.sum(-1, dtype=torch.float64) / selected.sum(-1).clamp(min=1)
+
+
+@torch.no_grad()
+def sequence_metrics(
+    log_ratio: Tensor, selected: Tensor, of_row: Tensor, *, low: Tensor, high: Tensor
+) -> dict[str, Metric]:
+    """ratio_metrics with clip fractions and ratios of responses: each response counts once, however long it is.
+
+    A response with several advantages is clipped in part: the share of its tokens counts.
+
+    Shapes: log_ratio, selected, low, high [B, T]; of_row [B], the log of each response's ratio.
+    """
+    tokens = ratio_metrics(log_ratio, selected, low=None, high=None)
+    length = selected.sum(-1)
+    counted = length > 0
+    shares = torch.stack([flags.sum(-1) / length.clamp(min=1) for flags in (low, high)]).double().sum(-1)
+    bounded = of_row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    growth = torch.expm1(bounded).sum()  # 0 for a response without tokens
+    largest = torch.where(counted, bounded, -torch.inf)
+    smallest = torch.where(counted, bounded, torch.inf)
+    extremes = (largest.amax(), smallest.amin()) if len(counted) else (growth, growth)
+    sums = torch.stack([*shares, growth, *extremes, counted.sum().double()])
+    clipped_low, clipped_high, above_one, greatest, least, count = sums.tolist()
+    metrics = tokens | {
+        "clip_fraction": Mean(clipped_low + clipped_high, count),
+        "clip_fraction_low": Mean(clipped_low, count),
+        "clip_fraction_high": Mean(clipped_high, count),
+        "ratio_mean": Mean(count + above_one, count),
+    }
+    if count:
+        metrics |= {"ratio_max": Max(math.exp(greatest)), "ratio_min": Min(math.exp(least))}
+    return metrics

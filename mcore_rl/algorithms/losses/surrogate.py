@@ -1,0 +1,131 @@
+"""What the losses of a probability ratio share: the clipped surrogate of PPO, its bounds and its metrics.
+
+    r = exp(logp - old_logp)
+    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));   A < 0 and dual_clip = c:  L = min(L, -A c)
+
+Source: PPO, arXiv 1707.06347, equation 7; separate bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
+arXiv 1912.09729, equation 5. KL from samples: J. Schulman, "Approximating KL divergence" (2020), k1 and k3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import Max, Mean, Metric, Min
+
+SECTION = "algorithm.policy_loss"
+# exp(20) is 4.9e8: farther away a ratio says only that the policy has moved on, and must not become inf * 0 = nan
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Shapes: all as the log ratio. clipped, capped: bool, tokens of which the clip, or the dual clip, decided."""
+
+    loss: Tensor
+    clipped: Tensor
+    capped: Tensor | None
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp within exp(+-MAX_LOG_RATIO), without gradient beyond."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Surrogate:
+    """PPO's loss per token (see the module), with gradient through log_ratio."""
+    ratio = bounded_exp(log_ratio)
+    unclipped = -advantages * ratio
+    with torch.no_grad():  # where the bound decides, the ratio is beyond it: there is no gradient to lose
+        bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+        clipped = bounded > unclipped
+    loss = torch.where(clipped, bounded, unclipped)
+    if dual_clip is None:
+        return Surrogate(loss, clipped, None)
+    ceiling = -advantages * dual_clip
+    capped = (advantages < 0) & (loss > ceiling)
+    return Surrogate(torch.where(capped, ceiling, loss), clipped, capped)
+
+
+@torch.no_grad()
+def ratio_metrics(
+    log_ratio: Tensor, selected: Tensor, *, low: Tensor | None, high: Tensor | None, **means: Tensor
+) -> dict[str, Metric]:
+    """What every loss of a ratio reports over its trained tokens.
+
+    clip_fraction and its parts clip_fraction_low, clip_fraction_high (clipped at the lower, the upper bound; None: the
+    loss has no such bound); ppo_kl and ppo_kl_low_var, the k1 and k3 estimates of KL(old || policy); ratio_mean,
+    ratio_max, ratio_min; and the mean of every one of `means`. Log ratios count up to +-MAX_LOG_RATIO but in ppo_kl.
+
+    Shapes: one for all; low, high, selected bool. Everything is 0 (false) where `selected` is false.
+    """
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    growth = torch.expm1(bounded.double())  # exp(d) - 1 - d cancels in float32
+    total_growth, total_bounded = growth.sum(), bounded.sum(dtype=torch.float64)
+    sums = {
+        "clip_fraction_low": _count(low, selected),
+        "clip_fraction_high": _count(high, selected),
+        "ppo_kl": -log_ratio.sum(dtype=torch.float64),
+        "ppo_kl_low_var": total_growth - total_bounded,
+        "ratio_mean": total_growth,
+        **{name: _total(value) for name, value in means.items()},
+    }
+    largest, smallest = _extremes(bounded, selected)
+    # One transfer for all of them: each would wait for the device.
+    stacked = torch.stack([*sums.values(), largest, smallest, _count(selected, selected)])
+    *totals, greatest, least, count = stacked.tolist()
+    named = dict(zip(sums, totals, strict=True))
+    named["clip_fraction"] = named["clip_fraction_low"] + named["clip_fraction_high"]
+    named["ratio_mean"] += count
+    metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in named.items()}
+    if count:
+        metrics |= {"ratio_max": Max(math.exp(greatest)), "ratio_min": Min(math.exp(least))}
+    return metrics
+
+
+def check_bounds(clip_low: float, clip_high: float) -> None:
+    """Raises: ConfigError for distances from 1 that are no bounds of a ratio."""
+    if not 0 <= clip_low <= 1:
+        raise ConfigError(f"{SECTION}.clip_low={clip_low} must be between 0 and 1")
+    if not 0 <= clip_high < math.inf:
+        raise ConfigError(f"{SECTION}.clip_high={clip_high} must not be negative")
+
+
+def check_dual_clip(dual_clip: float | None) -> None:
+    """Raises: ConfigError for a ratio that is not above 1."""
+    if dual_clip is not None and not 1 < dual_clip < math.inf:
+        raise ConfigError(f"{SECTION}.dual_clip={dual_clip} must be greater than 1, or null to switch it off")
+
+
+def split_by_sign(clipped: Tensor, advantages: Tensor) -> Mapping[str, Tensor]:
+    """Of tokens that PPO's clip decided: a positive advantage meets the upper bound, a negative one the lower."""
+    high = clipped & (advantages > 0)
+    return {"low": clipped ^ high, "high": high}
+
+
+def _count(flags: Tensor | None, like: Tensor) -> Tensor:
+    if flags is None:
+        return torch.zeros((), dtype=torch.float64, device=like.device)
+    return flags.count_nonzero().double()
+
+
+def _total(values: Tensor) -> Tensor:
+    return values.count_nonzero().double() if values.dtype == torch.bool else values.sum(dtype=torch.float64)
+
+
+def _extremes(values: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest and smallest selected value; meaningless without any."""
+    if not values.numel():
+        nothing = torch.zeros((), dtype=torch.float64, device=values.device)
+        return nothing, nothing
+    largest = values.masked_fill(~selected, -torch.inf).amax()
+    smallest = values.masked_fill(~selected, torch.inf).amin()
+    return largest.double(), smallest.double()

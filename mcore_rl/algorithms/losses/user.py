@@ -1,0 +1,74 @@
+"""A loss that a user brings: algorithm.policy_loss.name=module_or_file.py:function.
+
+    f(logp=, old_logp=, advantages=, mask=, rollout_logp=, **options) -> loss or (loss, {metric: mean over tokens})
+
+with the options that algorithm.policy_loss sets. Only logp carries gradient, everything is 0 where mask is, and tensors
+that nothing provides are None. What the function needs it says in an attribute, f.needs = Needs(rollout_logp=True);
+without one it gets advantages and old_logp, and tokens in any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.config.functions import check_call, load_function
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import Mean, Metric
+
+KEY = "algorithm.policy_loss.name"
+GIVEN = ("logp", "old_logp", "advantages", "mask", "rollout_logp")
+
+
+@dataclass(frozen=True)
+class UserLoss:
+    """Raises: ConfigError, when called, for a result that is not what `name` (key=value) must return."""
+
+    name: str
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    needs: Needs
+
+    @classmethod
+    def load(cls, spec: str, options: dict[str, Any]) -> UserLoss:
+        """Raises: ConfigError where `spec` names no function that takes GIVEN and `options`, or one that needs more."""
+        name, function = f"{KEY}={spec}", load_function(KEY, spec, instead="a loss's name")
+        check_call(name, function, GIVEN, options, f"f({', '.join(f'{given}=' for given in GIVEN)}, **options)")
+        needs = getattr(function, "needs", Needs(advantages=True, old_logp=True))
+        if not isinstance(needs, Needs):
+            raise ConfigError(f"{name}: its attribute needs must be a mcore_rl.algorithms.Needs, not {needs!r}")
+        more = [fact for fact, needed in vars(needs).items() if needed and fact not in {*GIVEN, "whole_sequence"}]
+        if more:
+            raise ConfigError(f"{name} needs {', '.join(more)}, which no function is given")
+        return cls(name, function, options, needs)
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        selected = inputs.mask > 0
+        tensors = {name: getattr(inputs, name) for name in GIVEN}
+        given = {name: None if tensor is None else trained(tensor, selected) for name, tensor in tensors.items()}
+        result = self.function(**given, **self.options)
+        pair = result if isinstance(result, tuple) else (result, {})
+        if len(pair) != 2:
+            raise ConfigError(f"{self.name} returned {len(pair)} values instead of a loss or (loss, metrics)")
+        loss, means = pair
+        if not isinstance(loss, Tensor) or loss.shape != inputs.logp.shape:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"{self.name} returned {got}; the loss must be a tensor shaped as logp, {list(inputs.logp.shape)}"
+            )
+        return PolicyLossResult(trained(loss, selected), self._metrics(means, selected))
+
+    @torch.no_grad()
+    def _metrics(self, means: Any, selected: Tensor) -> dict[str, Metric]:
+        if not isinstance(means, Mapping):
+            raise ConfigError(f"{self.name} returned metrics as {type(means).__name__}; they must be a dict of floats")
+        if not means:
+            return {}
+        values = [torch.as_tensor(mean, dtype=torch.float64, device=selected.device) for mean in means.values()]
+        *numbers, count = torch.stack([*values, selected.count_nonzero().double()]).tolist()
+        return {str(name): Mean(number * count, count) for name, number in zip(means, numbers, strict=True)}

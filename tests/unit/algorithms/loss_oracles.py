@@ -1,0 +1,166 @@
+"""Policy losses written down from their papers: float64, one token at a time, plain loops.
+
+Every function takes lists of rows (of scalars; logp of 0-dimensional tensors, so that autograd gives the gradient) and
+gives the loss of each trained token as {(row, column): scalar tensor}. `sg` is the papers' stop-gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def sg(x):
+    return x.detach()
+
+
+def tokens(mask):
+    return [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
+
+
+def row_tokens(mask, i):
+    return [t for t, m in enumerate(mask[i]) if m]
+
+
+def clip(x, low, high):
+    return torch.clamp(x, low, high)
+
+
+def ppo_objective(ratio, advantage, low, high, dual):
+    """Eq. 7 of PPO, as something to maximise; the dual clip is max(., c A) for A < 0."""
+    objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage, key=lambda x: x.item())
+    if dual is not None and advantage < 0:
+        objective = max(objective, torch.tensor(dual * advantage, dtype=torch.float64), key=lambda x: x.item())
+    return objective
+
+
+def ppo_clip(logp, given, mask, clip_low=0.2, clip_high=0.2, dual_clip=None):
+    old, advantages = given["old_logp"], given["advantages"]
+    return {
+        (i, t): -ppo_objective(torch.exp(logp[i][t] - old[i][t]), advantages[i][t], clip_low, clip_high, dual_clip)
+        for i, t in tokens(mask)
+    }
+
+
+def reinforce(logp, given, mask):
+    return {(i, t): -given["advantages"][i][t] * logp[i][t] for i, t in tokens(mask)}
+
+
+def cispo(logp, given, mask, clip_low=1.0, clip_high=4.0):
+    losses = {}
+    for i, t in tokens(mask):
+        weight = clip(torch.exp(logp[i][t] - given["old_logp"][i][t]), 1 - clip_low, 1 + clip_high)
+        losses[i, t] = -sg(weight) * given["advantages"][i][t] * logp[i][t]
+    return losses
+
+
+def gspo(logp, given, mask, clip_low=3e-4, clip_high=4e-4):
+    losses = {}
+    for i, row in enumerate(logp):
+        trained = row_tokens(mask, i)
+        if not trained:
+            continue
+        product = torch.ones((), dtype=torch.float64)
+        for t in trained:
+            product = product * torch.exp(row[t] - given["old_logp"][i][t])
+        s = product ** (1 / len(trained))
+        for t in trained:
+            probability = torch.exp(row[t])
+            ratio = sg(s) * probability / sg(probability)
+            losses[i, t] = -ppo_objective(ratio, given["advantages"][i][t], clip_low, clip_high, None)
+    return losses
+
+
+def gmpo(logp, given, mask, clip_low=0.4, clip_high=0.4):
+    """prod_t min((rho^sgn A), clip(rho, e^-low, e^high)^sgn A)^(sgn A), to the power of 1 / |o|, times A."""
+    losses = {}
+    for i, row in enumerate(logp):
+        trained = row_tokens(mask, i)
+        product = torch.ones((), dtype=torch.float64)
+        for t in trained:
+            rho = torch.exp(row[t] - given["old_logp"][i][t])
+            sign = math.copysign(1.0, given["advantages"][i][t])
+            bounded = clip(rho, math.exp(-clip_low), math.exp(clip_high))
+            product = product * min(rho**sign, bounded**sign, key=lambda x: x.item()) ** sign
+        for t in trained:
+            losses[i, t] = -given["advantages"][i][t] * product ** (1 / len(trained))
+    return losses
+
+
+def covariances(logp, given, mask):
+    where = tokens(mask)
+    mean_logp = sum(logp[i][t].item() for i, t in where) / len(where)
+    mean_advantage = sum(given["advantages"][i][t] for i, t in where) / len(where)
+    return {(i, t): (logp[i][t].item() - mean_logp) * (given["advantages"][i][t] - mean_advantage) for i, t in where}
+
+
+def kl_cov(logp, given, mask, cov_ratio=2e-3, kl_coef=1.0):
+    covariance = covariances(logp, given, mask)
+    number = max(1, math.floor(cov_ratio * len(covariance)))
+    chosen = sorted(covariance, key=lambda token: -covariance[token])[:number]
+    losses = {}
+    for i, t in tokens(mask):
+        difference = logp[i][t] - given["old_logp"][i][t]
+        losses[i, t] = -torch.exp(difference) * given["advantages"][i][t]
+        if (i, t) in chosen:
+            losses[i, t] = losses[i, t] + kl_coef * torch.abs(difference)
+    return losses
+
+
+def clip_cov_eligible(logp, given, mask, clip_low=0.2, clip_high=0.2, cov_low=1.0, cov_high=5.0):
+    covariance = covariances(logp, given, mask)
+    eligible = []
+    for i, t in tokens(mask):
+        ratio = math.exp(logp[i][t].item() - given["old_logp"][i][t])
+        advantage = given["advantages"][i][t]
+        clipped = (advantage > 0 and ratio > 1 + clip_high) or (advantage < 0 and ratio < 1 - clip_low)
+        if cov_low < covariance[i, t] < cov_high and not clipped:
+            eligible.append((i, t))
+    return eligible
+
+
+def clip_cov(logp, given, mask, clip_low=0.2, clip_high=0.2, cov_ratio=1.0, cov_low=1.0, cov_high=5.0):
+    """With cov_ratio=1 nothing is random: all eligible tokens are chosen."""
+    assert cov_ratio == 1.0
+    chosen = clip_cov_eligible(logp, given, mask, clip_low, clip_high, cov_low, cov_high)
+    losses = ppo_clip(logp, given, mask, clip_low, clip_high)
+    return {token: 0 * loss if token in chosen else loss for token, loss in losses.items()}
+
+
+def decoupled_ppo(logp, given, mask, clip_low=0.2, clip_high=0.2, dual_clip=None, prox="recomputed"):
+    losses = {}
+    for i, t in tokens(mask):
+        behave, stale = given["rollout_logp"][i][t], given["staleness"][i][t]
+        if prox == "loglinear":
+            alpha = (stale - 1) / stale if stale > 0 else 0.0
+            proximal = behave + alpha * (logp[i][t].item() - behave)
+        else:
+            proximal = given["prox_logp"][i][t]
+        ratio = torch.exp(logp[i][t] - proximal)
+        objective = ppo_objective(ratio, given["advantages"][i][t], clip_low, clip_high, dual_clip)
+        losses[i, t] = -math.exp(proximal - behave) * objective
+    return losses
+
+
+ORACLES = {
+    function.__name__: function
+    for function in (ppo_clip, reinforce, cispo, gspo, gmpo, kl_cov, clip_cov, decoupled_ppo)
+}
+
+
+def loss_and_gradient(name, given, options, upstream):
+    """Values [B, T] of the loss and the gradient of sum(upstream * loss) with respect to logp, in float64."""
+    lists = {key: value.double().tolist() for key, value in given.items()}
+    leaves = [[torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in row] for row in lists["logp"]]
+    losses = ORACLES[name](leaves, lists, lists["mask"], **options)
+    values, gradient = torch.zeros(2, *given["logp"].shape, dtype=torch.float64)
+    total = sum(upstream[token].double() * loss for token, loss in losses.items())
+    if total.requires_grad:  # a dual clip can leave constants alone
+        total.backward()
+    for (i, t), loss in losses.items():
+        values[i, t] = loss.detach()
+    for i, row in enumerate(leaves):
+        for t, leaf in enumerate(row):
+            gradient[i, t] = 0.0 if leaf.grad is None else leaf.grad
+    return values, gradient

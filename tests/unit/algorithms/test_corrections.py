@@ -1,0 +1,208 @@
+"""Importance corrections against loops over responses in double precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mcore_rl.algorithms import Correction
+from mcore_rl.config import load_config
+from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import EffectiveFraction, Max, Mean, merge_metrics
+
+
+def make(seed=0, spread=0.4, shape=(5, 8)):
+    g = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(shape, generator=g) * 3
+    mask = torch.rand(shape, generator=g) < 0.7
+    mask[-1] = False
+    return {
+        "old_logp": rollout + spread * torch.randn(shape, generator=g),
+        "rollout_logp": rollout,
+        "mask": mask.float(),
+    }
+
+
+def by_hand(given, kind, level, low, high):
+    """(weight per token, raw weights, applied weights) with one entry per token or response in the latter two."""
+    rows = [
+        [(a - b) if m else None for a, b, m in zip(*row, strict=True)]
+        for row in zip(*(given[name].double().tolist() for name in ("old_logp", "rollout_logp", "mask")), strict=True)
+    ]
+
+    def bounded(weight):
+        if kind == "truncate":
+            return min(max(weight, low), high)
+        return weight if low <= weight <= high else 0.0
+
+    spread, raw = [], []
+    for row in rows:
+        trained = [d for d in row if d is not None]
+        total = math.exp(sum(trained) / (len(trained) if level == "geometric" and trained else 1))
+        weights = [None if d is None else (math.exp(d) if level == "token" else total) for d in row]
+        spread.append([0.0 if w is None else bounded(w) for w in weights])
+        if level == "token":
+            raw += [w for w in weights if w is not None]
+        elif trained:
+            raw.append(total)
+    return torch.tensor(spread), raw, [bounded(w) for w in raw]
+
+
+CASES = [
+    (kind, level, low, high)
+    for kind in ("truncate", "mask")
+    for level in ("token", "sequence", "geometric")
+    for low, high in ((None, 1.2), (0.9, 1.5), (0.0, 2.0))
+]
+
+
+@pytest.mark.parametrize(("kind", "level", "low", "high"), CASES)
+def test_weights_and_metrics_are_those_of_the_loops(kind, level, low, high):
+    given = make()
+    result = Correction(kind, level, low, high)(**given)
+    low = low if low is not None else (0.0 if kind == "truncate" else 1 / high)
+    weights, raw, applied = by_hand(given, kind, level, low, high)
+    torch.testing.assert_close(result.weights, weights, rtol=1e-5, atol=1e-6)
+    assert result.weights.dtype == torch.float32
+    metrics = result.metrics
+    outside = sum(not low <= w <= high for w in raw)
+    share = "truncated_fraction" if kind == "truncate" else "masked_fraction"
+    assert metrics.keys() == {"weight_mean", "weight_max", "effective_sample_fraction", share}
+    assert metrics[share] == Mean(outside, len(raw))
+    assert metrics["weight_mean"].value == pytest.approx(sum(raw) / len(raw), rel=1e-5)
+    assert metrics["weight_max"].value == pytest.approx(max(raw), rel=1e-5)
+    kish = sum(applied) ** 2 / sum(w * w for w in applied) / len(applied) if any(applied) else 0.0
+    assert metrics["effective_sample_fraction"].value == pytest.approx(kish, rel=1e-5)
+
+
+def test_known_values():
+    """Ratios 4 and 1/2 in one response, 1/2 in another: the product is 2, the geometric mean sqrt 2."""
+    given = {
+        "old_logp": torch.tensor([[4.0, 0.5], [0.5, 9.0]]).log(),
+        "rollout_logp": torch.zeros(2, 2),
+        "mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+    }
+    expected = {
+        ("truncate", "token"): [[1.5, 0.5], [0.5, 0.0]],
+        ("truncate", "sequence"): [[1.5, 1.5], [0.5, 0.0]],
+        ("truncate", "geometric"): [[math.sqrt(2), math.sqrt(2)], [0.5, 0.0]],
+        ("mask", "token"): [[0.0, 0.0], [0.0, 0.0]],
+        ("mask", "sequence"): [[0.0, 0.0], [0.0, 0.0]],
+        ("mask", "geometric"): [[math.sqrt(2), math.sqrt(2)], [0.0, 0.0]],
+    }
+    for (kind, level), weights in expected.items():
+        torch.testing.assert_close(Correction(kind, level, high=1.5)(**given).weights, torch.tensor(weights))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_metrics_of_parts_add_up_to_those_of_the_whole(level):
+    given = make(1)
+    correction = Correction("truncate", level)
+    whole = correction(**given).metrics
+    parts = [
+        correction(**{name: tensor[rows] for name, tensor in given.items()}).metrics
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 5))
+    ]
+    merged = merge_metrics(parts)
+    for name, metric in whole.items():
+        assert merged[name].value == pytest.approx(metric.value, rel=1e-12), name
+
+
+def test_equal_policies_have_weight_one_everywhere():
+    given = make(2, spread=0.0)
+    for level in ("token", "sequence", "geometric"):
+        result = Correction("mask", level)(**given)
+        assert torch.equal(result.weights, given["mask"])
+        assert result.metrics["effective_sample_fraction"].value == 1.0
+        assert result.metrics["weight_max"] == Max(1.0)
+        assert result.metrics["masked_fraction"].value == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_what_lies_outside_the_mask_cannot_reach_the_weights(level):
+    given = make(3)
+    outside = given["mask"] == 0
+    clean = Correction("truncate", level)(**given)
+    given["old_logp"] = given["old_logp"].masked_fill(outside, math.nan)
+    given["rollout_logp"] = given["rollout_logp"].masked_fill(outside, -math.inf)
+    dirty = Correction("truncate", level)(**given)
+    assert torch.equal(dirty.weights, clean.weights)
+    assert dirty.metrics == clean.metrics
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_extreme_differences_stay_within_the_bounds(kind, level):
+    given = {
+        "old_logp": torch.tensor([[0.0, 0.0], [-900.0, 0.0]]),
+        "rollout_logp": torch.tensor([[-900.0, 0.0], [0, 0]]),
+    }
+    result = Correction(kind, level, low=0.1, high=2.0)(**given, mask=torch.ones(2, 2))
+    assert result.weights.isfinite().all()
+    assert result.weights[0, 0] == (2.0 if kind == "truncate" else 0.0)
+    assert result.weights[1, 0] == pytest.approx(0.1 if kind == "truncate" else 0.0)
+    assert all(math.isfinite(metric.value) for metric in result.metrics.values())
+
+
+def test_weights_carry_no_gradient():
+    given = make(4)
+    given["old_logp"].requires_grad_()
+    assert not Correction("truncate")(**given).weights.requires_grad
+
+
+def test_token_level_takes_packed_tokens_and_other_levels_need_rows():
+    given = make(5)
+    flat = {name: tensor.flatten() for name, tensor in given.items()}
+    rows = Correction("mask")(**given)
+    assert torch.equal(Correction("mask")(**flat).weights.view(5, 8), rows.weights)
+    assert not Correction("mask").needs_whole_sequence
+    for level in ("sequence", "geometric"):
+        assert Correction("mask", level).needs_whole_sequence
+        with pytest.raises(ValueError, match="one response per row"):
+            Correction("mask", level)(**flat)
+    with pytest.raises(ValueError, match=r"rollout_logp \[5, 1\] must have the shape of old_logp, \[5, 8\]"):
+        Correction("mask")(**{**given, "rollout_logp": given["rollout_logp"][:, :1]})
+
+
+def test_no_tokens_give_empty_sums():
+    empty = torch.zeros(0, 3)
+    for level in ("token", "sequence", "geometric"):
+        result = Correction("truncate", level)(old_logp=empty, rollout_logp=empty, mask=empty)
+        assert result.weights.shape == (0, 3)
+        assert result.metrics["effective_sample_fraction"] == EffectiveFraction(0.0, 0.0, 0.0)
+        assert result.metrics["effective_sample_fraction"].value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"kind": "clip"}, r"algorithm\.correction\.kind=clip is not known\. Known: none, truncate, mask"),
+        ({"level": "batch"}, r"algorithm\.correction\.level=batch .*token, sequence, geometric"),
+        ({"kind": "mask", "high": 0.0}, r"algorithm\.correction\.high=0\.0"),
+        ({"kind": "mask", "high": 0.5}, r"algorithm\.correction\.low=2 .*less than algorithm\.correction\.high=0\.5"),
+        ({"kind": "truncate", "low": 2.0}, r"algorithm\.correction\.low=2"),
+        ({"kind": "truncate", "low": -0.1}, r"algorithm\.correction\.low=-0\.1"),
+    ],
+)
+def test_nonsense_is_refused_by_key(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        Correction(**{"kind": "truncate", **overrides})
+    config = tmp_path / "c.yaml"
+    config.write_text("run: {dir: x}\nmodel: {hf_path: y}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(
+            str(config), [f"algorithm.correction.{key}={value}" for key, value in overrides.items()], needs_data=False
+        )
+
+
+def test_a_correction_is_what_its_section_says():
+    assert Correction.from_config(CorrectionConfig()) is None
+    section = CorrectionConfig(kind="mask", level="geometric", low=0.99, high=1.01)
+    assert Correction.from_config(section) == Correction("mask", "geometric", 0.99, 1.01)
+    assert Correction("mask", high=4.0).bounds() == (0.25, 4.0)
+    assert Correction("truncate", high=4.0).bounds() == (0.0, 4.0)
+    with pytest.raises(ConfigError, match="no correction"):
+        Correction("none")

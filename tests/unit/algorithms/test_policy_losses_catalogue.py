@@ -1,0 +1,360 @@
+"""Every policy loss against its paper's formula (loss_oracles.py), and what all of them promise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, settings
+from hypothesis import given as given_by
+from hypothesis import strategies as st
+
+from mcore_rl.algorithms import compute_policy_loss, policy_loss
+from mcore_rl.algorithms.registry import POLICY_LOSSES
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import Max, Mean, Min, merge_metrics
+from tests.unit.algorithms import loss_oracles
+from tests.unit.algorithms.loss_oracles import loss_and_gradient
+
+CASES = [
+    ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}),
+    ("reinforce", {}),
+    ("cispo", {}),
+    ("cispo", {"clip_low": 0.2, "clip_high": 0.3}),
+    ("gspo", {}),
+    ("gspo", {"clip_low": 0.03, "clip_high": 0.08}),
+    ("gmpo", {}),
+    ("gmpo", {"clip_low": 0.1, "clip_high": 0.3}),
+    ("clip_cov", {"cov_ratio": 1.0, "cov_low": 0.1, "cov_high": 0.4}),
+    ("clip_cov", {"cov_ratio": 1.0, "clip_low": 0.1, "clip_high": 0.5}),
+    ("kl_cov", {}),
+    ("kl_cov", {"cov_ratio": 0.2, "kl_coef": 0.7}),
+    ("decoupled_ppo", {}),
+    ("decoupled_ppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.4}),
+    ("decoupled_ppo", {"prox": "loglinear"}),
+    ("decoupled_ppo", {"prox": "metrics", "dual_clip": 1.4}),
+]
+RATIO_LOSSES = [name for name in POLICY_LOSSES if name not in {"sft", "reinforce"}]
+
+
+def make(seed=0, shape=(5, 9), spread=0.5, dtype=torch.float64, mask=None):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(scale=1.0):
+        return scale * torch.randn(shape, generator=g, dtype=torch.float64)
+
+    old = -torch.rand(shape, generator=g, dtype=torch.float64) * 3
+    if mask is None:
+        mask = torch.rand(shape, generator=g) < 0.7
+        mask[-1] = False  # a response without a trained token
+        mask[-2] = torch.arange(shape[1]) == 2  # and one with a single one
+    given = {
+        "logp": old + normal(spread) + 0.3 * torch.randn(shape[0], 1, generator=g, dtype=torch.float64),
+        "old_logp": old,
+        "advantages": normal(),
+        "rollout_logp": old + normal(0.2),
+        "prox_logp": old + normal(0.1),
+        "staleness": torch.randint(0, 4, shape, generator=g).double(),
+        "mask": mask.double(),
+    }
+    return {name: tensor.to(dtype) for name, tensor in given.items()}
+
+
+def evaluate(name, given, options, upstream):
+    logp = given["logp"].clone().requires_grad_()
+    result = compute_policy_loss(name, **{**given, "logp": logp}, **options)
+    (result.loss * upstream).sum().backward()
+    return result, logp.grad
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_values_and_gradients_are_those_of_the_paper(name, options, dtype, tolerance):
+    given = make(dtype=dtype)
+    upstream = torch.rand(given["logp"].shape, generator=torch.Generator().manual_seed(1)).to(dtype) + 0.5
+    result, gradient = evaluate(name, given, options, upstream)
+    values, expected = loss_and_gradient(name, given, options, upstream)
+    torch.testing.assert_close(result.loss.double(), values, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance)
+    assert result.loss.dtype == dtype
+
+
+@settings(max_examples=100, deadline=None)
+@given_by(st.data())
+def test_any_mask_and_any_size_give_the_papers_gradient(data):
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 5)))
+    bits = data.draw(st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
+    name, options = data.draw(st.sampled_from(CASES))
+    mask = torch.tensor(bits).view(shape)
+    assume(name != "kl_cov" or sum(bits) != 2)  # two covariances are always equal, and ties are all chosen
+    given = make(data.draw(st.integers(0, 99)), shape, spread=data.draw(st.sampled_from([0.0, 0.1, 1.5])), mask=mask)
+    ones = torch.ones(shape, dtype=torch.float64)
+    result, gradient = evaluate(name, given, options, ones)
+    if not mask.any():
+        values = expected = torch.zeros_like(ones)
+    else:
+        values, expected = loss_and_gradient(name, given, options, ones)
+    torch.testing.assert_close(result.loss.detach(), values, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "kl_cov", "reinforce", "clip_cov"])
+def test_losses_without_stop_gradient_agree_with_finite_differences(name):
+    given = make(3, (3, 6))
+    logp = given.pop("logp").requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: compute_policy_loss(name, logp=x, **given).loss, logp)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics(name):
+    given = make(2)
+    outside = given["mask"] == 0
+    ones = torch.ones_like(given["logp"])
+    clean, clean_gradient = evaluate(name, given, {}, ones)
+    junk = dict(zip(given, (math.nan, -math.inf, math.inf, math.nan, math.inf, math.nan), strict=False))
+    dirty_given = {key: tensor.masked_fill(outside, junk.get(key, 0.0)) for key, tensor in given.items()}
+    dirty, gradient = evaluate(name, dirty_given, {}, ones)
+    assert torch.equal(dirty.loss, clean.loss)
+    assert torch.equal(gradient, clean_gradient)
+    assert dirty.metrics == clean.metrics
+    assert not dirty.loss[outside].any()
+    assert not gradient[outside].any()
+
+
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+@pytest.mark.parametrize("difference", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(name, difference):
+    given = {key: tensor.float() for key, tensor in make(4).items()}
+    given["logp"] = given["old_logp"] + difference * (torch.arange(9) % 2)
+    given["advantages"][:, 3] = 0.0
+    result, gradient = evaluate(name, given, {}, torch.ones_like(given["logp"]))
+    assert result.loss.isfinite().all()
+    assert gradient.isfinite().all()
+    assert all(math.isfinite(metric.value) for metric in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_no_tokens_give_no_loss_and_empty_sums(name):
+    for shape in ((0, 4), (2, 0)):
+        given = {key: torch.zeros(shape) for key in make()}
+        result = compute_policy_loss(name, **given)
+        assert result.loss.shape == shape
+        assert all(metric.count == 0 for metric in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_only_the_policy_receives_gradient(name):
+    given = {key: tensor.clone().requires_grad_(key != "mask") for key, tensor in make(5).items()}
+    compute_policy_loss(name, **given).loss.sum().backward()
+    assert given["logp"].grad is not None
+    assert all(tensor.grad is None for key, tensor in given.items() if key != "logp")
+
+
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+def test_the_first_update_is_the_policy_gradient(name):
+    """Where policy, old policy and engine agree, the gradient is -A / (1 for tokens; for gmpo the mean of a row)."""
+    given = make(6)
+    given["advantages"] = given["advantages"][:, :1].expand(5, 9).contiguous()
+    for other in ("old_logp", "rollout_logp", "prox_logp"):
+        given[other] = given["logp"]
+    options = {"cov_low": 1e6, "cov_high": 1e7} if name == "clip_cov" else {}
+    _, gradient = evaluate(name, given, options, torch.ones_like(given["logp"]))
+    torch.testing.assert_close(gradient, -given["advantages"] * given["mask"])
+
+
+@pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if name not in {"clip_cov", "kl_cov"}])
+def test_metrics_of_parts_add_up_to_those_of_the_whole(name):
+    given = make(7)
+    whole = compute_policy_loss(name, **given).metrics
+    parts = [
+        compute_policy_loss(name, **{key: tensor[rows] for key, tensor in given.items()}).metrics
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 5))
+    ]
+    merged = merge_metrics(parts)
+    assert merged.keys() == whole.keys()
+    for key, metric in whole.items():
+        assert merged[key].value == pytest.approx(metric.value, rel=1e-12), key
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gmpo", "cispo", "decoupled_ppo", "kl_cov"])
+def test_ratio_metrics_are_means_over_trained_tokens(name):
+    given = make(8)
+    metrics = compute_policy_loss(name, **given, **({"clip_low": 0.3} if name != "kl_cov" else {})).metrics
+    old = given["prox_logp" if name == "decoupled_ppo" else "old_logp"]
+    d = (given["logp"] - old)[given["mask"] > 0].tolist()
+    count = len(d)
+    assert metrics["ppo_kl"] == Mean(pytest.approx(-sum(d)), count)
+    assert metrics["ppo_kl_low_var"].value == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / count)
+    assert metrics["ratio_mean"].value == pytest.approx(sum(map(math.exp, d)) / count)
+    assert metrics["ratio_max"] == Max(pytest.approx(math.exp(max(d))))
+    assert metrics["ratio_min"] == Min(pytest.approx(math.exp(min(d))))
+
+
+def test_clip_fractions_tell_the_side():
+    ratios = torch.tensor([[1.5, 1.5, 1.5, 0.5, 0.5, 1.0, 1.5]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
+    one, zero = torch.ones(1, 7), torch.zeros_like(ratios)
+    given = {"logp": ratios.log(), "old_logp": zero, "rollout_logp": zero, "advantages": advantages, "mask": one}
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
+    for name in ("ppo_clip", "decoupled_ppo", "clip_cov", "gmpo"):
+        metrics = compute_policy_loss(name, **given, **bounds).metrics
+        assert metrics["clip_fraction"] == Mean(3.0, 7.0)
+        assert metrics["clip_fraction_high"] == Mean(2.0, 7.0)
+        assert metrics["clip_fraction_low"] == Mean(1.0, 7.0)
+    cispo = compute_policy_loss("cispo", **given, **bounds).metrics
+    assert (cispo["clip_fraction_low"], cispo["clip_fraction_high"]) == (Mean(2.0, 7.0), Mean(4.0, 7.0))
+
+
+def test_ratio_extremes_are_those_of_trained_tokens():
+    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    for ratios, low, high in (([1.2, 1.4, 9.0], 1.2, 1.4), ([0.7, 0.8, 0.1], 0.7, 0.8)):
+        logp = torch.tensor([ratios, [1.0] * 3]).log()
+        for name in ("ppo_clip", "gspo"):
+            metrics = compute_policy_loss(name, logp=logp, old_logp=0 * logp, advantages=logp, mask=mask).metrics
+            mean = math.sqrt(ratios[0] * ratios[1])
+            expected = (mean, mean) if name == "gspo" else (low, high)
+            assert (metrics["ratio_min"].value, metrics["ratio_max"].value) == pytest.approx(expected)
+
+
+def test_kl_of_nearly_equal_policies_does_not_drown_in_rounding():
+    old = torch.full((1, 1000), -1.0)
+    d = 183 * 2.0**-24  # d^2 / 2 lies between two float32 multiples of what resolves d
+    metrics = compute_policy_loss("ppo_clip", logp=old + d, old_logp=old, advantages=old, mask=-old).metrics
+    assert metrics["ppo_kl_low_var"].value == pytest.approx(d * d / 2, rel=1e-4, abs=0)
+
+
+def test_gspo_counts_responses_not_tokens():
+    logp = torch.zeros(4, 10)
+    logp[0], logp[1, :1] = 0.5, -0.5
+    mask = torch.ones(4, 10)
+    mask[1, 1:], mask[2, 3:], mask[3] = 0.0, 0.0, 0.0
+    advantages = torch.tensor([[1.0], [-1.0], [1.0], [1.0]]).expand(4, 10)
+    zero = torch.zeros_like(logp)
+    metrics = compute_policy_loss("gspo", logp=logp, old_logp=zero, advantages=advantages, mask=mask).metrics
+    assert metrics["clip_fraction_high"] == Mean(1.0, 3.0)
+    assert metrics["clip_fraction_low"] == Mean(1.0, 3.0)
+    assert metrics["clip_fraction"] == Mean(2.0, 3.0)
+    assert metrics["ratio_max"].value == pytest.approx(math.exp(0.5))
+    assert metrics["ratio_min"].value == pytest.approx(math.exp(-0.5))
+    assert metrics["ratio_mean"].value == pytest.approx((math.exp(0.5) + math.exp(-0.5) + 1) / 3)
+    assert metrics["ppo_kl"].count == 14
+
+
+def test_gspo_clips_the_response_as_a_whole():
+    """Token ratios far out of bounds whose geometric mean is 1 keep their gradient; drifting together they lose it."""
+    zero, one = torch.zeros(2, 2), torch.ones(2, 2)
+    logp = torch.tensor([[0.7, -0.7], [0.001, 0.001]])
+    given = {"logp": logp, "old_logp": zero, "advantages": one, "mask": one}
+    _, gradient = evaluate("gspo", given, {}, one)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -1.0], [0.0, 0.0]]))
+
+
+def test_gspo_bounds_are_two():
+    ratios = torch.tensor([1.05, 1.09, 0.98, 0.96, 1.09, 0.96], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    given = {"logp": ratios.log(), "old_logp": 0 * ratios, "advantages": advantages, "mask": advantages.abs()}
+    rows = {name: tensor[:, None].expand(6, 3) for name, tensor in given.items()}
+    result, gradient = evaluate("gspo", rows, {"clip_low": 0.03, "clip_high": 0.08}, torch.ones(6, 3))
+    expected = torch.tensor([-1.05, -1.08, 0.98, 0.97, 1.09, -0.96], dtype=torch.float64)
+    torch.testing.assert_close(result.loss, expected[:, None].expand(6, 3))
+    inside = torch.tensor([1.0, 0, 1, 0, 1, 1], dtype=torch.float64)
+    torch.testing.assert_close(gradient, (expected * inside)[:, None].expand(6, 3))
+
+
+def test_gmpo_bounds_are_log_ratios_and_clip_the_side_of_the_sign():
+    one = torch.ones(4, 1, dtype=torch.float64)
+    logp = torch.tensor([[0.5], [-0.5], [0.5], [-0.5]], dtype=torch.float64)
+    given = {"logp": logp, "old_logp": 0 * one, "advantages": one * torch.tensor([[1.0], [1], [-1], [-1]]), "mask": one}
+    result, gradient = evaluate("gmpo", given, {"clip_low": 0.3, "clip_high": 0.4}, one)
+    torch.testing.assert_close(
+        result.loss.flatten().tolist(), [-math.exp(0.4), -math.exp(-0.5), math.exp(0.5), math.exp(-0.3)]
+    )
+    torch.testing.assert_close(gradient.flatten().tolist(), [0.0, -math.exp(-0.5), math.exp(0.5), 0.0])
+
+
+def test_cispo_never_silences_a_token():
+    one = torch.ones(1, 2, dtype=torch.float64)
+    given = {"logp": torch.tensor([[3.0, -3.0]]).double(), "old_logp": 0 * one, "advantages": one, "mask": one}
+    _, gradient = evaluate("cispo", given, {"clip_low": 0.2, "clip_high": 0.28}, one)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.28, -0.8]]).double())
+
+
+def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_the_behaviour():
+    one = torch.ones(1, 3, dtype=torch.float64)
+    given = {
+        "logp": torch.tensor([[0.3, 0.3, 0.3]]).double().log(),
+        "prox_logp": torch.tensor([[0.2, 0.3, 0.3]]).double().log(),
+        "rollout_logp": torch.tensor([[0.3, 0.1, 0.6]]).double().log(),
+        "old_logp": torch.full_like(one, math.nan),
+        "advantages": one,
+        "mask": one,
+    }
+    result, gradient = evaluate("decoupled_ppo", given, {}, one)
+    torch.testing.assert_close(result.loss.flatten().tolist(), [-1.2 * 2 / 3, -3.0, -0.5])
+    torch.testing.assert_close(gradient.flatten().tolist(), [0.0, -3.0, -0.5])
+    assert result.metrics["behave_weight"].value == pytest.approx((2 / 3 + 3 + 0.5) / 3)
+    given["old_logp"] = given.pop("prox_logp")
+    assert torch.equal(evaluate("decoupled_ppo", given, {}, one)[0].loss, result.loss)
+
+
+def test_decoupled_ppo_measures_how_far_the_interpolation_is_off():
+    given = make(9)
+    metrics = compute_policy_loss("decoupled_ppo", **given, prox="metrics").metrics
+    errors, weights = [], []
+    for i, t in loss_oracles.tokens(given["mask"].tolist()):
+        logp, behave, prox, stale = (
+            given[name][i, t].item() for name in ("logp", "rollout_logp", "prox_logp", "staleness")
+        )
+        guess = behave + max(0.0, (stale - 1) / max(stale, 1)) * (logp - behave)
+        errors.append(abs(guess - prox))
+        weights.append(abs(math.exp(guess - behave) - math.exp(prox - behave)))
+    assert metrics["prox_error"].value == pytest.approx(sum(errors) / len(errors))
+    assert metrics["prox_weight_error"].value == pytest.approx(sum(weights) / len(weights))
+
+
+def test_needs_follow_the_options():
+    assert policy_loss("decoupled_ppo").needs.old_logp
+    assert not policy_loss("decoupled_ppo").needs.staleness
+    loglinear = policy_loss("decoupled_ppo", prox="loglinear").needs
+    assert loglinear.staleness
+    assert not loglinear.old_logp  # the forward pass that it saves
+    with pytest.raises(ValueError, match="decoupled_ppo needs staleness"):
+        compute_policy_loss("decoupled_ppo", **{**make(), "staleness": None}, prox="loglinear")
+    assert [name for name in POLICY_LOSSES if policy_loss(name).needs.whole_sequence] == ["gspo", "gmpo"]
+    assert [name for name in POLICY_LOSSES if policy_loss(name).needs.selection] == ["clip_cov", "kl_cov"]
+    with pytest.raises(ValueError, match=r"gspo takes one response per row"):
+        compute_policy_loss("gspo", **{key: tensor.flatten() for key, tensor in make().items()})
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if not policy_loss(name).needs.whole_sequence])
+def test_packed_tokens_give_the_same_as_rows(name):
+    given = make(10)
+    rows = compute_policy_loss(name, **given)
+    flat = compute_policy_loss(name, **{key: tensor.flatten() for key, tensor in given.items()})
+    assert torch.equal(flat.loss.view(rows.loss.shape), rows.loss)
+    assert flat.metrics == rows.metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gspo", {"dual_clip": 3.0}, r"policy_loss\.dual_clip: not an option.*gspo; it takes clip_low, clip_high"),
+        ("gspo", {"clip_low": 1.1}, r"policy_loss\.clip_low=1\.1"),
+        ("gmpo", {"clip_low": -0.1}, r"policy_loss\.clip_low=-0\.1"),
+        ("gmpo", {"clip_high": math.nan}, r"policy_loss\.clip_high=nan"),
+        ("cispo", {"clip_high": -1.0}, r"policy_loss\.clip_high=-1\.0"),
+        ("clip_cov", {"cov_ratio": 0.0}, r"policy_loss\.cov_ratio=0\.0"),
+        ("clip_cov", {"cov_low": 5.0}, r"policy_loss\.cov_low=5\.0 must be less than .*cov_high=5\.0"),
+        ("clip_cov", {"kl_coef": 1.0}, r"policy_loss\.kl_coef: not an option"),
+        ("kl_cov", {"cov_ratio": 1.1}, r"policy_loss\.cov_ratio=1\.1"),
+        ("kl_cov", {"kl_coef": -1.0}, r"policy_loss\.kl_coef=-1\.0"),
+        ("kl_cov", {"clip_low": 0.2}, r"policy_loss\.clip_low: not an option"),
+        ("decoupled_ppo", {"prox": "nearest"}, r"policy_loss\.prox=nearest .*recomputed, loglinear, metrics"),
+        ("decoupled_ppo", {"dual_clip": 0.5}, r"policy_loss\.dual_clip=0\.5"),
+        ("reinforce", {"clip_low": 0.2}, r"takes no options"),
+    ],
+)
+def test_nonsense_is_refused_by_key(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        policy_loss(name, **options)
