@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance
+from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
@@ -22,8 +23,9 @@ from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.validator import RolloutValidator
+from mcore_rl.runtime.groups import RankMap
 from mcore_rl.runtime.health import stop_requested
-from mcore_rl.runtime.launch import Processes, launch
+from mcore_rl.runtime.launch import CriticRanks, Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.spans import SpanRecorder
@@ -32,6 +34,7 @@ from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, TrajectoryBuffers
+from model_converters.layout import TrainLayout
 
 MIB = 2**20
 
@@ -39,15 +42,27 @@ MIB = 2**20
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    layout = prepared.layout
-    dp_rank_of = [layout.coordinates(rank).dp for rank in range(layout.world_size)]
-    with launch(config, dp_rank_of, prepared.prompts) as processes:
+    critic = None
+    if prepared.critic is not None:
+        own_batch = functools.partial(
+            spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
+        )
+        critic = CriticRanks(_rank_map(prepared.critic), own_batch)
+    with launch(config, _rank_map(prepared.layout), prepared.prompts, critic) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
             yield run
         finally:
             run.journal.close()
+
+
+def _rank_map(layout: TrainLayout) -> RankMap:
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    speakers = {
+        place.dp: rank for rank, place in enumerate(places) if place.tp == place.cp == 0 and place.pp == layout.pp - 1
+    }
+    return RankMap(tuple(place.dp for place in places), tuple(speakers[dp] for dp in range(layout.dp)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,7 @@ class _Site:
             bucket_bytes=int(config.weights.bucket_mib * MIB),
             num_slots=config.weights.num_buckets,
         )
-        updating = {"annotate": Phase.REPLACE, "update": Phase.REPLACE}
+        updating = {"annotate": Phase.REPLACE, "estimate": Phase.REPLACE, "update": Phase.REPLACE}
         keeping = {"start_save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
         return Run(
             **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),
@@ -86,7 +101,16 @@ class _Site:
             positions={"sampler": sampler, "collector": collector},
             batch_of=self._batch_of(journal),
             describe=describe,
+            token_estimator=None if self.prepared.estimator.per_response else self.prepared.estimator,
+            critic=self._critic(in_phase),
         )
+
+    def _critic(self, in_phase: Callable[..., Any]) -> Any:
+        critic = self.processes.critic
+        if critic is None:
+            return None
+        turns = {"values": Phase.REPLACE, "update": Phase.REPLACE, "start_save": Phase.KEEP, "load": Phase.KEEP}
+        return self._timed(in_phase(critic, **turns), values="values", update="critic_update")
 
     def supervised(self) -> SupervisedRun:
         targets = self.prepared.targets
@@ -101,7 +125,7 @@ class _Site:
     def _common(self, journal: RunJournal, trainers: Any) -> dict[str, Any]:
         return {
             "config": self.config,
-            "actor": self._timed(trainers, annotate="logp", update="update", load="load"),
+            "actor": self._timed(trainers, annotate="logp", estimate="advantages", update="update", load="load"),
             "journal": journal,
             "checkpoints": self._timed(
                 Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
@@ -112,7 +136,8 @@ class _Site:
 
     def _journal(self) -> RunJournal:
         trainers, engines = self.processes.trainers, self.processes.engines
-        sources = [trainers.spans, *([engines.spans] if engines else [])]
+        critic = self.processes.critic
+        sources = [group.spans for group in (trainers, critic, engines) if group is not None]
         return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
 
     def _turns(self, journal: RunJournal) -> Callable[..., InPhase]:
@@ -129,7 +154,8 @@ class _Site:
         def batch_of(groups: Any, step: int) -> Batch:
             batch = build(groups, step)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
-            journal.record(describe_advantages(batch.advantages))
+            if self.prepared.estimator.per_response:
+                journal.record(describe_advantages(batch.advantages))
             return batch
 
         return batch_of
@@ -148,6 +174,7 @@ class _Site:
             prompts_per_step=config.trainer.prompts_per_step,
             seed=config.run.seed,
             records_dir=self.directory / "rollouts",
+            with_greedy=self.prepared.estimator.needs.baseline_rewards,
         )
 
     def _validator(self, pool: Any) -> Any:

@@ -95,6 +95,10 @@ class Actor(Protocol):
     def annotate(self, batch: Batch) -> dict[str, Metric]:
         """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
 
+    def estimate(self, batch: Batch, estimator: Any, values: Any) -> tuple[dict[str, Metric], Any]:
+        """Advantages token by token where the tokens are (algorithms.interface.Estimator), for the batch's updates;
+        `values` are what Critic.values returned, or None. Returns metrics, and the returns for Critic.update."""
+
     def update(self, batch: Batch) -> dict[str, Metric]:
         """One optimizer step per entry of batch.updates.
 
@@ -113,6 +117,25 @@ class Actor(Protocol):
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory, with configuration and tokenizer copied from `source`."""
+
+
+class Critic(Protocol):
+    """The value model, spread over ranks of its own."""
+
+    def values(self, batch: Batch) -> Any:
+        """Values of every trained token; they stay in the object store."""
+
+    def update(self, returns: Any) -> dict[str, Metric]:
+        """One optimizer step per update of the batch that `values` had, towards what Actor.estimate returned.
+
+        Raises: NonFiniteError before a non-finite step.
+        """
+
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        """As Actor.start_save."""
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """As Actor.load."""
 
 
 class Publisher(Protocol):

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 
-from mcore_rl.algorithms import Needs, estimator, policy_loss
+from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator, policy_loss
 from mcore_rl.algorithms.aggregation import check_mode
-from mcore_rl.config import Config, num_trainer_ranks, read_hf_config, validate, write_resolved
+from mcore_rl.config import (
+    Config,
+    num_critic_ranks,
+    num_trainer_ranks,
+    read_hf_config,
+    validate,
+    validate_critic,
+    write_resolved,
+)
+from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
@@ -23,6 +32,7 @@ from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.implementation import choose, wanted
 from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
+from mcore_rl.megatron.objective import Objective, loss_options
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
 from model_converters.completeness import check_complete
@@ -46,6 +56,9 @@ class Prepared:
     targets: SupervisedSet | None
     reports: tuple[LoadReport, ...]
     checkpoint_bytes: int
+    estimator: Estimator
+    critic: TrainLayout | None = None
+    """Of the critic, where the estimator needs one."""
 
 
 def prepare(config: Config) -> Prepared:
@@ -62,7 +75,10 @@ def prepare(config: Config) -> Prepared:
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
     _check_implementation(config, hf_config, layout)
     parameters = _check_weights(config)
-    needs = _check_algorithm(config)
+    chosen, needs = _check_algorithm(config)
+    critic = None
+    if needs.advantages and chosen.needs.critic:
+        critic = _critic_layout(config, layout)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
@@ -82,8 +98,10 @@ def prepare(config: Config) -> Prepared:
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
-    checkpoint_bytes = parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
-    return Prepared(layout, sequence_cost(hf_config), prompts, targets, tuple(reports), checkpoint_bytes)
+    models = 1 if critic is None else 2
+    checkpoint_bytes = models * parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    cost = sequence_cost(hf_config)
+    return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic)
 
 
 def _trained_model(config: Config) -> dict[str, Any]:
@@ -103,13 +121,46 @@ def _check_implementation(config: Config, hf_config: dict[str, Any], layout: Tra
     recompute_arguments(config.actor, arguments, layout, choose(installed, wishes))
 
 
-def _check_algorithm(config: Config) -> Needs:
-    """Names and options that the registries refuse are refused here; what the loss needs."""
+def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
+    """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
-    estimator(algorithm.advantage, normalize_by_std=algorithm.normalize_by_std)
+    chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
+    if chosen_estimator.needs.group_ids and not chosen_estimator.per_response:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} needs whole groups token by token, but ranks hold parts of "
+            "them; declare it per_response, or without group_ids"
+        )
+    if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
+        raise ConfigError(
+            f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
+            f"{algorithm.advantage} has no critic; set it to 0, or algorithm.advantage=gae"
+        )
     check_mode(algorithm.loss_aggregation)
-    chosen = policy_loss(loss.name, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip)
-    return chosen.needs
+    chosen = policy_loss(loss.name, **loss_options(loss))
+    Objective.from_config(config, None)
+    if algorithm.correction.kind != "none" and (chosen.needs.prox_logp or loss.name in ("decoupled_ppo", "sft")):
+        raise ConfigError(
+            f"algorithm.correction.kind={algorithm.correction.kind}: algorithm.policy_loss.name={loss.name} "
+            "has no place for it; set it to none"
+        )
+    return chosen_estimator, chosen.needs
+
+
+def _critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
+    """What can be refused of a critic before it is built."""
+    validate_critic(config)
+    with named_as("critic", config.critic):
+        view = as_actor(config, config.critic)
+        hf_config = without_mtp(read_hf_config(view))
+        layout = train_layout(view.actor.parallel, num_critic_ranks(config), hf_config)
+        check_experts(view.actor.moe, model_arguments(hf_config).transformer)
+        _check_implementation(view, hf_config, layout)
+    if actor.dp % layout.dp and layout.dp % actor.dp:
+        raise ConfigError(
+            f"critic.parallel: {layout.dp} data-parallel ranks of the critic beside {actor.dp} of the policy; one "
+            "number must divide the other: change critic.num_ranks or critic.parallel"
+        )
+    return layout
 
 
 def _check_weights(config: Config) -> int:

@@ -13,6 +13,7 @@ Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, res
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +163,7 @@ class Batch:
             chunk_ids=self.chunk_ids[samples],
             rows=self.rows[samples],
             total_tokens=self.total_tokens[samples],
+            rewards=self.rewards[samples],
             advantages=self.advantages[samples],
             loss_weights=self.loss_weights[samples],
         )
@@ -172,15 +174,41 @@ class RankShare:
     """What one data-parallel rank receives of a Batch for one update.
 
     Shapes: samples int64 [b] indices into the Batch (they name samples in errors and key annotations);
-    chunk_ids, rows int32 [b]; advantages, loss_weights float32 [b].
+    chunk_ids, rows int32 [b]; rewards, advantages, loss_weights float32 [b].
     """
 
     samples: np.ndarray
     chunk_ids: np.ndarray
     rows: np.ndarray
     total_tokens: np.ndarray
+    rewards: np.ndarray
     advantages: np.ndarray
     loss_weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """A number for every trained token of some samples, such as a critic's value; lives in the object store.
+
+    Shapes: samples int64 [b] indices into the Batch; offsets int64 [b + 1]; values float32 [offsets[-1]].
+    """
+
+    samples: np.ndarray
+    offsets: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, by_sample: Mapping[int, np.ndarray]) -> TokenColumn:
+        """Shapes: [n] by sample."""
+        offsets = np.zeros(len(by_sample) + 1, np.int64)
+        np.cumsum([len(part) for part in by_sample.values()], out=offsets[1:])
+        values = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float32, copy=False)
+        return cls(np.fromiter(by_sample, np.int64, len(by_sample)), offsets, values)
+
+    def by_sample(self) -> dict[int, np.ndarray]:
+        """Shapes: float32 [n] by sample."""
+        parts = np.split(self.values, self.offsets[1:-1]) if len(self.samples) else []
+        return dict(zip(self.samples.tolist(), parts, strict=True))
 
 
 @dataclass(frozen=True)

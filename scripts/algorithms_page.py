@@ -28,7 +28,7 @@ HEADER = """\
 # Advantages and policy losses
 
 Written by `python scripts/algorithms_page.py` from the registry (`mcore_rl/algorithms/registry.py`); a test compares.
-Options are those of `algorithm.*` (advantages) and `algorithm.policy_loss.*`; a name refuses options that it does not take.
+Options are those of `algorithm.*` (advantages) and `algorithm.policy_loss.*`; a name refuses options it does not take.
 A name can also be `module_or_file.py:function`, a function of your own.
 """
 
@@ -39,8 +39,8 @@ def page() -> str:
     for name, entry in ADVANTAGES.items():
         lines += _section(name, entry)
     lines += ["## Policy losses: `algorithm.policy_loss.name`", ""]
-    for name, entry in POLICY_LOSSES.items():
-        lines += _section(name, entry)
+    for name, loss in POLICY_LOSSES.items():
+        lines += _section(name, loss)
     for title, module in (("Aggregation: `algorithm.loss_aggregation`", aggregation), ("Estimates of KL", kl)):
         lines += [f"## {title}", "", *_fenced(module.__doc__ or ""), ""]
     return "\n".join(lines).rstrip() + "\n"

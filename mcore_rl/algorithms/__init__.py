@@ -3,7 +3,7 @@
 from mcore_rl.algorithms.aggregation import aggregate_loss, loss_weights
 from mcore_rl.algorithms.corrections import Correction, CorrectionResult
 from mcore_rl.algorithms.filters import groups_with_variance
-from mcore_rl.algorithms.interface import AdvantageResult, Needs, PolicyLossInputs, PolicyLossResult
+from mcore_rl.algorithms.interface import AdvantageResult, Estimator, Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.kl import kl_penalty
 from mcore_rl.algorithms.registry import (
     advantage_needs,
@@ -20,6 +20,7 @@ __all__ = [
     "AdvantageResult",
     "Correction",
     "CorrectionResult",
+    "Estimator",
     "Needs",
     "PolicyLossInputs",
     "PolicyLossResult",

@@ -2,6 +2,22 @@
 
 from mcore_rl.config.load import known_keys, load_config, write_resolved
 from mcore_rl.config.schema import Config
-from mcore_rl.config.validation import num_trainer_ranks, read_hf_config, validate
+from mcore_rl.config.validation import (
+    num_critic_ranks,
+    num_trainer_ranks,
+    read_hf_config,
+    validate,
+    validate_critic,
+)
 
-__all__ = ["Config", "known_keys", "load_config", "num_trainer_ranks", "read_hf_config", "validate", "write_resolved"]
+__all__ = [
+    "Config",
+    "known_keys",
+    "load_config",
+    "num_critic_ranks",
+    "num_trainer_ranks",
+    "read_hf_config",
+    "validate",
+    "validate_critic",
+    "write_resolved",
+]

@@ -310,6 +310,8 @@ class TrainerConfig:
     prompts_per_update: int = 32
     """Prompts (groups) per optimizer update; prompts_per_step / prompts_per_update updates follow one rollout."""
     update_epochs: int = 1
+    critic_warmup_steps: int = 0
+    """The first steps train the critic alone, if there is one."""
     validate_every_steps: int = 10
     """0: only before and after training."""
     validate_before: bool = True

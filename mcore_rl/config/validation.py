@@ -68,6 +68,7 @@ NOT_NEGATIVE = [
     "actor.optimizer.min_lr",
     "actor.optimizer.weight_decay",
     "actor.optimizer.warmup_steps",
+    "trainer.critic_warmup_steps",
     "trainer.validate_every_steps",
     "checkpoint.every_steps",
     "weights.verify_every",
@@ -98,6 +99,11 @@ NO_EXPERT_PARALLEL_ON_CPU = "vLLM's CPU experts crash when a rank holds whole on
 def num_trainer_ranks(config: Config) -> int:
     """Trainer ranks of this run: actor.num_ranks, or every slot that the cluster offers."""
     return config.actor.num_ranks or config.cluster.nodes * config.cluster.gpus_per_node
+
+
+def num_critic_ranks(config: Config) -> int:
+    """Ranks of the critic: critic.num_ranks, or as many as the policy has."""
+    return config.critic.num_ranks or num_trainer_ranks(config)
 
 
 def validate(config: Config, *, run_here: bool = True) -> None:

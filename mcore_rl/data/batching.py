@@ -10,7 +10,7 @@ Worked example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,24 @@ def build_batch(
         dp_ranks=dp_ranks,
         updates=_repeat(first_epoch, cut),
     )
+
+
+def spread(batch: Batch, num_ranks: int, other_ranks: int, cost: SequenceCost = TOKENS) -> Batch:
+    """The batch for the data-parallel ranks of another model: runs of equal length of the larger number of ranks
+    share the samples of one of the smaller.
+
+    Raises: ValueError unless one number divides the other.
+    """
+    if num_ranks % other_ranks and other_ranks % num_ranks:
+        raise ValueError(f"{num_ranks} and {other_ranks} data-parallel ranks: one number must divide the other")
+    if other_ranks <= num_ranks:
+        return replace(batch, dp_ranks=(batch.dp_ranks * other_ranks // num_ranks).astype(np.int32))
+    run, dp_ranks = other_ranks // num_ranks, np.empty_like(batch.dp_ranks)
+    for update in batch.updates:
+        for rank in range(num_ranks):
+            samples = np.sort(update[batch.dp_ranks[update] == rank])
+            dp_ranks[samples] = rank * run + balance(cost.of(batch.total_tokens[samples]), run)
+    return replace(batch, dp_ranks=dp_ranks)
 
 
 def rank_balance(batch: Batch, cost: SequenceCost, num_dp_ranks: int) -> Mean:

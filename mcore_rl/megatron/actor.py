@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from mcore_rl.algorithms.interface import Estimator
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron import parallel
+from mcore_rl.megatron import cpu, parallel
+from mcore_rl.megatron.estimation import estimate_tokens
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
-from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples
+from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples, own_tokens
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.mtp import MTPObjective
 from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
@@ -33,6 +37,10 @@ from model_converters.mtp import num_mtp_layers, without_mtp
 from model_converters.placement import TensorPlan
 from model_converters.plan import export_plan
 from model_converters.table import bind
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +75,8 @@ class MegatronActor:
             chunk_tokens = config.actor.logprob_chunk_tokens
             self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
         self.old_logp: dict[int, torch.Tensor] = {}
+        self.token_advantages: dict[int, np.ndarray] = {}
+        self._chosen: dict[int, torch.Tensor] = {}
         self._policy_is_old = self._replays = False
 
     @property
@@ -82,7 +92,7 @@ class MegatronActor:
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.old_logp, self._policy_is_old = {}, True
+        self.old_logp, self.token_advantages, self._policy_is_old = {}, {}, True
         # A single update is of the old policy throughout: its routing is its own.
         self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         if len(shares) == 1:
@@ -102,6 +112,29 @@ class MegatronActor:
         require_finite(describe_samples("log-probability", bad, share), self.model.device)
         return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self.model.counts_tokens else {}
 
+    def estimate(
+        self,
+        estimator: Estimator,
+        shares: Sequence[RankShare],
+        chunks: Sequence[TrajectoryBuffers],
+        values: Mapping[int, np.ndarray] | None,
+    ) -> tuple[dict[str, Metric], dict[int, np.ndarray]]:
+        """Advantages of all samples token by token, for the updates that follow an `annotate`; `values` are a critic's,
+        if the estimator reads any. Returns metrics, and on ranks of the last stage the returns.
+
+        Shapes: values, returns float32 [n] by sample.
+        Collective: the data-parallel ranks of the last stage.
+        """
+        place = self.layout.coordinates(self.rank)
+        if place.pp < self.layout.pp - 1:
+            return {}, {}
+        found = estimate_tokens(
+            estimator, distinct_samples(shares), chunks, values=values, group=parallel_state.get_data_parallel_group()
+        )
+        self.token_advantages = found.advantages
+        # Context-parallel ranks have the same whole responses, of which one counts the tokens.
+        return found.describe() if self.model.counts_tokens and not place.cp else {}, found.returns
+
     def update(self, share: RankShare, chunks: Sequence[TrajectoryBuffers], update_index: int) -> dict[str, Metric]:
         """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
 
@@ -120,6 +153,8 @@ class MegatronActor:
         """
         batches = self.model.microbatches(share, chunks)
         trained, routed = self.model.token_weights(batches)
+        if self.objective.loss.needs.selection:
+            self._chosen = self._choose_tokens(batches)
         own = self._policy_is_old
         rows = [
             self.routing.row(
@@ -159,6 +194,28 @@ class MegatronActor:
         """Leaves the process groups."""
         parallel.destroy()
 
+    def _choose_tokens(self, batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
+        """Of an update that is about to begin; a forward pass of its own.
+
+        Collective: all ranks.
+        """
+        self.memory.load("params")
+        replays = self._replays and not self._policy_is_old
+        rows = [self.routing.row(batch, replays=replays) for batch in batches]
+        found = self.model.infer(batches, self._annotation, rows)
+        if not found:
+            return {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(tensor, group=group)
+            return tensor
+
+        seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # another for every update
+        return self.objective.choose_tokens(
+            found, self.old_logp, self.token_advantages, seed=seed, all_reduce=all_reduce
+        )
+
     def _annotation(
         self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
     ) -> tuple[MicroBatch, torch.Tensor]:
@@ -168,7 +225,21 @@ class MegatronActor:
         def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
             policy_is_old, row = self._policy_is_old, len(batch.tokens)
             policy = hidden[:row] if self.mtp else hidden
-            loss, report = self.objective.evaluate(model, policy, batch, self.old_logp, policy_is_old=policy_is_old)
+            advantages = chosen = None
+            if self.token_advantages:
+                advantages = own_tokens(batch, self.token_advantages, self.model.context, "advantages")
+            if self.objective.loss.needs.selection:
+                none = batch.targets.new_empty(0).bool()
+                chosen = torch.cat([none, *(self._chosen[sample] for sample in batch.samples)])
+            loss, report = self.objective.evaluate(
+                model,
+                policy,
+                batch,
+                self.old_logp,
+                policy_is_old=policy_is_old,
+                advantages=advantages,
+                chosen=chosen,
+            )
             if self.mtp:
                 ahead, metrics = self.mtp.evaluate(model, hidden[row:], batch, mtp_weight)
                 loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)

@@ -12,11 +12,11 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import parallel
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
-from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples
+from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples, own_tokens
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.output import PolicyModel
@@ -139,10 +139,11 @@ class MegatronCritic:
 
         def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
             values = output.index_select(0, batch.predictors)
-            target = self._own_part(batch, returns, "returns")
+            old = "old values; ask for `values` before the updates"
+            target = own_tokens(batch, returns, self.model.context, "returns")
             result = compute_value_loss(
                 values=values,
-                old_values=self._own_part(batch, self.old_values, "old values; ask for `values` before the updates"),
+                old_values=own_tokens(batch, self.old_values, self.model.context, old),
                 returns=target,
                 mask=torch.ones_like(values),
                 clip_range=self.clip_range,
@@ -154,21 +155,6 @@ class MegatronCritic:
             return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))
 
         return loss_closure(evaluate)
-
-    def _own_part(self, batch: MicroBatch, whole: Mapping[int, np.ndarray], what: str) -> torch.Tensor:
-        """What `whole` has for this rank's trained tokens, float32 [N].
-
-        Raises: McoreRLError naming samples that it lacks; ValueError for one of another length.
-        """
-        unknown = [sample for sample in batch.samples if sample not in whole]
-        if unknown:
-            raise McoreRLError(f"samples {unknown} have no {what}")
-        parts = [np.asarray(whole[sample], np.float32) for sample in batch.samples]
-        for sample, part, count in zip(batch.samples, parts, batch.whole_counts, strict=True):
-            if part.shape != (count,):
-                raise ValueError(f"sample {sample}: {list(part.shape)} {what} for its {count} trained tokens")
-        joined = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *parts])).to(self.model.device)
-        return joined if self.model.context.size == 1 else joined[batch.owners == self.model.context.rank]
 
 
 def value_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:

@@ -17,7 +17,7 @@ on one of them, that of its predictor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
-from mcore_rl.errors import DataError
+from mcore_rl.errors import DataError, McoreRLError
 from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.types import RankShare, TrajectoryBuffers
@@ -83,6 +83,23 @@ def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShar
     _, index = np.unique(joined["samples"], return_index=True)
     index = index[index >= sum(len(share.samples) for share in shares[:first])]
     return replace(shares[0], **{name: values[index] for name, values in joined.items()})
+
+
+def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: ContextPart, what: str) -> torch.Tensor:
+    """What `whole` has for the trained tokens that this rank holds of a micro-batch, float32 [N].
+
+    Shapes: whole [n] by sample, one for each of its trained tokens on all context-parallel ranks.
+    Raises: McoreRLError naming samples that `whole` lacks; ValueError for one of another length.
+    """
+    unknown = [sample for sample in batch.samples if sample not in whole]
+    if unknown:
+        raise McoreRLError(f"samples {unknown} have no {what}")
+    parts = [np.asarray(whole[sample], np.float32) for sample in batch.samples]
+    for sample, part, count in zip(batch.samples, parts, batch.whole_counts, strict=True):
+        if part.shape != (count,):
+            raise ValueError(f"sample {sample}: {list(part.shape)} {what} for its {count} trained tokens")
+    joined = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *parts])).to(batch.tokens.device)
+    return joined if context.size == 1 else joined[batch.owners == context.rank]
 
 
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:

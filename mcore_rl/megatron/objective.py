@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.algorithms import PolicyLossInputs, PolicyLossResult, policy_loss
+from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, policy_loss
 from mcore_rl.algorithms.interface import PolicyLoss
-from mcore_rl.config.schema import Config
+from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
+from mcore_rl.config.schema import Config, PolicyLossConfig
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.logprobs import linear_logp_entropy
-from mcore_rl.megatron.microbatches import MicroBatch
+from mcore_rl.megatron.microbatches import MicroBatch, own_tokens
 from mcore_rl.megatron.output import output_weight, unwrap
 from mcore_rl.types import Max, Mean, Metric
 
-PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence"}
+PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence", "selection"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Objective:
     """
 
     loss: PolicyLoss
+    correction: Correction | None
+    """Of the difference between engine and trainer; only measured unless applies_correction."""
+    applies_correction: bool
     temperature: float
     entropy_coefficient: float
     chunk_tokens: int
@@ -52,13 +57,14 @@ class Objective:
     def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
         """Raises: ConfigError for an unknown loss or option, or one that needs what the actor does not have."""
         section = config.algorithm.policy_loss
-        options = {field.name: getattr(section, field.name) for field in fields(section) if field.name != "name"}
-        loss = policy_loss(section.name, **options)
+        loss = policy_loss(section.name, **loss_options(section))
         lacking = [name for name, needed in vars(loss.needs).items() if needed and name not in PROVIDED]
         if lacking:
             raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(lacking)}: not available")
         return cls(
             loss=loss,
+            correction=Correction.from_config(config.algorithm.correction),
+            applies_correction=config.algorithm.correction.apply,
             temperature=(config.rollout.temperature or 1.0) if loss.needs.advantages else 1.0,
             entropy_coefficient=config.algorithm.entropy_coefficient,
             chunk_tokens=config.actor.logprob_chunk_tokens,
@@ -93,19 +99,22 @@ class Objective:
         old_logp: dict[int, torch.Tensor],
         *,
         policy_is_old: bool = False,
+        advantages: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
 
         Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs.
+        `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found.
 
-        Shapes: old_logp maps a sample to [n], its trained tokens on this rank.
+        Shapes: old_logp maps a sample to [n], its trained tokens on this rank; advantages, chosen [N].
         Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         if policy_is_old:
             parts = logp.detach().split(list(batch.trained_counts))
             old_logp.update(zip(batch.samples, parts, strict=True))
-        result = self._per_token(logp, batch, old_logp)
+        result = self._per_token(self._inputs(logp, batch, old_logp, advantages, chosen), batch)
         per_token = result.loss
         if self.entropy_coefficient:
             per_token = per_token - self.entropy_coefficient * entropy
@@ -118,42 +127,123 @@ class Objective:
                 loss=float(loss),
                 metrics={
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
-                    **{f"actor/{name}": metric for name, metric in result.metrics.items()},
+                    **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
                     **(mismatch(batch, logp) if policy_is_old else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),
             )
         return loss, report
 
-    def _per_token(
-        self, logp: torch.Tensor, batch: MicroBatch, old_logp: Mapping[int, torch.Tensor]
-    ) -> PolicyLossResult:
-        old = _remembered(batch, old_logp, logp) if self.loss.needs.old_logp else None
-        inputs = PolicyLossInputs(
+    def choose_tokens(
+        self,
+        parts: Sequence[tuple[MicroBatch, torch.Tensor]],
+        old_logp: Mapping[int, torch.Tensor],
+        advantages: Mapping[int, np.ndarray],
+        *,
+        seed: int,
+        all_reduce: AllReduce,
+    ) -> dict[int, torch.Tensor]:
+        """Which trained tokens of an update a loss with needs.selection treats differently, bool [n] by sample, of the
+        tokens of this rank. `parts` are its micro-batches with their current log-probabilities, which stand for the
+        old ones where there are none; `advantages` are empty where responses have theirs.
+
+        Collective: the ranks that all_reduce sums over, each with its own tokens.
+        """
+        inputs = [
+            self._inputs(
+                logp,
+                batch,
+                dict(_by_sample(batch, logp)) | dict(old_logp),
+                own_tokens(batch, advantages, self.context, "advantages") if advantages else None,
+                None,
+            )
+            for batch, logp in parts
+        ]
+        keys = [token_keys(*_names(batch, self.context), seed) for batch, _ in parts]
+        found = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
+        return {
+            sample: part
+            for (batch, _), chosen in zip(parts, found, strict=True)
+            for sample, part in _by_sample(batch, chosen)
+        }
+
+    def _inputs(
+        self,
+        logp: torch.Tensor,
+        batch: MicroBatch,
+        old_logp: Mapping[int, torch.Tensor],
+        advantages: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+    ) -> PolicyLossInputs:
+        needs_old = self.loss.needs.old_logp or self.correction is not None
+        return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=old,
-            advantages=batch.advantages,
+            old_logp=_remembered(batch, old_logp, logp) if needs_old else None,
+            advantages=batch.advantages if advantages is None else advantages,
             rollout_logp=batch.logp_rollout,
+            chosen=chosen,
         )
-        if not self.loss.needs.whole_sequence or not len(batch.owners):
-            return self.loss(inputs)
+
+    def _per_token(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
+        corrects_whole = self.correction is not None and self.correction.needs_whole_sequence
+        if not (self.loss.needs.whole_sequence or corrects_whole):
+            return self._corrected(inputs)
+        if not len(batch.owners):  # a micro-batch that only keeps a rank in step: one row of no tokens
+            given = {name: value[None] for name, value in vars(inputs).items() if value is not None}
+            result = self._corrected(PolicyLossInputs(**given))
+            return PolicyLossResult(result.loss.flatten(), result.metrics)
         return self._of_whole_responses(inputs, batch)
 
+    def _corrected(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        """The loss, times the weights of the correction."""
+        result = self.loss(inputs)
+        if self.correction is None:
+            return result
+        assert inputs.old_logp is not None
+        assert inputs.rollout_logp is not None
+        found = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
+        metrics = {f"correction/{name}": metric for name, metric in found.metrics.items()}
+        loss = result.loss * found.weights if self.applies_correction else result.loss
+        return PolicyLossResult(loss, result.metrics | metrics)
+
     def _of_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
-        """A loss that reads all tokens of a response at once: of the rank's own tokens, [N].
+        """A loss or correction that reads all tokens of a response at once: of the rank's own tokens, [N].
 
         Its metrics are of whole responses, so one of the context-parallel ranks reports them for all.
         """
         if self.context.size == 1:
-            result = self.loss(_one_response_per_row(inputs, batch.whole_counts))
+            result = self._corrected(_one_response_per_row(inputs, batch.whole_counts))
             return PolicyLossResult(_flat(result.loss, batch), result.metrics)
         given = {name: value for name, value in vars(inputs).items() if value is not None}
-        whole = self.context.gather(torch.stack(list(given.values())), batch.owners)
-        rows = _one_response_per_row(PolicyLossInputs(**dict(zip(given, whole, strict=True))), batch.whole_counts)
-        result = self.loss(rows)
+        whole = self.context.gather(torch.stack([value.to(inputs.logp) for value in given.values()]), batch.owners)
+        joined = dict(zip(given, whole, strict=True))
+        if "chosen" in joined:
+            joined["chosen"] = joined["chosen"] > 0
+        rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)
+        result = self._corrected(rows)
         own = _flat(result.loss, batch)[batch.owners == self.context.rank]
         return PolicyLossResult(own, result.metrics if self.context.rank == 0 else {})
+
+
+def loss_options(section: PolicyLossConfig) -> dict[str, Any]:
+    """Every option of a policy loss that the configuration has a key for; None where it is not set."""
+    return {field.name: getattr(section, field.name) for field in fields(section) if field.name != "name"}
+
+
+def _by_sample(batch: MicroBatch, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    return zip(batch.samples, flat.split(list(batch.trained_counts)), strict=True)
+
+
+def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample and position among its trained tokens of every token on this rank, int64 [N]."""
+    device = batch.tokens.device
+    counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
+    samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    positions = torch.arange(len(samples), device=device) - starts
+    own = slice(None) if context.size == 1 else batch.owners == context.rank
+    return samples[own], positions[own]
 
 
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:

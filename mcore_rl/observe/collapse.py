@@ -66,7 +66,7 @@ SIGNS = (
         "groups/solved_none, and at the reward",
     ),
     Sign(
-        "correction/effective_sample_size",
+        "correction/effective_sample_fraction",
         lambda now, first: now < 0.3,
         "the importance weights are worth {now:.0%} of the samples: engine and trainer have drifted apart",
     ),

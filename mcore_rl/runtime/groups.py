@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -39,72 +39,157 @@ class RanksSave:
         return saved
 
 
+@dataclass(frozen=True)
+class RankMap:
+    """`dp_rank_of[rank]` is the data-parallel coordinate of a rank; ranks that share it (tensor, pipeline and context
+    peers) receive the same samples. `speakers[dp]` is the one of them that returns what all have."""
+
+    dp_rank_of: tuple[int, ...]
+    speakers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenRefs:
+    """References of TokenColumns, one per data-parallel rank of the group that made them."""
+
+    columns: tuple[Any, ...]
+
+    def overlapping(self, dp_rank: int, num_dp_ranks: int) -> tuple[Any, ...]:
+        """The columns with samples of a data-parallel rank of another group, whose number of them divides this one or
+        is a multiple of it."""
+        return tuple(self.columns[part] for part in matching(dp_rank, num_dp_ranks, len(self.columns)))
+
+
+def matching(dp_rank: int, num_dp_ranks: int, others: int) -> range:
+    """The ranks of `others` that have samples of `dp_rank`, when the larger number is cut into runs of equal length."""
+    if others >= num_dp_ranks:
+        run = others // num_dp_ranks
+        return range(dp_rank * run, (dp_rank + 1) * run)
+    first = dp_rank * others // num_dp_ranks
+    return range(first, first + 1)
+
+
 @dataclass
-class TrainerGroup:
-    """All ranks of the policy. `dp_rank_of[rank]` is the data-parallel coordinate of a rank; ranks that share it
-    (tensor, pipeline and context peers) receive the same samples."""
+class RankGroup:
+    """All ranks of a model that is trained."""
 
     handles: list[Any]
-    dp_rank_of: list[int]
+    ranks: RankMap
     watch: Watch
+
+    def shares_of(self, batch: Batch) -> list[tuple[Any, ...]]:
+        """What each rank needs: its shares, one per update, and references of all trajectories."""
+        size = len(self.ranks.speakers)
+        by_update = [batch.shares(update, size) for update in range(len(batch.updates))]
+        shares: list[Any] = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
+        if size < len(self.handles):
+            # One object per data-parallel share, however many tensor and pipeline peers read it.
+            shares = [ray.put(of_rank) for of_rank in shares]
+        return [(shares[dp], *batch.chunks) for dp in self.ranks.dp_rank_of]
+
+    def on_every_rank(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Results of a method of all ranks, each with its own arguments."""
+        given = arguments if arguments is not None else [()] * len(self.handles)
+        calls = zip(self.handles, given, strict=True)
+        return self.watch.get([getattr(handle, method).remote(*own) for handle, own in calls])
+
+    def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
+        """Every rank plans its files, and copies what goes into them if `snapshot`; then all write, and rank 0 gathers
+        where the blocks are, while this process goes on."""
+        self.on_every_rank("plan_save", [(directory, snapshot)] * len(self.handles))
+        reports = [handle.write_save.remote() for handle in self.handles]
+        return RanksSave(self.handles[0].finish_save.remote(*reports), self.watch)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """Collective over all ranks."""
+        self.on_every_rank("load", [(directory, files)] * len(self.handles))
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        """Sends those of `parts` that the role's offload section names to host memory; returns the bytes away, of all
+        ranks."""
+        return sum(self.on_every_rank("offload", [(parts,)] * len(self.handles)))
+
+    def spans(self) -> list[Span]:
+        return _drain(self.watch, self.handles)
+
+
+@dataclass
+class TrainerGroup(RankGroup):
+    """All ranks of the policy."""
+
+    _kept: Batch | None = field(default=None, init=False)
+    """The batch that the ranks have."""
 
     def annotate(self, batch: Batch) -> dict[str, Metric]:
         """Recomputes log-probabilities on the ranks, where they and the batch stay for its updates. The only update
         of a batch finds them itself: nothing is sent then."""
+        self._kept = None
         if len(batch.updates) == 1:
             return {}
-        return merge_metrics(self._on_every_rank("annotate", self._arguments(batch)))
+        self._keep(batch)
+        return merge_metrics(self.on_every_rank("annotate"))
+
+    def estimate(self, batch: Batch, estimator: Any, values: TokenRefs | None) -> tuple[dict[str, Metric], TokenRefs]:
+        """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's.
+        Returns metrics, and the returns."""
+        self._prepare(batch)
+        size = len(self.ranks.speakers)
+        columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
+        calls = [handle.estimate.remote(estimator, *own) for handle, own in zip(self.handles, columns, strict=True)]
+        metrics = merge_metrics(self.watch.get([found for found, _ in calls]))
+        return metrics, TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
 
     def update(self, batch: Batch) -> dict[str, Metric]:
         """One optimizer step per entry of batch.updates.
 
         Raises: NonFiniteError before a non-finite step.
         """
-        sent = len(batch.updates) > 1
-        arguments = [()] * len(self.handles) if sent else self._arguments(batch)
-        reports = self._on_every_rank("update", arguments)
+        self._prepare(batch)
+        self._kept = None
+        reports = self.on_every_rank("update")
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
-    def _arguments(self, batch: Batch) -> list[tuple[Any, ...]]:
-        """What each rank needs: its shares, one per update, and references of all trajectories."""
-        num_dp_ranks = max(self.dp_rank_of) + 1
-        by_update = [batch.shares(update, num_dp_ranks) for update in range(len(batch.updates))]
-        shares: list[Any] = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
-        if num_dp_ranks < len(self.dp_rank_of):
-            # One object per data-parallel share, however many tensor and pipeline peers read it.
-            shares = [ray.put(of_rank) for of_rank in shares]
-        return [(shares[dp], *batch.chunks) for dp in self.dp_rank_of]
+    def _keep(self, batch: Batch) -> None:
+        self.on_every_rank("keep_batch", self.shares_of(batch))
+        self._kept = batch
 
-    def _on_every_rank(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = zip(self.handles, arguments, strict=True)
-        return self.watch.get([getattr(handle, method).remote(*given) for handle, given in calls])
-
-    def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
-        """Every rank plans its files, and copies what goes into them if `snapshot`; then all write, and rank 0 gathers
-        where the blocks are, while this process goes on."""
-        self.watch.get([handle.plan_save.remote(directory, snapshot) for handle in self.handles])
-        reports = [handle.write_save.remote() for handle in self.handles]
-        return RanksSave(self.handles[0].finish_save.remote(*reports), self.watch)
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """Collective over all ranks."""
-        self.watch.get([handle.load.remote(directory, files) for handle in self.handles])
+    def _prepare(self, batch: Batch) -> None:
+        """A batch of one update comes to the ranks with the first call that needs it."""
+        if self._kept is not batch:
+            self._keep(batch)
+            self.on_every_rank("annotate")
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""
-        self.watch.get([handle.export_hf.remote(directory, source) for handle in self.handles])
-
-    def offload(self, parts: tuple[str, ...]) -> int:
-        """Sends those of `parts` that actor.offload names to host memory; returns the bytes away, of all ranks."""
-        return sum(self.watch.get([handle.offload.remote(parts) for handle in self.handles]))
-
-    def spans(self) -> list[Span]:
-        return _drain(self.watch, self.handles)
+        self.on_every_rank("export_hf", [(directory, source)] * len(self.handles))
 
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> Any:
         """A reference for Batch.chunks of trajectories that were made on the driver."""
         return ray.put(buffers)
+
+
+@dataclass
+class CriticGroup(RankGroup):
+    """All ranks of the critic. `own_batch` gives a batch the data-parallel ranks of this group (batching.spread)."""
+
+    own_batch: Callable[[Batch], Batch]
+
+    def values(self, batch: Batch) -> TokenRefs:
+        """Of every trained token, in the object store; the batch stays for its updates."""
+        arguments = self.shares_of(self.own_batch(batch))
+        calls = [handle.values.remote(*own) for handle, own in zip(self.handles, arguments, strict=True)]
+        self.watch.get([done for done, _ in calls])
+        return TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
+
+    def update(self, returns: TokenRefs) -> dict[str, Metric]:
+        """One optimizer step per update of the batch that `values` had.
+
+        Raises: NonFiniteError before a non-finite step.
+        """
+        size = len(self.ranks.speakers)
+        reports = self.on_every_rank("update", [returns.overlapping(dp, size) for dp in self.ranks.dp_rank_of])
+        return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
 
 @dataclass

@@ -12,9 +12,9 @@ from mcore_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class EngineSlot:
-    """Where an engine runs. `devices` are the GPUs of the node that it shares with trainer ranks; None when it has GPUs
-    of its own, or none."""
+class Slot:
+    """Where an engine or a critic's rank runs. `devices` are the GPUs of the node that it shares with trainer ranks;
+    None when it has GPUs of its own, or none."""
 
     node: int
     devices: tuple[int, ...] | None
@@ -25,36 +25,44 @@ class Placement:
     """`ranks[r]` is the node of trainer rank r; nodes count from 0, in the order of their names, the driver's first."""
 
     ranks: tuple[int, ...]
-    engines: tuple[EngineSlot, ...]
+    engines: tuple[Slot, ...]
+    critics: tuple[Slot, ...]
     bundle: dict[str, float]
     """What every node has to offer, in Ray's words: the same, since nobody knows which of them will be the first."""
 
 
-def place(config: Config, *, on_gpus: bool, num_engines: int) -> Placement:
+def place(config: Config, *, on_gpus: bool, num_engines: int, num_critics: int = 0) -> Placement:
     """Consecutive ranks fill a node before the next one begins, so that tensor-parallel peers share one.
 
     Colocated engines spread evenly over the nodes, over the slots of trainer ranks; disaggregated ones take the slots
     after the last rank.
 
-    Raises: ConfigError when an engine does not fit the slots of a node.
+    The critic's ranks share the slots of the policy's, one each.
+
+    Raises: ConfigError when an engine does not fit the slots of a node, or the critic those of the policy.
     """
     slots = config.cluster.gpus_per_node
     ranks = tuple(rank // slots for rank in range(num_trainer_ranks(config)))
     colocated = config.cluster.placement == "colocated"
     engine_of = _shared_slot if colocated else _own_slot
     engines = tuple(engine_of(config, engine, num_engines, on_gpus) for engine in range(num_engines))
+    if num_critics > len(ranks):
+        raise ConfigError(
+            f"critic.num_ranks={num_critics} ranks share the slots of the {len(ranks)} trainer ranks; lower it"
+        )
+    critics = tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(num_critics))
     ranks_of, engines_of = Counter(ranks), Counter(slot.node for slot in engines)
-    tp = config.rollout.tp
-    cpus = max(ranks_of[node] + engines_of[node] * tp for node in range(config.cluster.nodes))
+    critics_of, tp = Counter(slot.node for slot in critics), config.rollout.tp
+    cpus = max(ranks_of[n] + critics_of[n] + engines_of[n] * tp for n in range(config.cluster.nodes))
     gpus = max(ranks_of[node] + (0 if colocated else engines_of[node] * tp) for node in range(config.cluster.nodes))
-    return Placement(ranks, engines, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if on_gpus else {}))
+    return Placement(ranks, engines, critics, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if on_gpus else {}))
 
 
-def _shared_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> EngineSlot:
+def _shared_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> Slot:
     tp, slots, nodes = config.rollout.tp, config.cluster.gpus_per_node, config.cluster.nodes
     node = engine * nodes // num_engines
     if not on_gpus:
-        return EngineSlot(node, None)
+        return Slot(node, None)
     first_here = -(-node * num_engines // nodes)
     first = (engine - first_here) * tp
     if first + tp > slots:
@@ -62,13 +70,13 @@ def _shared_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -
             f"rollout.num_engines={num_engines} of rollout.tp={tp} do not fit on cluster.nodes={nodes} x "
             f"cluster.gpus_per_node={slots}, an engine within one node; lower rollout.num_engines or rollout.tp"
         )
-    return EngineSlot(node, tuple(range(first, first + tp)))
+    return Slot(node, tuple(range(first, first + tp)))
 
 
-def _own_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> EngineSlot:
+def _own_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> Slot:
     tp, slots, nodes = config.rollout.tp, config.cluster.gpus_per_node, config.cluster.nodes
     if not on_gpus:
-        return EngineSlot(engine * nodes // num_engines, None)
+        return Slot(engine * nodes // num_engines, None)
     # The first slot after the ranks at which an engine can begin without crossing to another node.
     ranks, per_node = num_trainer_ranks(config), slots // tp
     node, used = divmod(ranks, slots)
@@ -79,7 +87,7 @@ def _own_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> E
             f"rollout.num_engines={num_engines} of rollout.tp={tp}, an engine within one node, on "
             f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}; lower actor.num_ranks or rollout.num_engines"
         )
-    return EngineSlot(node + nth // per_node, None)
+    return Slot(node + nth // per_node, None)
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -17,7 +17,16 @@ from mcore_rl.config.schema import Config
 from mcore_rl.runtime.hosts import Host, this_host
 from mcore_rl.runtime.ports import free_port
 from mcore_rl.runtime.spans import SpanRecorder
-from mcore_rl.types import Metric, RankShare, RolloutScalars, SavedFile, SavedState, Span, TrajectoryBuffers
+from mcore_rl.types import (
+    Metric,
+    RankShare,
+    RolloutScalars,
+    SavedFile,
+    SavedState,
+    Span,
+    TokenColumn,
+    TrajectoryBuffers,
+)
 
 
 class _Process:
@@ -38,50 +47,25 @@ class _Process:
         return self.spans.drain()
 
 
-@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
-class TrainerProcess(_Process):
-    """One rank of the actor (policy)."""
+class _RankProcess(_Process):
+    """One rank of a model that is trained: what actor and critic have in common. `role` is the rank."""
+
+    role: Any
 
     def free_address(self) -> str:
         """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
-    def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
-        from mcore_rl.megatron.actor import MegatronActor
-
-        with self.spans.span("setup"):
-            self.actor = MegatronActor(config, rank, world_size, init_method)
-        self.actor.memory.span = self.spans.span
-
-    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
-        """Keeps the batch for the `update` that follows."""
-        self._batch = shares, list(chunks)
-        with self.spans.span("annotate"):
-            return self.actor.annotate(shares, list(chunks))
-
-    def update(self, *batch: Any) -> list[dict[str, Metric]]:
-        """`batch` are the arguments of `annotate`, or nothing after an `annotate`."""
-        if batch:
-            self.annotate(*batch)
-        shares, chunks = self._batch
-        del self._batch  # its trajectories lie in the object store until they are let go
-        reports = []
-        for index, share in enumerate(shares):
-            with self.spans.span("update"):
-                reports.append(self.actor.update(share, chunks, index))
-        self.actor.gather_parameters()  # weights are read rank by rank from here on
-        return reports
-
     def offload(self, parts: tuple[str, ...]) -> int:
         """Returns the bytes of this rank that are away."""
-        return self.actor.memory.offload(parts)
+        return int(self.role.trained.memory.offload(parts))
 
     def plan_save(self, directory: str, snapshot: bool) -> None:
         """What the two calls after it write."""
         from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 
         with self.spans.span("plan save"):
-            self._save = CheckpointWriter(directory, self.actor, snapshot=snapshot)
+            self._save = CheckpointWriter(directory, self.role, snapshot=snapshot)
 
     @ray.method(concurrency_group="save")
     def write_save(self) -> Any:
@@ -99,7 +83,46 @@ class TrainerProcess(_Process):
         from mcore_rl.megatron.checkpoint import load_checkpoint
 
         with self.spans.span("load"):
-            load_checkpoint(directory, self.actor, files)
+            load_checkpoint(directory, self.role, files)
+
+
+@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
+class TrainerProcess(_RankProcess):
+    """One rank of the actor (policy)."""
+
+    def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
+        from mcore_rl.megatron.actor import MegatronActor
+
+        with self.spans.span("setup"):
+            self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
+        self.actor.memory.span = self.spans.span
+
+    def keep_batch(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> None:
+        """For the calls that follow, up to its update. Its trajectories lie in the object store until then."""
+        self._batch = shares, list(chunks)
+
+    def annotate(self) -> dict[str, Metric]:
+        with self.spans.span("annotate"):
+            return self.actor.annotate(*self._batch)
+
+    @ray.method(num_returns=2)
+    def estimate(self, estimator: Any, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
+        """Metrics, and the returns of the share, on ranks of the last stage."""
+        with self.spans.span("estimate"):
+            by_sample = joined(values) if estimator.needs.values else None
+            metrics, returns = self.actor.estimate(estimator, *self._batch, by_sample)
+        return metrics, TokenColumn.of(returns)
+
+    def update(self) -> list[dict[str, Metric]]:
+        """Trains on the batch and lets it go."""
+        shares, chunks = self._batch
+        del self._batch
+        reports = []
+        for index, share in enumerate(shares):
+            with self.spans.span("update"):
+                reports.append(self.actor.update(share, chunks, index))
+        self.actor.gather_parameters()  # weights are read rank by rank from here on
+        return reports
 
     def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
         """The bucket plan of what engines load of this model and layout; the same on every rank."""
@@ -138,6 +161,50 @@ class TrainerProcess(_Process):
 
         with self.spans.span("export"):
             export_hf(self.actor, directory, source)
+
+
+@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
+class CriticProcess(_RankProcess):
+    """One rank of the critic."""
+
+    def setup(
+        self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: tuple[int, ...] | None
+    ) -> None:
+        if visible_devices is not None:  # before torch is imported here
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
+        from mcore_rl.megatron.critic import MegatronCritic
+
+        with self.spans.span("setup"):
+            self.critic = self.role = MegatronCritic(config, rank, world_size, init_method)
+        self.critic.trained.memory.span = self.spans.span
+        self.critic.trained.memory.offload()
+
+    @ray.method(num_returns=2)
+    def values(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
+        """Nothing, which says that it is done, and the values of the share, on ranks of the last stage; keeps the batch
+        for the `update` after it."""
+        self._batch = shares, list(chunks)
+        with self.spans.span("values"):
+            found = self.critic.values(*self._batch)
+        self.critic.trained.memory.offload()
+        return None, TokenColumn.of(found)
+
+    def update(self, *returns: TokenColumn) -> list[dict[str, Metric]]:
+        """`returns` have those of all samples of this rank's share."""
+        shares, chunks = self._batch
+        del self._batch
+        by_sample, reports = joined(returns), []
+        for index, share in enumerate(shares):
+            with self.spans.span("update"):
+                reports.append(self.critic.update(share, chunks, index, by_sample))
+        self.critic.gather_parameters()
+        self.critic.trained.memory.offload()
+        return reports
+
+
+def joined(columns: Sequence[TokenColumn]) -> dict[int, Any]:
+    """Arrays by sample, of several columns."""
+    return {sample: values for column in columns for sample, values in column.by_sample().items()}
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)

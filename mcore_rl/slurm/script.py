@@ -100,10 +100,11 @@ def _flat(options: dict[str, int]) -> list[str]:
 
 
 def _ray_cpus(config: Config) -> int:
-    """What a node offers in Ray's books, where a process counts as one: enough for its ranks and engines."""
+    """What a node offers in Ray's books, where a process counts as one: enough for the ranks of policy and
+    critic, and engines."""
     slots, tp = config.cluster.gpus_per_node, config.rollout.tp
     engines = -(-config.rollout.num_engines // config.cluster.nodes)
-    return slots + max(slots, engines * tp) + 1
+    return 2 * slots + max(slots, engines * tp) + 1
 
 
 def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:

@@ -11,11 +11,11 @@ import torch
 
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
-from mcore_rl.algorithms.interface import Estimator
+from mcore_rl.algorithms.interface import MAX_NAMED
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateCut, build_batch, gather
+from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import NonFiniteError
 from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths
 from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
 
@@ -39,43 +39,64 @@ class CollectedGroups(Protocol):
     def seconds_generating(self) -> float: ...
     @property
     def seconds_grading(self) -> float: ...
+    @property
+    def greedy(self) -> tuple[RolloutScalars, ...]: ...
 
 
 def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[CollectedGroups, int], Batch]:
     """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them;
-    data-parallel ranks share `cost` evenly."""
-    algorithm = config.algorithm
-    options = advantage_options(algorithm)
-    _check_estimator(algorithm.advantage, estimator(algorithm.advantage, **options))
+    data-parallel ranks share `cost` evenly. Advantages of estimators that need tokens are 0: the ranks make them.
+
+    The function raises NonFiniteError naming responses whose rewards are not finite.
+    """
+    options = advantage_options(config.algorithm)
+    chosen = estimator(config.algorithm.advantage, **options)
     weights_of = response_weights(config)
 
     def build(groups: CollectedGroups, step: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
-        advantages = compute_advantages(
-            algorithm.advantage,
-            token_rewards=torch.from_numpy(kept.rewards)[:, None],
-            mask=torch.ones(len(kept), 1),
-            group_ids=torch.from_numpy(kept.group_ids),
-            lengths=torch.from_numpy(kept.trained_tokens),
-            **options,
-        ).advantages[:, 0]
+        check_rewards(kept)
+        advantages = np.zeros(len(kept), np.float32)
+        if chosen.per_response:
+            baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
+            found = compute_advantages(
+                config.algorithm.advantage,
+                token_rewards=torch.from_numpy(kept.rewards)[:, None],
+                mask=torch.ones(len(kept), 1),
+                group_ids=torch.from_numpy(kept.group_ids),
+                baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
+                lengths=torch.from_numpy(kept.trained_tokens),
+                **options,
+            )
+            advantages = found.advantages[:, 0].numpy()
         cut = UpdateCut(
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
         return build_batch(
-            groups.chunks, groups.scalars, groups.keep, advantages=advantages.numpy(), weights_of=weights_of, cut=cut
+            groups.chunks, groups.scalars, groups.keep, advantages=advantages, weights_of=weights_of, cut=cut
         )
 
     return build
 
 
-def _check_estimator(name: str, chosen: Estimator) -> None:
-    """Scalars are all that the driver has of a response."""
-    if not chosen.per_response or chosen.needs.values or chosen.needs.baseline_rewards:
-        raise ConfigError(
-            f"algorithm.advantage={name} needs more than one reward per response, which train does not provide yet; "
-            "set one that needs rewards alone, such as grpo"
-        )
+def check_rewards(kept: KeptSamples) -> None:
+    """Raises: NonFiniteError naming the responses whose rewards are not finite, before they train anything."""
+    bad = np.flatnonzero(~np.isfinite(kept.rewards))
+    if len(bad):
+        named = ", ".join(f"sample {i} (group {kept.group_ids[i]}): {kept.rewards[i]}" for i in bad[:MAX_NAMED])
+        raise NonFiniteError(f"the rewards of {len(bad)} responses are not finite: {named}; look at reward.function")
+
+
+def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> np.ndarray:
+    """The reward of the greedy response to the prompt of each response's group.
+
+    Shapes: group_ids int64 [B] -> float32 [B].
+    """
+    ids, rewards = _every(greedy, "group_ids"), _every(greedy, "rewards")
+    order = np.argsort(ids)
+    place = np.searchsorted(ids[order], group_ids)
+    assert np.array_equal(ids[order][place], group_ids), "a group has no greedy response"
+    return rewards[order][place].astype(np.float32)
 
 
 def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
@@ -103,6 +124,7 @@ def describe(groups: CollectedGroups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(groups.scalars),
         **describe_lengths(groups.scalars),
     }

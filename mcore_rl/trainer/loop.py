@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.trainer.run import Run, resume, save, saves_settled
-from mcore_rl.types import Mean, Total, merge_metrics
+from mcore_rl.types import Batch, Mean, Metric, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
@@ -21,15 +21,25 @@ def train(run: Run) -> bool:
         for step in range(run.state.step + 1, run.config.trainer.steps + 1):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step)
-            annotated = run.actor.annotate(batch)
-            updated = run.actor.update(batch)  # raises before a non-finite step
+            figures = [run.actor.annotate(batch), *estimate(run, batch)]
+            if step > run.config.trainer.critic_warmup_steps:
+                figures.append(run.actor.update(batch))  # raises before a non-finite step
             version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
             run.state = run.state.finished(step, version)
-            run.journal.record(run.describe(groups) | merge_metrics([annotated, updated]))
+            run.journal.record(run.describe(groups) | merge_metrics(figures))
             run.journal.record({"rollout/version": Total(version - 1)})
             if finish(run) and step < run.config.trainer.steps:
                 return False
     return True
+
+
+def estimate(run: Run, batch: Batch) -> list[dict[str, Metric]]:
+    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update."""
+    if run.token_estimator is None:
+        return []
+    values = run.critic.values(batch) if run.critic else None
+    metrics, returns = run.actor.estimate(batch, run.token_estimator, values)
+    return [metrics, run.critic.update(returns)] if run.critic else [metrics]
 
 
 def finish(run: Run) -> bool:

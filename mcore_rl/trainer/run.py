@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from mcore_rl.algorithms import Estimator
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
-from mcore_rl.ports import Actor, Collector, Publisher, Validator
+from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints
-from mcore_rl.types import Batch, Metric
+from mcore_rl.trainer.joined_save import JoinedSave, split_files
+from mcore_rl.types import Batch, Metric, SavedFile
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ class Run:
     describe: Callable[[Any], dict[str, Metric]]
     stop_requested: Callable[[], bool]
     """Asked once at the end of each step; after a yes the run saves and stops."""
+    token_estimator: Estimator | None = None
+    """Set where advantages are made token by token, on the ranks; else batch_of has made them."""
+    critic: Critic | None = None
     state: RunState = field(default_factory=RunState)
 
 
@@ -107,13 +112,29 @@ def load_latest(run: Run | SupervisedRun) -> bool:
     try:
         state, proof = run.checkpoints.read(path)
         _check_kind(run, state, path)
-        run.actor.load(str(path), proof.files)
+        _load_models(run, path, proof.files)
     except DamagedCheckpointError as error:
         raise run.checkpoints.with_remedy(error, step) from None
     for name, part in run.positions.items():
         part.load_state_dict(state["positions"][name])
     run.state = RunState(step=state["step"], version=state["version"])
     return True
+
+
+CRITIC = "critic"
+"""Directory of the critic's files in a checkpoint, beside the actor's."""
+
+
+def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile]) -> None:
+    """Checks and loads the files of the actor, and those of the critic."""
+    own, critics = split_files(files, CRITIC)
+    critic = run.critic if isinstance(run, Run) else None
+    if (critic is None) != (not critics):
+        held, wanted = ("a", "none") if critics else ("no", "one")
+        raise CheckpointError(f"{path} has {held} critic, and this run {wanted}; set run.dir to a new directory")
+    run.actor.load(str(path), own)
+    if critic is not None:
+        critic.load(str(path / CRITIC), critics)
 
 
 def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
@@ -130,8 +151,19 @@ def save(run: Run | SupervisedRun) -> None:
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
     in_background = run.config.checkpoint.async_save
-    start = functools.partial(run.actor.start_save, snapshot=in_background)
+    start = functools.partial(_start_save, run, snapshot=in_background)
     run.checkpoints.save(run.state.step, state, start, wait=not in_background)
+
+
+def _start_save(run: Run | SupervisedRun, directory: str, *, snapshot: bool) -> PendingSave:
+    critic = run.critic if isinstance(run, Run) else None
+    saves: dict[str, PendingSave] = {"": run.actor.start_save(directory, snapshot=snapshot)}
+    if critic is None:
+        return saves[""]
+    path = Path(directory, CRITIC)
+    path.mkdir()
+    saves[CRITIC] = critic.start_save(str(path), snapshot=snapshot)
+    return JoinedSave(saves)
 
 
 @contextlib.contextmanager

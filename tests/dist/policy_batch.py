@@ -75,6 +75,7 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
         chunk_ids=(index >= FIRST_CHUNK).astype(np.int32),
         rows=np.where(index >= FIRST_CHUNK, index - FIRST_CHUNK, index).astype(np.int32),
         total_tokens=np.array([len(sequence(s)) for s in mine], np.int32),
+        rewards=2 * advantages()[index] + 1,
         advantages=advantages()[index],
         loss_weights=loss_weights(samples)[index],
     )

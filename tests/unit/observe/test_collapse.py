@@ -17,7 +17,7 @@ HEALTHY = {
     "actor/ppo_kl": 0.01,
     "groups/without_signal": 0.4,
     "actor/grad_norm": 1.0,
-    "correction/effective_sample_size": 0.9,
+    "correction/effective_sample_fraction": 0.9,
     "critic/explained_variance": 0.2,
 }
 SIGNS: dict[str, tuple[dict[str, float], str]] = {
@@ -30,7 +30,7 @@ SIGNS: dict[str, tuple[dict[str, float], str]] = {
     "kl negative": ({"actor/ppo_kl": -0.8}, "-0.80 nats"),
     "signal": ({"groups/without_signal": 1.0}, "100% of the groups"),
     "gradient": ({"actor/grad_norm": 30.0}, "30 times the median"),
-    "weights": ({"correction/effective_sample_size": 0.2}, "20% of the samples"),
+    "weights": ({"correction/effective_sample_fraction": 0.2}, "20% of the samples"),
     "critic": ({"critic/explained_variance": -2.0}, "explains -2.00"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.schema import AlgorithmConfig, Config, TrainerConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, NonFiniteError
 from mcore_rl.trainer.batches import batch_builder
 from mcore_rl.types import RolloutScalars
 
@@ -22,6 +22,7 @@ class Groups:
     scalars: tuple[RolloutScalars, ...]
     keep: tuple[np.ndarray, ...]
     chunks: tuple[object, ...] = (None,)
+    greedy: tuple[RolloutScalars, ...] = ()
 
 
 def one_group(rewards, trained_tokens):
@@ -47,10 +48,25 @@ def test_trained_tokens_weigh_the_baseline_and_the_batch():
     assert whitened.tolist() == pytest.approx([0.5, -1.5], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
-def test_what_scalars_cannot_give_is_refused_before_anything_runs(name):
-    with pytest.raises(ConfigError, match=rf"algorithm\.advantage={name} needs more than one reward"):
-        batch_builder(config(name), 1)
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_estimators_that_need_tokens_are_left_to_the_ranks(name):
+    batch = batch_builder(config(name), 1)(one_group([1.0, 0.0], [3, 1]), 1)
+    assert batch.advantages.tolist() == [0, 0]
+    assert batch.rewards.tolist() == [1, 0]
+
+
+def test_the_greedy_response_of_its_own_group_is_the_baseline():
+    first, second = one_group([1.0, 0.0], [3, 1]).scalars[0], one_group([0.5, 0.25], [2, 2]).scalars[0]
+    scalars = (replace(first, group_ids=np.array([9, 9])), replace(second, group_ids=np.array([4, 4])))
+    greedy = replace(first, group_ids=np.array([4, 9]), rewards=np.array([0.25, 0.75], np.float32))
+    groups = Groups(scalars, (np.arange(2), np.arange(2)), (None, None), (greedy,))
+    settings = replace(config("remax"), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
+    assert batch_builder(settings, 1)(groups, 1).advantages.tolist() == [0.25, -0.75, 0.25, 0]
+
+
+def test_rewards_that_are_not_finite_name_their_responses():
+    with pytest.raises(NonFiniteError, match=r"sample 1 \(group 0\): nan"):
+        batch_builder(config("grpo"), 1)(one_group([1.0, float("nan")], [3, 1]), 1)
 
 
 def test_options_come_from_their_keys_and_those_of_others_are_refused():

@@ -1,0 +1,135 @@
+"""Advantages token by token, on the ranks that hold the tokens: of estimators that read values or discount over time.
+
+A response's reward is that of its last trained token; what lies between trained tokens (a tool's output) is left out.
+Every rank of the last stage estimates for all samples of its data-parallel share; those ranks exchange three numbers
+where advantages are whitened over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.algorithms.interface import AdvantageInputs, Estimator
+from mcore_rl.algorithms.whitening import Moments, whiten
+from mcore_rl.errors import McoreRLError
+from mcore_rl.types import Max, Mean, Metric, RankShare, TrajectoryBuffers
+
+BLOCK_TOKENS = 1 << 22
+"""Of padded rows that are estimated at one time."""
+
+
+@dataclass
+class TokenEstimates:
+    """Shapes: float32 [n] by sample, one for each trained token."""
+
+    advantages: dict[int, np.ndarray] = field(default_factory=dict)
+    returns: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Metric]:
+        """Figures of these samples' tokens."""
+        found: dict[str, Metric] = {}
+        for name, by_sample in (("advantages", self.advantages), ("returns", self.returns)):
+            flat = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float64)
+            if len(flat):
+                found[f"{name}/mean"] = Mean(float(flat.sum()), len(flat))
+                found[f"{name}/max"] = Max(float(flat.max()))
+                found[f"{name}/abs_max"] = Max(float(np.abs(flat).max()))
+        return found
+
+
+def estimate_tokens(
+    estimator: Estimator,
+    share: RankShare,
+    chunks: Sequence[TrajectoryBuffers],
+    *,
+    values: Mapping[int, np.ndarray] | None = None,
+    penalties: Mapping[int, np.ndarray] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> TokenEstimates:
+    """Advantages and returns of every trained token of the share.
+
+    Shapes: values, penalties (taken off the rewards) [n] by sample.
+    Collective: `group`, the data-parallel ranks, where the estimator whitens; None is one rank.
+    Raises: McoreRLError for samples without values.
+    """
+    lacking = [] if values is None else [int(sample) for sample in share.samples if int(sample) not in values]
+    if lacking:
+        raise McoreRLError(f"samples {lacking} have no values")
+    counts = trained_tokens(share, chunks)
+    blocks = [_block(share, rows, counts, values, penalties) for rows in _row_blocks(counts)]
+    raw = [estimator.raw(inputs) for inputs in blocks]
+    advantages = [result.advantages for result in raw]
+    if estimator.whitened:
+        parts = (Moments.of(result.advantages, inputs.mask) for result, inputs in zip(raw, blocks, strict=True))
+        moments = _over_ranks(sum(parts, Moments()), group)
+        advantages = [whiten(part, inputs.mask, moments) for part, inputs in zip(advantages, blocks, strict=True)]
+    returns = [result.returns for result in raw]
+    return TokenEstimates(_by_sample(share, counts, advantages), _by_sample(share, counts, returns))
+
+
+def trained_tokens(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> np.ndarray:
+    """Of every sample, int64 [b]."""
+    found = np.zeros(len(share.samples), np.int64)
+    for index, (chunk, row) in enumerate(zip(share.chunk_ids, share.rows, strict=True)):
+        offsets = chunks[chunk].response_offsets
+        found[index] = np.count_nonzero(chunks[chunk].trained[offsets[row] : offsets[row + 1]])
+    return found
+
+
+def _row_blocks(counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Consecutive samples, as many as fit BLOCK_TOKENS when padded to the longest of all."""
+    if len(counts):
+        rows = max(BLOCK_TOKENS // max(int(counts.max()), 1), 1)
+        yield from np.split(np.arange(len(counts)), range(rows, len(counts), rows))
+
+
+def _block(
+    share: RankShare,
+    rows: np.ndarray,
+    counts: np.ndarray,
+    values: Mapping[int, np.ndarray] | None,
+    penalties: Mapping[int, np.ndarray] | None,
+) -> AdvantageInputs:
+    samples, ends = share.samples[rows].tolist(), counts[rows]
+    mask = np.arange(int(ends.max(initial=0)))[None] < ends[:, None]
+    rewards = np.zeros(mask.shape, np.float32)
+    some = ends > 0
+    rewards[np.flatnonzero(some), ends[some] - 1] = share.rewards[rows][some]
+    if penalties is not None:
+        rewards[mask] -= _flat(penalties, samples)
+    padded = None
+    if values is not None:
+        padded = np.zeros(mask.shape, np.float32)
+        padded[mask] = _flat(values, samples)
+    return AdvantageInputs(
+        token_rewards=torch.from_numpy(rewards),
+        mask=torch.from_numpy(mask).float(),
+        values=None if padded is None else torch.from_numpy(padded),
+    )
+
+
+def _flat(by_sample: Mapping[int, np.ndarray], samples: Sequence[int]) -> np.ndarray:
+    return np.concatenate([by_sample[sample] for sample in samples])
+
+
+def _over_ranks(own: Moments, group: dist.ProcessGroup | None) -> Moments:
+    if group is None or group.size() == 1:
+        return own
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    rows = torch.zeros(group.size(), 3, dtype=torch.float64, device=device)
+    rows[group.rank()] = own.as_tensor()
+    dist.all_reduce(rows, group=group)
+    return Moments.merged(rows.cpu())
+
+
+def _by_sample(share: RankShare, counts: np.ndarray, blocks: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
+    rows = (row for block in blocks for row in block.numpy())
+    return {
+        sample: row[:count].astype(np.float32)
+        for sample, count, row in zip(share.samples.tolist(), counts.tolist(), rows, strict=True)
+    }

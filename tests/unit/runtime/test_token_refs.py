@@ -1,0 +1,60 @@
+"""Which columns of per-token numbers go to which data-parallel rank of another model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.data.batching import spread
+from mcore_rl.data.packing import SequenceCost
+from mcore_rl.runtime.groups import TokenRefs
+from mcore_rl.types import Batch, TokenColumn
+
+
+def batch(dp_ranks: list[int]) -> Batch:
+    count = len(dp_ranks)
+    numbers, ints = np.zeros(count, np.float32), np.zeros(count, np.int32)
+    return Batch(
+        chunks=(),
+        chunk_ids=ints,
+        rows=ints,
+        group_ids=np.arange(count),
+        total_tokens=np.arange(1, count + 1, dtype=np.int32),
+        trained_tokens=ints,
+        rewards=numbers,
+        advantages=numbers,
+        loss_weights=numbers,
+        dp_ranks=np.array(dp_ranks, np.int32),
+        updates=(np.arange(count // 2), np.arange(count // 2, count)),
+    )
+
+
+@pytest.mark.parametrize(("mine", "others"), [(1, 1), (4, 4), (4, 2), (4, 1), (2, 4), (1, 4), (2, 6), (6, 2)])
+def test_a_rank_receives_every_sample_of_its_own_from_the_ranks_that_have_it(mine: int, others: int) -> None:
+    whole = batch(np.random.default_rng(0).integers(0, mine, 48).tolist())
+    moved = spread(whole, mine, others, SequenceCost())
+    held = TokenRefs(tuple(set(np.flatnonzero(moved.dp_ranks == rank).tolist()) for rank in range(others)))
+    for rank in range(mine):
+        received = set().union(*held.overlapping(rank, mine))
+        assert set(np.flatnonzero(whole.dp_ranks == rank).tolist()) <= received
+    # And no more than the neighbours in its run, however many ranks there are.
+    assert max(len(held.overlapping(rank, mine)) for rank in range(mine)) == max(others // mine, 1)
+
+
+def test_the_ranks_of_a_run_share_the_tokens_of_each_update() -> None:
+    moved = spread(batch([0] * 32), 1, 4, SequenceCost())
+    for update in moved.updates:
+        loads = np.bincount(moved.dp_ranks[update], moved.total_tokens[update], 4)
+        assert loads.max() <= 1.2 * loads.mean()
+
+
+def test_numbers_of_which_none_divides_the_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 and 6"):
+        spread(batch([0, 1, 2, 3]), 4, 6)
+
+
+def test_a_column_keeps_samples_apart() -> None:
+    by_sample = {7: np.array([1.0, 2.0], np.float32), 3: np.empty(0, np.float32), 5: np.array([4.0], np.float32)}
+    found = TokenColumn.of(by_sample).by_sample()
+    assert {sample: part.tolist() for sample, part in found.items()} == {7: [1, 2], 3: [], 5: [4]}
+    assert TokenColumn.of({}).by_sample() == {}
