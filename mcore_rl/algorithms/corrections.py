@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.interface import trained
-from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 

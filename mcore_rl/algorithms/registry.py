@@ -43,8 +43,8 @@ from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.reinforce import Reinforce
 from mcore_rl.algorithms.losses.sft import SFT
 from mcore_rl.algorithms.losses.user import UserLoss
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")

@@ -5,12 +5,11 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from mcore_rl.errors import ConfigError
+from mcore_rl.config.algorithm import AlgorithmConfig
 
 
 @dataclass
@@ -104,88 +103,6 @@ class RewardConfig:
     workers: int = 1
     """Grading processes beside each engine."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-
-
-@dataclass
-class PolicyLossConfig:
-    """Options that are null take the loss's own default; one that the named loss does not take is refused."""
-
-    name: str = "ppo_clip"
-    """ppo_clip | gspo | gmpo | clip_cov | kl_cov | cispo | decoupled_ppo | reinforce; `module_or_file.py:function`; or
-    sft: supervised training on data.answer_key (warm start), without rollout."""
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    cov_ratio: float | None = None
-    cov_low: float | None = None
-    cov_high: float | None = None
-    kl_coef: float | None = None
-    prox: str | None = None
-    """recomputed | loglinear | metrics: where decoupled_ppo's proximal policy is from."""
-
-
-@dataclass
-class CorrectionConfig:
-    """Importance correction between the engine, which sampled, and the trainer, which computes the same policy a little
-    differently: the loss of every token times exp(old_logp - rollout_logp), within bounds."""
-
-    kind: str = "none"
-    """none | truncate: weights are cut to the bounds | mask: a weight out of bounds becomes 0."""
-    level: str = "token"
-    """token | sequence: product over a response's tokens | geometric: their geometric mean."""
-    low: float | None = None
-    """null: 0 for truncate, 1 / high for mask."""
-    high: float = 2.0
-    apply: bool = True
-    """false: only reported."""
-
-    def __post_init__(self) -> None:
-        section = "algorithm.correction"
-        for name, known in (("kind", ("none", "truncate", "mask")), ("level", ("token", "sequence", "geometric"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{section}.{name}={getattr(self, name)} is not known. Known: {', '.join(known)}.")
-        if not 0 < self.high < math.inf:
-            raise ConfigError(f"{section}.high={self.high} must be greater than 0")
-        if not 0 <= self.bounds[0] < self.high:
-            raise ConfigError(
-                f"{section}.low={self.bounds[0]:g} must be at least 0 and less than {section}.high={self.high:g}"
-            )
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest weight that is left alone."""
-        if self.low is not None:
-            return self.low, self.high
-        return (1 / self.high if self.kind == "mask" else 0.0), self.high
-
-
-@dataclass
-class DynamicSamplingConfig:
-    """Groups whose samples all have the same `metric` are dropped and refilled, in up to max_batches batches."""
-
-    enable: bool = False
-    max_batches: int = 10
-    metric: str = "accuracy"
-    """accuracy | reward."""
-
-
-@dataclass
-class AlgorithmConfig:
-    advantage: str = "grpo"
-    normalize_by_std: bool | None = None
-    """Of grpo and grpo_passk; null: their default, true."""
-    gamma: float | None = None
-    """Discount per trained token, of gae and reinforce_plus_plus; null: their default, 1."""
-    lam: float | None = None
-    """Of gae; null: its default, 1."""
-    whiten: bool | None = None
-    """Of gae; null: its default, true."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    loss_aggregation: str = "token-mean"
-    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
-    entropy_coefficient: float = 0.0
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, policy_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
-from mcore_rl.config.schema import Config, PolicyLossConfig
+from mcore_rl.config.algorithm import PolicyLossConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.logprobs import linear_logp_entropy

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.config.schema import DynamicSamplingConfig, RolloutConfig
+from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.types import RolloutScalars, SamplingOptions

@@ -312,7 +312,7 @@ def _supervise(rank: int, directories: dict[str, str]) -> tuple[float, float, bo
 
 
 def _supervised_actor(rank: int, directory: str, loss: dict[str, Any], dtype: str) -> tuple[Any, list[Any]]:
-    from mcore_rl.config.schema import PolicyLossConfig
+    from mcore_rl.config.algorithm import PolicyLossConfig
 
     algorithm = {"policy_loss": PolicyLossConfig(**loss), "entropy_coefficient": 0.0}
     return _actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})

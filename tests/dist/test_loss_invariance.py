@@ -34,7 +34,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 CORRECTIONS: list[dict[str, Any]] = [
     {"kind": kind, "level": level, "high": high}
     for kind in ("truncate", "mask")
-    for level, high in (("token", 1.3), ("sequence", 300.0), ("geometric", 2.2))
+    for level, high in (("token", 1.3), ("sequence", 1e6), ("geometric", 4.0))
 ]
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.algorithms import Correction
 from mcore_rl.config import load_config
-from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import EffectiveFraction, Max, Mean, merge_metrics
 

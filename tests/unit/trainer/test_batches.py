@@ -9,7 +9,8 @@ import pytest
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.algorithms.advantages.gae import GAE
-from mcore_rl.config.schema import AlgorithmConfig, Config, TrainerConfig
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, NonFiniteError
 from mcore_rl.trainer.batches import batch_builder
 from mcore_rl.types import RolloutScalars
