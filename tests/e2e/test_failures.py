@@ -50,8 +50,8 @@ def no_segment_of(run: TrainProcess) -> bool:
     return not list(Path("/dev/shm").glob(f"mcore_rl_{run.process.pid}_*"))
 
 
-def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path) -> None:
-    train(task, run_dir)
+def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *overrides: str) -> None:
+    train(task, run_dir, *overrides)
     assert metrics(run_dir) == metrics(whole_run)
     assert not list((run_dir / "rollouts").glob(".*"))
     json.loads((run_dir / "timeline.json").read_text())

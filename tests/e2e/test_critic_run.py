@@ -1,0 +1,70 @@
+"""PPO: a critic with ranks and a layout of its own trains beside the policy, dies by name, and resumes with it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step
+
+pytestmark = pytest.mark.slow
+
+# The policy has two data-parallel ranks (experts over both), the critic one rank.
+PPO = (
+    "algorithm.advantage=gae",
+    "algorithm.lam=0.95",
+    "critic.num_ranks=1",
+    "critic.optimizer.lr=1e-3",
+    "trainer.critic_warmup_steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def whole_ppo_run(task: Path) -> Path:
+    directory = task.parent / "ppo"
+    train(task, directory, *PPO)
+    return directory
+
+
+def test_every_step_has_the_critics_figures(whole_ppo_run: Path) -> None:
+    rows = metrics(whole_ppo_run)
+    for step in range(1, 5):
+        row = rows[step]
+        assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "returns/mean"} <= row.keys()
+        # Whitened over all tokens of the step.
+        assert abs(row["advantages/mean"]) < 1e-5
+        assert row["advantages/abs_max"] > 0.5
+    assert rows[4]["critic/trained_tokens"] == rows[4]["actor/trained_tokens"]
+    # An outcome reward that gamma and lam leave alone at the last token.
+    assert rows[4]["returns/max"] <= 1 + 1e-5
+
+
+def test_the_policy_waits_for_its_critic(whole_ppo_run: Path) -> None:
+    rows = metrics(whole_ppo_run)
+    assert "actor/loss" not in rows[1]
+    assert all("actor/loss" in rows[step] for step in (2, 3, 4))
+
+
+def test_a_killed_critic_ends_the_run_by_name_and_both_models_resume(
+    task: Path, whole_ppo_run: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, PPO) as run:
+        run.wait_until(in_step(run, 3, "generating"))
+        run.kill_one("ray::CriticProcess")
+        killed = time.monotonic()
+        assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]
+        error = next(line for line in run.text().splitlines() if line.startswith("error:"))
+        assert "critic rank 0" in error, error
+        assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
+    assert_resumes_to_the_same(task, run_dir, whole_ppo_run, *PPO)
+
+
+def test_a_checkpoint_with_a_critic_is_not_taken_for_one_without(task: Path, whole_ppo_run: Path) -> None:
+    with TrainProcess(task, whole_ppo_run, ("trainer.steps=5",)) as run:
+        assert run.finish() == 1
+        assert "critic" in run.text()
+        assert "Traceback" not in run.text()
