@@ -33,7 +33,7 @@ from mcore_rl.trainer.batches import batch_builder, describe, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, TrajectoryBuffers
+from mcore_rl.types import Batch, Mean, TrajectoryBuffers
 from model_converters.layout import TrainLayout
 
 MIB = 2**20
@@ -154,6 +154,8 @@ class _Site:
         def batch_of(groups: Any, step: int) -> Batch:
             batch = build(groups, step)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
+            untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
+            journal.record({"groups/untrained_responses": untrained})
             if self.prepared.estimator.per_response:
                 journal.record(describe_advantages(batch.advantages))
             return batch

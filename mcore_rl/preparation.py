@@ -35,6 +35,7 @@ from mcore_rl.megatron.layout import check_experts, model_arguments, train_layou
 from mcore_rl.megatron.objective import Objective, loss_options
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.trainer.batches import response_filter
 from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.io import HFCheckpoint
@@ -136,6 +137,7 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
             f"{algorithm.advantage} has no critic; set it to 0, or algorithm.advantage=gae"
         )
     check_mode(algorithm.loss_aggregation)
+    response_filter(algorithm)
     chosen = policy_loss(loss.name, **loss_options(loss))
     Objective.from_config(config, None)
     if algorithm.correction.kind != "none" and (chosen.needs.prox_logp or loss.name in ("decoupled_ppo", "sft")):

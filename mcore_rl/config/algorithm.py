@@ -88,3 +88,8 @@ class AlgorithmConfig:
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
     entropy_coefficient: float = 0.0
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    overlong_filtering: bool = False
+    """Responses that hit their token limit are not trained; they count in their group's baseline."""
+    filter: str | None = None
+    """`module_or_file.py:function` f(rewards=, accuracies=, group_ids=, lengths=, clipped=) -> bool [B]: which
+    responses are trained."""

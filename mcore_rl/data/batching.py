@@ -84,6 +84,7 @@ def build_batch(
     advantages: np.ndarray,
     weights_of: Callable[[np.ndarray], np.ndarray],
     cut: UpdateCut,
+    trained: np.ndarray | None = None,
 ) -> Batch:
     """The batch of one training step.
 
@@ -92,17 +93,19 @@ def build_batch(
     rank (where its annotations lie) are the same in all of them.
 
     Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`;
-    weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses.
+    weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; trained
+    bool [B], responses that are not have weight 0 and are not counted in the weights of others.
     Raises: ConfigError when no response is kept or prompts_per_update does not divide the number of groups.
     """
     kept = gather(scalars, keep)
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
     first_epoch = _cut(kept.group_ids, cut.prompts_per_update)
+    counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
     loss_weights = np.empty(len(kept), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
-        loss_weights[samples] = weights_of(kept.trained_tokens[samples])
+        loss_weights[samples] = weights_of(counted[samples])
         dp_ranks[samples] = balance(cut.cost.of(kept.total_tokens[samples]), cut.num_dp_ranks)
     return Batch(
         chunks=tuple(chunks),

@@ -11,7 +11,9 @@ import torch
 
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
+from mcore_rl.algorithms.filters import finished, user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
@@ -51,7 +53,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
     """
     options = advantage_options(config.algorithm)
     chosen = estimator(config.algorithm.advantage, **options)
-    weights_of = response_weights(config)
+    weights_of, is_trained = response_weights(config), response_filter(config.algorithm)
 
     def build(groups: CollectedGroups, step: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
@@ -73,10 +75,38 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
         return build_batch(
-            groups.chunks, groups.scalars, groups.keep, advantages=advantages, weights_of=weights_of, cut=cut
+            groups.chunks,
+            groups.scalars,
+            groups.keep,
+            advantages=advantages,
+            weights_of=weights_of,
+            cut=cut,
+            trained=is_trained(kept),
         )
 
     return build
+
+
+def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarray]:
+    """Which responses are trained, bool [B], by algorithm.overlong_filtering and algorithm.filter.
+
+    Raises: ConfigError for a function that cannot be loaded; the filter, for one that returns something else.
+    """
+    users = user_filter("algorithm.filter", config.filter) if config.filter is not None else None
+
+    def trained(kept: KeptSamples) -> np.ndarray:
+        keep = finished(kept.clipped) if config.overlong_filtering else np.ones(len(kept), bool)
+        if users is None:
+            return keep
+        return keep & users(
+            rewards=kept.rewards,
+            accuracies=kept.accuracies,
+            group_ids=kept.group_ids,
+            lengths=kept.response_tokens,
+            clipped=kept.clipped,
+        )
+
+    return trained
 
 
 def check_rewards(kept: KeptSamples) -> None:

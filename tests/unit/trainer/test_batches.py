@@ -76,3 +76,31 @@ def test_options_come_from_their_keys_and_those_of_others_are_refused():
     assert estimator("gae", **advantage_options(AlgorithmConfig(advantage="gae"))) == GAE()
     with pytest.raises(ConfigError, match=r"algorithm\.gamma, algorithm\.lam, algorithm\.whiten: not an option of"):
         batch_builder(Config(algorithm=replace(algorithm, advantage="grpo")), 1)
+
+
+def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
+    (tmp_path / "keep.py").write_text(
+        "def short(*, rewards, accuracies, group_ids, lengths, clipped):\n    return lengths < 5\n"
+    )
+    groups = one_group([1.0, 0.0, 0.5], [3, 1, 9])
+    clipped = replace(groups.scalars[0], clipped=np.array([0, 1, 0], np.uint8))
+    groups = replace(groups, scalars=(clipped,))
+
+    def weights(**changes):
+        algorithm = AlgorithmConfig(loss_aggregation="seq-mean-token-mean", **changes)
+        return batch_builder(replace(config("grpo"), algorithm=algorithm), 1)(groups, 1)
+
+    whole = weights()
+    assert whole.loss_weights.tolist() == pytest.approx([1 / 9, 1 / 3, 1 / 27])
+    overlong = weights(overlong_filtering=True)
+    assert overlong.loss_weights.tolist() == pytest.approx([1 / 6, 0, 1 / 18])
+    # The baseline of the group is still that of all three.
+    assert overlong.advantages.tolist() == whole.advantages.tolist()
+    assert weights(filter=f"{tmp_path / 'keep.py'}:short").loss_weights.tolist() == pytest.approx([1 / 6, 1 / 2, 0])
+    both = weights(filter=f"{tmp_path / 'keep.py'}:short", overlong_filtering=True)
+    assert both.loss_weights.tolist() == pytest.approx([1 / 3, 0, 0])
+
+
+def test_a_filter_that_cannot_be_loaded_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"algorithm\.filter=nowhere\.py:f"):
+        batch_builder(Config(algorithm=AlgorithmConfig(filter="nowhere.py:f")), 1)
