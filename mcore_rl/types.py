@@ -9,6 +9,7 @@ Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, res
     prompt_tokens     3, 2
     logp_rollout            x x |     x x x x        (response tokens only)
     response_offsets  0           2           6
+    routed_experts    x x x x . | x x x x x .        (a row of layers x k each; nothing computes the last token: 0)
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class GenerationRequest:
 class Completion:
     """What an engine returned for one request.
 
-    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation.
+    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation; routed_experts
+    uint8 or int16 [S - 1, layers with experts, k], what the engine chose for every token of prompt and response but the
+    last, where it was asked to say.
     Units: logp in nats.
     finish_reason is "stop", "length" or "abort".
     """
@@ -69,6 +72,7 @@ class Completion:
     logp: np.ndarray
     finish_reason: str
     weight_version: int
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class TrajectoryBuffers:
     """Trajectories of one rollout call as flat arrays (see the module's example); lives in the object store.
 
     Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B];
-    logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1].
+    logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
+    routed_experts uint8 or int16 [sum S, layers with experts, k], None where the engine was not asked for them.
     """
 
     tokens: np.ndarray
@@ -96,6 +101,7 @@ class TrajectoryBuffers:
     logp_rollout: np.ndarray
     versions: np.ndarray
     trained: np.ndarray
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,12 @@ class MoeConfig:
     dispatcher: str = "auto"
     """auto | alltoall | allgather | deepep. auto: deepep where it is installed and ep spans nodes, else alltoall."""
     router_replay: str = "none"
-    """none | policy: updates replay the experts that the old policy's pass chose."""
+    """none | policy | engine. policy: updates replay the experts that the old policy's pass chose. engine: the old
+    policy's pass and the updates replay those that the engine chose while sampling; they travel with the trajectories,
+    one byte per token, layer with experts and expert of a token (two above 256 experts)."""
+    replay_check_every_steps: int = 10
+    """With engine, how often a pass over the step's samples without replay tells what it changes (routing/ in the
+    metrics): shares of tokens and of choices that differ from the engine's, and the log-prob gap. 0: never."""
 
 
 @dataclass

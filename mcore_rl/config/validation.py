@@ -22,7 +22,7 @@ CHOICES = {
     "actor.recompute": ("none", "selective", "full"),
     "actor.moe.load_balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
     "actor.moe.dispatcher": ("auto", "alltoall", "allgather", "deepep"),
-    "actor.moe.router_replay": ("none", "policy"),
+    "actor.moe.router_replay": ("none", "policy", "engine"),
     "actor.fp8": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
     "slurm.container": ("none", "pyxis", "apptainer"),
     "cluster.placement": ("colocated", "disaggregated"),
@@ -62,6 +62,7 @@ NOT_NEGATIVE = [
     "actor.moe.aux_loss_coefficient",
     "actor.moe.z_loss_coefficient",
     "actor.moe.bias_update_rate",
+    "actor.moe.replay_check_every_steps",
     "actor.mtp_loss_coefficient",
     "slurm.grace_seconds",
     "actor.optimizer.lr",
@@ -120,6 +121,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_engine,
         _check_layout,
         _check_actor,
+        _check_replay,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:
@@ -302,6 +304,21 @@ def _check_actor(config: Config) -> None:
                     f"actor.overlap_param_gather=true needs actor.{needed}=true: "
                     "only sharded parameters are gathered, and in the order in which gradients were reduced"
                 )
+
+
+def _check_replay(config: Config) -> None:
+    if config.actor.moe.router_replay != "engine":
+        return
+    if config.algorithm.policy_loss.name == "sft":
+        raise ConfigError(
+            "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
+            "algorithm.policy_loss.name=sft samples nothing; set it to none"
+        )
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"actor.moe.router_replay=engine needs rollout.engine=vllm: rollout.engine={config.rollout.engine} does "
+            "not hand over the experts that it chose; set it to policy or none"
+        )
 
 
 def _check_offload(config: Config) -> None:

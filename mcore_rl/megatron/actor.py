@@ -27,6 +27,7 @@ from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, n
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.replay import engine_routing
 from mcore_rl.megatron.trained_model import TrainedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers, merge_metrics
 from model_converters.errors import ConversionError
@@ -95,8 +96,9 @@ class MegatronActor:
         self.old_logp, self.token_advantages, self._policy_is_old = {}, {}, True
         # A single update is of the old policy throughout: its routing is its own.
         self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
+        replay = self._impose_engine(shares, chunks) if self.config.actor.moe.router_replay == "engine" else {}
         if len(shares) == 1:
-            return {}
+            return replay
         self.memory.load("params")
         share = distinct_samples(shares, first=1)
         batches = self.model.microbatches(share, chunks)
@@ -110,7 +112,29 @@ class MegatronActor:
         }
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.model.device)
+        return replay | self._mismatch(found)
+
+    def _mismatch(self, found: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
         return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self.model.counts_tokens else {}
+
+    def _impose_engine(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+        """From now on the samples take the experts that the engine chose. When it is due, also a pass without: how far
+        its experts are from the engine's, and its log-probabilities from those sampled with.
+
+        Steps are counted by the optimizer's, which a resumed run knows.
+        """
+        self.routing.impose(engine_routing(shares, chunks))
+        every = self.config.actor.moe.replay_check_every_steps
+        if not every or self.scheduler.num_steps // len(shares) % every:
+            return {}
+        self.memory.load("params")
+        batches = self.model.microbatches(distinct_samples(shares), chunks)
+        rows = [self.routing.row(batch, records=True, free=True) for batch in batches]
+        gap = self._mismatch(self.model.infer(batches, self._annotation, rows))
+        metrics = self.routing.differences(batches, rows)
+        if gap:
+            metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
+        return metrics
 
     def estimate(
         self,

@@ -217,6 +217,13 @@ class _Sequence:
     logp_rollout: np.ndarray
 
 
+def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
+    """How many tokens of a trajectory are computed: up to its last predictor, one where nothing is trained."""
+    response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
+    trained = np.flatnonzero(buffers.trained[response])
+    return int(buffers.prompt_tokens[row]) + int(trained[-1]) if len(trained) else 1
+
+
 def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
     prompt = int(buffers.prompt_tokens[row])
     if prompt < 1:
@@ -225,8 +232,12 @@ def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
     trained = np.flatnonzero(buffers.trained[response])
     predictors = prompt - 1 + trained
-    end = int(predictors[-1]) + 1 if len(predictors) else 1
-    return _Sequence(tokens[:end], predictors, tokens[predictors + 1], buffers.logp_rollout[response][trained])
+    return _Sequence(
+        tokens[: computed_tokens(buffers, row)],
+        predictors,
+        tokens[predictors + 1],
+        buffers.logp_rollout[response][trained],
+    )
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:

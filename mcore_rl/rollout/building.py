@@ -21,5 +21,6 @@ def build_worker(config: Config, rewarder: Rewarder, prompts: Mapping[str, Promp
         eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
         seed=config.run.seed,
         load_weights=False,
+        capture_routing=config.actor.moe.router_replay == "engine",
     )
     return RolloutWorker(engine, rewarder, prompts, tokenizer)

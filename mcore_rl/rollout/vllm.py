@@ -32,12 +32,14 @@ class _Running:
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    routing: list[np.ndarray] = field(default_factory=list)
 
 
 class VllmEngine:
     """One vLLM engine of rollout.tp ranks.
 
-    load_weights False: the weights are random until the first update.
+    load_weights False: the weights are random until the first update. capture_routing: completions carry the experts of
+    their tokens.
     Raises: ConfigError for settings that vLLM cannot run.
     """
 
@@ -50,6 +52,7 @@ class VllmEngine:
         eos_token_ids: Sequence[int],
         seed: int,
         load_weights: bool = True,
+        capture_routing: bool = False,
     ) -> None:
         set_environment()
         self._config = rollout_config
@@ -63,10 +66,15 @@ class VllmEngine:
             "load_format": "auto" if load_weights else "dummy",
             "hf_overrides": engine_overrides(model_dir, load_weights=load_weights),
         }
+        if capture_routing and torch.cuda.is_available():
+            arguments["enable_return_routed_experts"] = True
         self._engine = _start(arguments, rollout_config)
         self._core = self._engine.engine_core
         if not torch.cuda.is_available():
             self._call("prepare_cpu_worker")
+            if capture_routing:
+                self._call("start_routing_capture")
+        self._routed_layers = self._call("routed_layers")[0] if capture_routing else None
         self._vocab_size = self._engine.model_config.get_vocab_size()
 
     @property
@@ -201,23 +209,43 @@ class VllmEngine:
             )
 
     def _step(self, running: dict[str, _Running], on_finish: Callable[[Completion], None]) -> None:
+        reasons: dict[str, str] = {}
         for output in self._core.get_output().outputs:
             entry = running[output.request_id]
             entry.token_ids.extend(output.new_token_ids)
             if output.new_logprobs is not None:
                 entry.logp.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if output.routed_experts is not None:
+                entry.routing.append(output.routed_experts)
             if output.finish_reason is not None:
-                del running[output.request_id]
-                on_finish(self._completion(entry, str(output.finish_reason)))
+                reasons[output.request_id] = str(output.finish_reason)
+        # What was aborted may lack tokens, and may not have been in this step at all.
+        routing = self._routing_of({i: running[i] for i, reason in reasons.items() if reason != "abort"})
+        for request_id, reason in reasons.items():
+            on_finish(self._completion(running.pop(request_id), reason, routing.get(request_id)))
 
-    def _completion(self, entry: _Running, reason: str) -> Completion:
+    def _routing_of(self, ended: dict[str, _Running]) -> dict[str, np.ndarray]:
+        """Experts of all tokens but the last of requests that have ended in this very step."""
+        if self._routed_layers is None or not ended:
+            return {}
+        if torch.cuda.is_available():  # step by step, with rows for layers without experts
+            joined = {i: np.concatenate(entry.routing)[:, self._routed_layers] for i, entry in ended.items()}
+            return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
+        num_tokens = {i: len(entry.request.token_ids) + len(entry.token_ids) - 1 for i, entry in ended.items()}
+        found: dict[str, np.ndarray] = self._call("routing_of_requests", num_tokens)[0]
+        return found
+
+    def _completion(self, entry: _Running, reason: str, routing: np.ndarray | None) -> Completion:
         if reason not in ("stop", "length", "abort") or len(entry.logp) != len(entry.token_ids):
             raise RuntimeError(
                 f"vLLM ended {entry.request.request_id} with {reason!r}, {len(entry.token_ids)} tokens and "
                 f"{len(entry.logp)} log-probabilities"
             )
         token_ids, logp = np.array(entry.token_ids, np.int32), np.array(entry.logp, np.float32)
-        return Completion(entry.request.request_id, token_ids, logp, reason, self._version)
+        computed = len(entry.request.token_ids) + len(token_ids) - 1
+        if self._routed_layers is not None and reason != "abort" and (routing is None or len(routing) != computed):
+            raise RuntimeError(f"vLLM gave no experts for some of the {computed} tokens of {entry.request.request_id}")
+        return Completion(entry.request.request_id, token_ids, logp, reason, self._version, routing)
 
 
 def set_environment() -> None:

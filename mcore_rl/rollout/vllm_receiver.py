@@ -23,12 +23,13 @@ from vllm.platforms import current_platform
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.rollout import vllm_cpu  # noqa: F401  (every engine rank registers its kernels)
+from mcore_rl.rollout.vllm_routing import RoutingExtension
 from mcore_rl.rollout.vllm_weights import HeldTensor, derived_parameters, held_modules, held_tensors, tied_head
 from mcore_rl.weights.buckets import SHARED_MEMORY, BucketSpec, SharedBuckets
 from mcore_rl.weights.receive import BucketReceiver, NamedTensors
 
 
-class BucketReceiverExtension:
+class BucketReceiverExtension(RoutingExtension):
     """Mixed into vllm's Worker; one instance per engine rank. Names must not occur in Worker."""
 
     vllm_config: VllmConfig

@@ -137,7 +137,20 @@ def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequen
         logp_rollout=_concatenate([c.logp for c in completions], np.float32),
         versions=np.repeat(np.array([c.weight_version for c in completions], np.int32), response_tokens),
         trained=np.ones(int(response_tokens.sum()), np.uint8),
+        routed_experts=_routed_experts(completions),
     )
+
+
+def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:
+    """A row per token, as TrajectoryBuffers has them; None where a completion has none."""
+    given = [c.routed_experts for c in completions if c.routed_experts is not None]
+    if not given or len(given) < len(completions):
+        return None
+    ends = np.cumsum([len(experts) + 1 for experts in given])
+    rows = np.zeros((int(ends[-1]), *given[0].shape[1:]), given[0].dtype)
+    for experts, end in zip(given, ends, strict=True):
+        rows[end - 1 - len(experts) : end - 1] = experts
+    return rows
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

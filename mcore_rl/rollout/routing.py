@@ -1,0 +1,49 @@
+"""The experts of the tokens that a paged KV cache holds, kept slot by slot beside it.
+
+An engine writes the keys and values of a token into a slot of its cache; the experts that the same pass chose for the
+token lie here under the same slot. What becomes of the slot is then true of both: a prompt that is computed in pieces
+fills its slots piece by piece, a preempted request is computed anew into other slots, and a prefix that the engine does
+not compute again is read by every request that shares its blocks. Worked example, blocks of 2 slots, requests A and B
+with the same first two tokens, of which B found the block in the cache:
+
+    pass 1, rows of A    slots 6 7 2         experts written to 6 7 2
+    pass 2, rows of A B  slots 3 | 4         experts written to 3 4
+    A reads blocks 3 1 = slots 6 7 2 3       B reads blocks 3 2 = slots 6 7 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class RoutingCache:
+    """Experts by slot: [slots, layers, k], two bytes each, -1 where nothing was written."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, num_layers: int, topk: int, num_experts: int) -> None:
+        self.block_size = block_size
+        self.dtype = np.uint8 if num_experts <= 256 else np.int16
+        # One slot more than there are: passes are padded with slot -1.
+        shape = (num_blocks * block_size + 1, num_layers, topk)
+        self._experts = torch.full(shape, -1, dtype=torch.int16)
+
+    def write(self, layer: int, slots: torch.Tensor, experts: torch.Tensor) -> None:
+        """What a pass chose in its `layer`-th layer with experts. Shapes: slots integer [rows], experts [rows, k]."""
+        if len(slots) != len(experts):
+            raise ValueError(f"{len(experts)} rows were routed, the pass has slots for {len(slots)}")
+        self._experts[slots, layer] = experts.to(torch.int16)
+
+    def read(self, blocks: Sequence[int], num_tokens: int) -> np.ndarray:
+        """Experts of the first tokens of the sequence that lies in `blocks`: [num_tokens, layers, k].
+
+        Raises: RuntimeError for a token that no pass has routed.
+        """
+        first = torch.tensor(blocks, dtype=torch.int64)[:, None] * self.block_size
+        slots = (first + torch.arange(self.block_size)).flatten()[:num_tokens]
+        experts = self._experts[slots].numpy()
+        if len(experts) != num_tokens or (experts < 0).any():
+            routed = int((experts >= 0).all(axis=(1, 2)).sum())
+            raise RuntimeError(f"the engine has routed {routed} of a sequence's {num_tokens} tokens")
+        return experts.astype(self.dtype)
