@@ -91,7 +91,12 @@ class RemoteEngine:
 
 
 def start_engine(
-    kind: str, directory: Path, dtype: str = "float32", load_weights: bool = True, **rollout: Any
+    kind: str,
+    directory: Path,
+    dtype: str = "float32",
+    load_weights: bool = True,
+    capture_routing: bool = False,
+    **rollout: Any,
 ) -> RemoteEngine:
     """End of sequence is token 1."""
     config = RolloutConfig(
@@ -103,5 +108,12 @@ def start_engine(
         **rollout,
     )
     return RemoteEngine(
-        kind, directory, rollout_config=config, dtype=dtype, eos_token_ids=[1], seed=1, load_weights=load_weights
+        kind,
+        directory,
+        rollout_config=config,
+        dtype=dtype,
+        eos_token_ids=[1],
+        seed=1,
+        load_weights=load_weights,
+        capture_routing=capture_routing,
     )

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.types import TrajectoryBuffers, merge_metrics
 from tests.dist import policy_batch
 from tests.dist.launch import RankFailedError, launch
 from tests.dist.test_router_losses import len_computed
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
 SAMPLES = policy_batch.UPDATES[1]  # of the second update: the first starts from the old policy
+ALIKE = 3
 ONE_MICROBATCH, SMALL = 10_000, 24
 TOLERANCE = 1e-5  # as in test_actor_gradients
 LAYERS = 4
@@ -86,7 +88,32 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     found["replayed"] = _gradients(actor, shares[1], chunks)
     actor.routing.impose(_imposed())
     found["imposed"] = _gradients(actor, shares[1], chunks)
+    _restore(actor)
+    config.actor.moe.router_replay = "engine"
+    found["metrics"] = actor.annotate(shares, _with_engines_experts(chunks, actor.routing.layers, recorded))
+    actor.accumulate_gradients(shares[0], chunks)  # the old policy's pass of its samples
+    # By sample: which of its trained tokens this rank holds, and their log-probabilities.
+    held = {sample: policy_batch.held(sample, actor.layout, rank) for sample in actor.old_logp}
+    found["engine"] = {sample: (held[sample], logp.numpy()) for sample, logp in actor.old_logp.items()}
     return found
+
+
+def _with_engines_experts(
+    chunks: list[TrajectoryBuffers], layers: list[int], recorded: dict[int, np.ndarray]
+) -> list[TrajectoryBuffers]:
+    """Trajectories whose engine chose as _imposed, but for sample ALIKE as the policy did, and nonsense for tokens that
+    the trainer does not compute."""
+    imposed, numbers = _imposed(), iter(range(len(policy_batch.PROMPTS)))
+    if ALIKE in recorded:
+        imposed[ALIKE][layers] = recorded[ALIKE]
+    made = []
+    for buffers in chunks:
+        experts = np.full((len(buffers.tokens), LAYERS, 2), 255, np.uint8)
+        for start in buffers.token_offsets[:-1]:
+            rows = imposed[next(numbers)].swapaxes(0, 1)
+            experts[start : start + len(rows)] = rows
+        made.append(replace(buffers, routed_experts=experts))
+    return made
 
 
 def _restore(actor: Any) -> None:
@@ -127,27 +154,36 @@ class Told:
 
 @pytest.fixture(scope="module")
 def reference(directory: str) -> dict[str, Any]:
-    """Recorded experts by sample, and gradients of the second update with them and with those imposed."""
+    """Recorded experts by sample, and gradients of the second update with them and with those imposed; of all samples
+    log-probabilities, with the routers' own experts (`free`) and those imposed (`told`)."""
     model: Any = policy_batch.reference_model(directory)
     gates = [Told(layer.mlp.gate) for layer in model.model.layers]
-    old, recorded = {}, {}
+    old, recorded, free, told = {}, {}, {}, {}
+    imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in _imposed().items()}
     with torch.no_grad():
-        for sample in SAMPLES:
+        for sample in range(len(policy_batch.PROMPTS)):
             drift = torch.from_numpy(policy_batch.drift(sample)).double()
-            old[sample] = policy_batch.reference_logp(model, sample)[0] + drift
+            free[sample] = policy_batch.reference_logp(model, sample)[0]
+            old[sample] = free[sample] + drift
             recorded[sample] = torch.stack([gate.own[: len_computed(sample)] for gate in gates])
+            _tell(gates, recorded[sample] if sample == ALIKE else imposed[sample])
+            told[sample] = policy_batch.reference_logp(model, sample)[0]
+            _tell(gates, [None] * LAYERS)
         for gate in gates:
             gate.gate.weight.neg_()
-    found: dict[str, Any] = {"recorded": recorded}
-    imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in _imposed().items()}
+    found: dict[str, Any] = {"recorded": recorded, "free": free, "told": told}
     for name, routing in (("replayed", recorded), ("imposed", imposed)):
         model.zero_grad()
         for sample in SAMPLES:
-            for gate, experts in zip(gates, routing[sample], strict=True):
-                gate.experts = experts
+            _tell(gates, routing[sample])
             _part_of_loss(model, sample, old).backward()
         found[name] = checkpoint_tensors(model, {n: p.grad.clone() for n, p in model.named_parameters()})
     return found
+
+
+def _tell(gates: list[Told], routing: Any) -> None:
+    for gate, experts in zip(gates, routing, strict=True):
+        gate.experts = experts
 
 
 def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -188,6 +224,39 @@ def test_the_old_policys_experts_are_recorded_by_sample(case: str, results: Any,
 
 def test_further_epochs_find_the_experts_of_the_first_update(results: Any) -> None:
     assert results["one"][0]["kept"] == sorted(range(len(policy_batch.PROMPTS)))
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_the_old_policy_takes_the_experts_that_the_engine_chose(case: str, results: Any, reference: Any) -> None:
+    """Of samples that are annotated and of those whose own update comes first, token by token."""
+    seen: dict[int, np.ndarray] = {}
+    for rank in results[case]:
+        for sample, (held, logp) in rank["engine"].items():
+            # float32, of values up to 14; the routers' own experts change them by more than 1e-3.
+            np.testing.assert_allclose(logp, reference["told"][sample].numpy()[held], atol=1e-5)
+            seen[sample] = seen.get(sample, 0) + held.astype(int)
+    assert seen.keys() == reference["told"].keys()
+    assert all((count > 0).all() for count in seen.values())
+    changes = {sample: (reference["told"][sample] - reference["free"][sample]).abs().max() for sample in seen}
+    assert {sample for sample, change in changes.items() if change > 1e-3} == seen.keys() - {ALIKE}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_replay_changes_is_counted_in_a_pass_without(case: str, results: Any, reference: Any) -> None:
+    metrics = {name: m.value for name, m in merge_metrics([rank["metrics"] for rank in results[case]]).items()}
+    differs, gaps = [], []
+    for sample, ids in _imposed().items():
+        own = reference["recorded"][sample].sort(-1).values.numpy()
+        differs.append((np.sort(own if sample == ALIKE else ids, -1) != own).any(-1))
+        trained = np.flatnonzero(policy_batch.trained(sample))
+        gaps.append(np.abs(reference["free"][sample].numpy() - policy_batch.logp_rollout(sample)[trained]))
+    differ = np.concatenate(differs, 1)
+    assert 0 < differ.mean() < differ.any(0).mean() < 1  # some layers and tokens agree by chance
+    assert metrics["routing/differing_choices"] == pytest.approx(differ.mean(), abs=1e-12)
+    assert metrics["routing/differing_tokens"] == pytest.approx(differ.any(0).mean(), abs=1e-12)
+    assert metrics["routing/logp_diff_mean_without_replay"] == pytest.approx(np.concatenate(gaps).mean(), abs=1e-5)
+    counted = merge_metrics([rank["metrics"] for rank in results[case]])["routing/differing_tokens"]
+    assert counted.count == differ.shape[1]
 
 
 def _unrecorded(rank: int, directory: str) -> None:

@@ -109,7 +109,8 @@ def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
     longer = tmp_path / "longer"
     shutil.copytree(whole_run, longer)
     validation = ("rollout.validation_temperature=1", "rollout.validation_samples=3")
-    train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation)
+    replay = ("actor.moe.router_replay=engine", "actor.moe.replay_check_every_steps=1", "trainer.prompts_per_update=8")
+    train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation, *replay)
     after, before = metrics(longer), metrics(whole_run)
     assert {step: after[step] for step in before} == before
     # From two data-parallel ranks to one: batches are cut for other ranks, the prompts are those that come next.
@@ -130,3 +131,7 @@ def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
     assert after[5]["val/accuracy"] == pytest.approx(sum(r["accuracy"] for r in records) / 48)
     assert len({r["response"] for r in records[:3]}) > 1
     assert after[5]["rollout/version"] == 4
+    # In float32 engine and trainer choose the same experts, up to near ties: any others would be another token's.
+    assert after[5]["routing/differing_tokens"] < 0.05
+    assert after[5]["routing/logp_diff_mean_without_replay"] < 1e-4
+    assert after[5]["rollout/logp_diff_max"] < 1e-4

@@ -20,6 +20,7 @@ HF = {
 }
 
 EXPERT_PARALLEL = ["rollout.expert_parallel=true", "rollout.tp=2"]
+ENGINE_REPLAY = "actor.moe.router_replay=engine"
 
 
 @pytest.fixture
@@ -63,6 +64,9 @@ def base(tmp_path: Path) -> str:
         (["rollout.expert_parallel=true"], "set rollout.tp above 1"),
         ([*EXPERT_PARALLEL, "cluster.device=cpu"], "rollout.expert_parallel"),
         ([*EXPERT_PARALLEL, "weights.verify_every=1"], "weights.verify_every must be 0"),
+        ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
+        ([ENGINE_REPLAY, "rollout.engine=sglang"], f"{ENGINE_REPLAY} needs rollout.engine=vllm"),
+        (["actor.moe.replay_check_every_steps=-1"], "actor.moe.replay_check_every_steps"),
         (["data.long_prompts=cut"], "data.long_prompts"),
         (["actor.overlap_param_gather=true"], "actor.overlap_grad_reduce=true"),
         (
@@ -81,6 +85,10 @@ def test_what_cannot_work_is_refused_by_name(base: str, overrides: list[str], ke
 def test_what_works_passes_and_writes_nothing(base: str, tmp_path: Path) -> None:
     validate(load_config(base, ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"]))
     assert not (tmp_path / "run").exists()
+
+
+def test_experts_of_the_engine_can_be_replayed(base: str) -> None:
+    validate(load_config(base, [ENGINE_REPLAY]))
 
 
 def test_all_slots_are_trainer_ranks_unless_said_otherwise(base: str) -> None:

@@ -87,6 +87,7 @@ def test_an_all_sparse_model_does_not_care_about_the_dense_width() -> None:
     [
         (DENSE, {"aux_loss_coefficient": 0.1}, r"actor\.moe\.aux_loss_coefficient=0\.1.*no experts; set it to 0"),
         (DENSE, {"router_replay": "policy"}, r"actor\.moe\.router_replay=policy.*no experts; set it to none"),
+        (DENSE, {"router_replay": "engine"}, r"actor\.moe\.router_replay=engine.*no experts; set it to none"),
         (SPARSE, {"bias_update_rate": 0.1}, r"actor\.moe\.bias_update_rate=0\.1.*no correction bias"),
     ],
 )

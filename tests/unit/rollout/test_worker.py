@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, request_seeds
+from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, pack_trajectories, request_seeds
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions, Score
 
 
@@ -104,3 +104,28 @@ def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
     assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 draws of 31 bits: a few collisions by chance
     assert seeds.min() >= 0
     assert seeds.max() < 2**31
+
+
+def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
+    prompts, responses = [3, 1], [2, 3]
+    requests = [
+        GenerationRequest(str(i), np.full(p, i, np.int32), 0, SamplingOptions(4)) for i, p in enumerate(prompts)
+    ]
+    # Two layers, one expert of each token: 10 * sample + place, and that plus 100.
+    rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
+    experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
+    completions = [
+        Completion(str(i), np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", 0, experts[i])
+        for i, r in enumerate(responses)
+    ]
+    buffers = pack_trajectories(requests, completions)
+    assert buffers.routed_experts is not None
+    assert buffers.routed_experts.dtype == np.uint8
+    assert buffers.routed_experts.shape == (len(buffers.tokens), 2, 1)
+    assert buffers.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 10, 11, 12, 0]
+    assert buffers.routed_experts[:, 1, 0].tolist() == [100, 101, 102, 103, 0, 110, 111, 112, 0]
+
+
+def test_without_experts_of_every_response_there_are_none(tmp_path: Path) -> None:
+    buffers, _ = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
+    assert buffers.routed_experts is None
