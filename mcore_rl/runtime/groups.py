@@ -132,11 +132,11 @@ class TrainerGroup(RankGroup):
     def estimate(self, batch: Batch, estimator: Any, values: TokenRefs | None) -> tuple[dict[str, Metric], TokenRefs]:
         """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's.
         Returns metrics, and the returns."""
-        self._prepare(batch)
+        prepared = self._prepare(batch)
         size = len(self.ranks.speakers)
         columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
         calls = [handle.estimate.remote(estimator, *own) for handle, own in zip(self.handles, columns, strict=True)]
-        metrics = merge_metrics(self.watch.get([found for found, _ in calls]))
+        metrics = merge_metrics([prepared, *self.watch.get([found for found, _ in calls])])
         return metrics, TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
 
     def update(self, batch: Batch) -> dict[str, Metric]:
@@ -144,20 +144,21 @@ class TrainerGroup(RankGroup):
 
         Raises: NonFiniteError before a non-finite step.
         """
-        self._prepare(batch)
+        prepared = self._prepare(batch)
         self._kept = None
         reports = self.on_every_rank("update")
-        return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
+        return merge_metrics([prepared, *(report for reports_of_rank in reports for report in reports_of_rank)])
 
     def _keep(self, batch: Batch) -> None:
         self.on_every_rank("keep_batch", self.shares_of(batch))
         self._kept = batch
 
-    def _prepare(self, batch: Batch) -> None:
+    def _prepare(self, batch: Batch) -> dict[str, Metric]:
         """A batch of one update comes to the ranks with the first call that needs it."""
-        if self._kept is not batch:
-            self._keep(batch)
-            self.on_every_rank("annotate")
+        if self._kept is batch:
+            return {}
+        self._keep(batch)
+        return merge_metrics(self.on_every_rank("annotate"))
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""
