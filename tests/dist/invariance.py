@@ -88,8 +88,7 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
     loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
     gradients = pieces(actor, gradients=True) if on_every_replica else []
     actor.annotate(shares, chunks)
-    for index, share in enumerate(shares):
-        actor.update(share, chunks, index)
+    metrics = [actor.update(share, chunks, index) for index, share in enumerate(shares)]
     actor.gather_parameters()
     speaks = place.tp == 0
     return {
@@ -97,6 +96,7 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
         "values": values if speaks else {},
         "gradients": gradients,
         "weights": pieces(actor, gradients=False),
+        "norms": {name: metric for name, metric in metrics[0].items() if "grad_norm" in name},
     }
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.types import merge_metrics
 from tests.dist import policy_batch
 from tests.dist.invariance import ONE_MICROBATCH, Case, layouts, measure
 from tests.dist.launch import launch
@@ -166,6 +167,7 @@ def _join(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "values": values,
         "gradients": policy_batch.assemble([rank["gradients"] for rank in ranks]),
         "weights": policy_batch.assemble([rank["weights"] for rank in ranks]),
+        "norms": {name: metric.value for name, metric in merge_metrics([rank["norms"] for rank in ranks]).items()},
     }
 
 
@@ -181,6 +183,11 @@ def test_the_update_is_that_of_one_rank(size: int, index: int, results: Results,
     if found["gradients"]:
         _compare(found["gradients"], expected["gradients"], GRADIENT_TOLERANCE, scale)
     _compare(found["weights"], expected["weights"], WEIGHT_TOLERANCE, dict.fromkeys(expected["weights"], 1.0))
+    # Before clipping, of every kind of module; the squares of the kinds add up to megatron's own norm of all.
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    kinds = dict(found["norms"])
+    whole = kinds.pop("actor/grad_norm")
+    assert sum(norm**2 for norm in kinds.values()) == pytest.approx(whole**2, rel=1e-4)
 
 
 def _compare(
