@@ -311,6 +311,28 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True)
+class Correlation:
+    """Pearson's, of sums over pairs (x, y); 0 where either does not vary."""
+
+    count: float
+    x: float
+    y: float
+    xx: float
+    yy: float
+    xy: float
+
+    def __add__(self, other: Correlation) -> Correlation:
+        return Correlation(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+
+    @property
+    def value(self) -> float:
+        spread_x = self.xx * self.count - self.x**2
+        spread_y = self.yy * self.count - self.y**2
+        product = spread_x * spread_y
+        return (self.xy * self.count - self.x * self.y) / product**0.5 if min(spread_x, spread_y) > 0 else 0.0
+
+
+@dataclass(frozen=True)
 class Root:
     """A norm: squares add up over ranks, the root is taken of their sum."""
 
@@ -324,7 +346,7 @@ class Root:
         return float(self.squares**0.5)
 
 
-Metric = Mean | Max | Min | Total | EffectiveFraction | ExplainedVariance | Root
+Metric = Mean | Max | Min | Total | EffectiveFraction | ExplainedVariance | Correlation | Root
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

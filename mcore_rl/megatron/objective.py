@@ -21,7 +21,7 @@ from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.logprobs import linear_logp_entropy
 from mcore_rl.megatron.microbatches import MicroBatch, own_tokens
 from mcore_rl.megatron.output import output_weight, unwrap
-from mcore_rl.types import Max, Mean, Metric
+from mcore_rl.types import Correlation, Max, Mean, Metric
 
 PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence", "selection"}
 
@@ -258,10 +258,16 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     """How far the policy's log-probabilities are from those that the engine sampled with."""
-    difference = (logp - batch.logp_rollout).abs()
+    ours, theirs = logp.double(), batch.logp_rollout.double()
+    difference = (ours - theirs).abs()
+    largest = difference.max() if len(difference) else difference.sum()
+    sums = [difference.sum(), largest, ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
+    # One transfer for all of them: each would wait for the device.
+    total, most, *moments = torch.stack(sums).tolist()
     return {
-        "rollout/logp_diff_mean": Mean(float(difference.sum(dtype=torch.float64)), len(difference)),
-        "rollout/logp_diff_max": Max(float(difference.max()) if len(difference) else 0.0),
+        "rollout/logp_diff_mean": Mean(total, len(difference)),
+        "rollout/logp_diff_max": Max(most),
+        "rollout/logp_pearson": Correlation(len(difference), *moments),
     }
 
 

@@ -1,0 +1,39 @@
+"""The difference between engine and trainer, over micro-batches of any cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.megatron.objective import mismatch
+from mcore_rl.types import merge_metrics
+
+
+def measured(cuts: list[int]) -> dict[str, float]:
+    generator = np.random.default_rng(0)
+    ours = generator.normal(-1, 0.7, 50).astype(np.float32)
+    theirs = (ours + generator.normal(0, 0.2, 50)).astype(np.float32)
+    parts: list[Any] = []
+    for rows in np.split(np.arange(50), cuts):
+        batch: Any = SimpleNamespace(logp_rollout=torch.from_numpy(theirs[rows]))
+        parts.append(mismatch(batch, torch.from_numpy(ours[rows])))
+    found = {name: metric.value for name, metric in merge_metrics(parts).items()}
+    difference = np.abs(ours.astype(float) - theirs)
+    assert found["rollout/logp_diff_mean"] == pytest.approx(difference.mean(), rel=1e-6)
+    assert found["rollout/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-6)
+    assert found["rollout/logp_pearson"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1], rel=1e-9)
+    return found
+
+
+@pytest.mark.parametrize("cuts", [[], [20], [0, 3, 3, 49]], ids=["whole", "two", "with empty ones"])
+def test_parts_add_up(cuts: list[int]) -> None:
+    assert measured(cuts) == pytest.approx(measured([]), rel=1e-9)
+
+
+def test_without_tokens_there_is_no_difference() -> None:
+    batch: Any = SimpleNamespace(logp_rollout=torch.empty(0))
+    assert {metric.value for metric in mismatch(batch, torch.empty(0)).values()} == {0.0}
