@@ -14,7 +14,7 @@ from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_record
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.groups import EnginePool, TrainerGroup
+from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.processes import _Process
 from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, TrajectoryBuffers
@@ -37,9 +37,11 @@ class ReadyEngine(_Process):
 class SilentTrainer(_Process):
     """Takes its share of a batch of several updates, and does nothing with it."""
 
-    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+    def keep_batch(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> None:
         self.num_updates = len(shares)
-        return {"rollout/logp_diff_mean": Mean(0.0, len(shares))}
+
+    def annotate(self) -> dict[str, Metric]:
+        return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
     def update(self) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
@@ -58,8 +60,9 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
             engine_handles = _spread(engines, ENGINES, watch)
             trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
             watch.get([handle.drain_spans.remote() for handle in [*engines, *trainers]])
-            dp_rank_of = [rank // peers for rank in range(DP_RANKS * peers)]
-            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, dp_rank_of, watch)
+            dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
+            ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
+            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, ranks, watch)
         finally:
             kill_all([*engines, *trainers])
 

@@ -36,7 +36,7 @@ def measure(name: str, steps: int | None) -> dict[str, Any]:
     run_dir = f"runs/compare/{name}"
     overrides = [f"trainer.steps={steps}"] if steps is not None else []
     train([ALGORITHMS[name], f"run.dir={run_dir}", *overrides])
-    records = read_metrics(ROOT / run_dir)
+    records = read_metrics(ROOT / run_dir / "metrics.jsonl")
     accuracy, reward, explained = (series(records, key) for key in FIGURES)
     return {
         "steps": records[-1]["step"],
