@@ -62,6 +62,25 @@ class CorrectionConfig:
 
 
 @dataclass
+class KLConfig:
+    """What keeps the policy near the reference. A reference exists where a coefficient is above 0."""
+
+    in_loss: float = 0.0
+    """Coefficient of the KL term of the policy loss."""
+    loss_kind: str = "low_var"
+    """k1 | abs | mse (k2) | low_var (k3), estimated per token; the gradient of k1 has mean 0."""
+    in_reward: float = 0.0
+    """Coefficient of the KL that is taken off the rewards; with an adaptive controller the first one."""
+    reward_kind: str = "k1"
+    controller: str = "fixed"
+    """fixed | adaptive: of in_reward. adaptive steers it so that the KL of a token becomes `target`."""
+    target: float | None = None
+    """Of the adaptive controller: nats per trained token, of reward_kind."""
+    horizon: int | None = None
+    """Of the adaptive controller: responses; with as many the coefficient moves by up to a fifth."""
+
+
+@dataclass
 class DynamicSamplingConfig:
     """Groups whose samples all have the same `metric` are dropped and refilled, in up to max_batches batches."""
 
@@ -87,6 +106,7 @@ class AlgorithmConfig:
     loss_aggregation: str = "token-mean"
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
     entropy_coefficient: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong_filtering: bool = False
     """Responses that hit their token limit are not trained; they count in their group's baseline."""

@@ -217,6 +217,18 @@ class CriticConfig(ActorConfig):
 
 
 @dataclass
+class ReferenceConfig:
+    """The frozen policy that algorithm.kl compares with, on the ranks and in the layout of the actor."""
+
+    hf_path: str | None = None
+    """HF directory of another model of the same architecture; null: the weights that the policy starts with."""
+    offload: bool = True
+    """Its weights lie in host memory but for its own pass."""
+    refresh_every_steps: int = 0
+    """It becomes the policy of then after every so many steps; 0: never."""
+
+
+@dataclass
 class WeightsConfig:
     bucket_mib: float = 256.0
     num_buckets: int = 2
@@ -323,6 +335,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,16 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.reference import check_reference
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import ActorConfig, Config
 from mcore_rl.errors import ConfigError
 
+KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "data.template": ("auto", "chat", "plain"),
     "data.long_prompts": ("drop", "truncate_left", "truncate_right"),
     "rollout.engine": ("vllm", "sglang"),
     "algorithm.dynamic_sampling.metric": ("accuracy", "reward"),
+    "algorithm.kl.loss_kind": KL_KINDS,
+    "algorithm.kl.reward_kind": KL_KINDS,
+    "algorithm.kl.controller": ("fixed", "adaptive"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
     "actor.recompute": ("none", "selective", "full"),
     "actor.moe.load_balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -69,6 +74,9 @@ NOT_NEGATIVE = [
     "actor.optimizer.min_lr",
     "actor.optimizer.weight_decay",
     "actor.optimizer.warmup_steps",
+    "algorithm.kl.in_loss",
+    "algorithm.kl.in_reward",
+    "reference.refresh_every_steps",
     "trainer.critic_warmup_steps",
     "trainer.validate_every_steps",
     "checkpoint.every_steps",
@@ -122,6 +130,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_layout,
         _check_actor,
         _check_replay,
+        check_reference,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:

@@ -1,0 +1,56 @@
+"""When a run has a reference policy, and what of its keys contradicts the rest."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.schema import Config, ReferenceConfig
+from mcore_rl.errors import ConfigError
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the loss or the reward has a KL term."""
+    return config.algorithm.kl.in_loss > 0 or config.algorithm.kl.in_reward > 0
+
+
+def check_reference(config: Config) -> None:
+    """Raises: ConfigError for a key that has no effect, or one that another needs."""
+    kl = config.algorithm.kl
+    if kl.controller == "adaptive":
+        _check_adaptive(kl)
+    else:
+        _refuse_unless_default("algorithm.kl", kl, ("target", "horizon"), "set algorithm.kl.controller=adaptive")
+    for use in ("loss", "reward"):
+        key = f"algorithm.kl.in_{use}"
+        if not getattr(kl, f"in_{use}"):
+            _refuse_unless_default("algorithm.kl", kl, (f"{use}_kind",), f"set {key} above 0")
+    if not uses_reference(config):
+        names = tuple(field.name for field in fields(ReferenceConfig))
+        needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
+        _refuse_unless_default("reference", config.reference, names, needed)
+
+
+def _check_adaptive(kl: KLConfig) -> None:
+    chosen = "algorithm.kl.controller=adaptive"
+    if kl.in_reward <= 0:
+        raise ConfigError(
+            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward above 0 to start "
+            "from, or algorithm.kl.controller=fixed"
+        )
+    for name in ("target", "horizon"):
+        value = getattr(kl, name)
+        if value is None or value <= 0:
+            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not {value}; set it")
+
+
+def _refuse_unless_default(section: str, given: Any, names: tuple[str, ...], remedy: str) -> None:
+    default = type(given)()
+    for name in names:
+        value, only = getattr(given, name), getattr(default, name)
+        if value != only:
+            raise ConfigError(
+                f"{section}.{name}={value} has no effect; {remedy}, or leave {section}.{name} at "
+                f"{'null' if only is None else only}"
+            )

@@ -1,0 +1,56 @@
+"""The adaptive controller follows arXiv 1909.08593, section 2.2, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.algorithms.kl_controller import KLController
+from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.errors import NonFiniteError
+
+ADAPTIVE = KLConfig(in_reward=0.5, controller="adaptive", target=0.04, horizon=640)
+
+
+@pytest.mark.parametrize(
+    ("kl", "responses", "expected"),
+    [
+        (0.04, 64, 0.5),
+        (0.044, 64, 0.5 * 1.01),  # error 0.1, a tenth of the horizon
+        (0.036, 64, 0.5 * 0.99),
+        (4.0, 64, 0.5 * 1.02),  # the error is cut at 0.2
+        (-3.0, 64, 0.5 * 0.98),
+        (4.0, 320, 0.5 * 1.1),
+    ],
+)
+def test_one_step_by_hand(kl: float, responses: int, expected: float) -> None:
+    controller = KLController.from_config(ADAPTIVE)
+    assert controller is not None
+    controller.update(kl, responses)
+    assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+
+
+def test_steps_multiply_and_a_resumed_controller_goes_on_where_it_was() -> None:
+    first, second = KLController.from_config(ADAPTIVE), KLController.from_config(ADAPTIVE)
+    assert first is not None
+    assert second is not None
+    first.update(1.0, 64)
+    second.load_state_dict(first.state_dict())
+    for controller in (first, second):
+        controller.update(1.0, 64)
+        assert controller.coefficient == pytest.approx(0.5 * 1.02**2, rel=1e-12)
+
+
+def test_a_fixed_coefficient_stays_and_without_one_there_is_no_controller() -> None:
+    fixed = KLController.from_config(KLConfig(in_reward=0.1))
+    assert fixed is not None
+    fixed.update(100.0, 10_000)
+    assert fixed.coefficient == 0.1
+    assert KLController.from_config(KLConfig(in_loss=0.1)) is None
+
+
+def test_a_kl_that_is_not_a_number_leaves_the_coefficient() -> None:
+    controller = KLController.from_config(ADAPTIVE)
+    assert controller is not None
+    with pytest.raises(NonFiniteError):
+        controller.update(float("nan"), 64)
+    assert controller.coefficient == 0.5
