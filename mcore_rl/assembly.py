@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
+from mcore_rl.algorithms.kl_controller import KLController
+from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
@@ -29,9 +31,10 @@ from mcore_rl.runtime.launch import CriticRanks, Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.spans import SpanRecorder
-from mcore_rl.trainer.batches import batch_builder, describe, response_weights
+from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
+from mcore_rl.trainer.reference import Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, Mean, TrajectoryBuffers
 from model_converters.layout import TrainLayout
@@ -89,8 +92,10 @@ class _Site:
             bucket_bytes=int(config.weights.bucket_mib * MIB),
             num_slots=config.weights.num_buckets,
         )
-        updating = {"annotate": Phase.REPLACE, "estimate": Phase.REPLACE, "update": Phase.REPLACE}
+        training = ("annotate", "refer", "penalize", "estimate", "update", "refresh_reference")
+        updating = dict.fromkeys(training, Phase.REPLACE)
         keeping = {"start_save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
+        reference, kept = self._reference(journal)
         return Run(
             **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),
             collector=self._timed(collector, collect="rollout"),
@@ -98,12 +103,29 @@ class _Site:
                 in_phase(publisher, publish=Phase.SYNC, verify=Phase.SYNC), publish="weight_sync", verify="verify"
             ),
             validator=self._validator(pool),
-            positions={"sampler": sampler, "collector": collector},
+            positions={"sampler": sampler, "collector": collector, **kept},
             batch_of=self._batch_of(journal),
             describe=describe,
             token_estimator=None if self.prepared.estimator.per_response else self.prepared.estimator,
             critic=self._critic(in_phase),
+            reference=reference,
         )
+
+    def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, Any]]:
+        """What the loop does with a reference, and what of it a checkpoint carries."""
+        if not uses_reference(self.config):
+            return None, {}
+        kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
+        controller, advantages_of = KLController.from_config(kl), response_advantages(self.config)
+
+        def recorded(groups: Any, rewards: np.ndarray) -> np.ndarray:
+            advantages = advantages_of(groups, rewards)
+            journal.record(describe_advantages(advantages))
+            return advantages
+
+        refresh = self.config.reference.refresh_every_steps
+        reference = Reference(controller, recorded if controller and per_response else None, refresh)
+        return reference, {"kl_controller": controller} if kl.controller == "adaptive" else {}
 
     def _critic(self, in_phase: Callable[..., Any]) -> Any:
         critic = self.processes.critic
@@ -125,7 +147,16 @@ class _Site:
     def _common(self, journal: RunJournal, trainers: Any) -> dict[str, Any]:
         return {
             "config": self.config,
-            "actor": self._timed(trainers, annotate="logp", estimate="advantages", update="update", load="load"),
+            "actor": self._timed(
+                trainers,
+                annotate="logp",
+                refer="reference",
+                penalize="reference",
+                refresh_reference="reference",
+                estimate="advantages",
+                update="update",
+                load="load",
+            ),
             "journal": journal,
             "checkpoints": self._timed(
                 Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"

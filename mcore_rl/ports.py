@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from mcore_rl.types import (
     Batch,
     Completion,
@@ -94,6 +96,19 @@ class Actor(Protocol):
 
     def annotate(self, batch: Batch) -> dict[str, Metric]:
         """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
+
+    def refer(self, batch: Batch) -> None:
+        """Log-probabilities of the reference, for the batch's updates; they stay on the ranks."""
+
+    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
+        """After `annotate` and `refer`: the KL between policy and reference times `coefficient`. Token by token it
+        stays where it is, for `estimate`; here metrics (reward/kl), and its sum over each response, float32 [B]."""
+
+    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
+        """The batch with other advantages, [B], without annotating it again."""
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the policy of now."""
 
     def estimate(self, batch: Batch, estimator: Any, values: Any) -> tuple[dict[str, Metric], Any]:
         """Advantages token by token where the tokens are (algorithms.interface.Estimator), for the batch's updates;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mcore_rl.config import (
     validate_critic,
     write_resolved,
 )
+from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
@@ -80,6 +81,8 @@ def prepare(config: Config) -> Prepared:
     critic = None
     if needs.advantages and chosen.needs.critic:
         critic = _critic_layout(config, layout)
+    if uses_reference(config):
+        _check_reference(config, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
@@ -101,6 +104,8 @@ def prepare(config: Config) -> Prepared:
         reports.append(report)
     models = 1 if critic is None else 2
     checkpoint_bytes = models * parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    if uses_reference(config) and config.reference.refresh_every_steps:
+        checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
     cost = sequence_cost(hf_config)
     return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic)
 
@@ -186,6 +191,30 @@ def _check_weights(config: Config) -> int:
         raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
 
 
+def _check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> None:
+    """What can be refused of a reference before it is built."""
+    if not needs.advantages:
+        raise ConfigError(
+            f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} is supervised and has no reference; set "
+            "algorithm.kl.in_loss and algorithm.kl.in_reward to 0"
+        )
+    path = config.reference.hf_path
+    if path is None:
+        return
+    view = replace(config, model=replace(config.model, hf_path=path, random_init=False))
+    try:
+        same = model_arguments(_trained_model(view)) == model_arguments(hf_config)
+        if same:
+            _check_weights(view)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.hf_path", "reference.hf_path")) from error
+    if not same:
+        raise ConfigError(
+            f"reference.hf_path={path} is of another architecture than model.hf_path={config.model.hf_path}; set it to "
+            "a checkpoint of the same model, or to null"
+        )
+
+
 def _check_cluster(config: Config) -> None:
     if config.cluster.nodes > 1 and config.cluster.address is None:
         raise ConfigError(
@@ -204,6 +233,8 @@ def _make_paths_absolute(config: Config) -> None:
     """Other processes need not run in this one's directory."""
     config.run.dir = os.path.abspath(config.run.dir)
     config.model.hf_path = os.path.abspath(config.model.hf_path)
+    if config.reference.hf_path is not None:
+        config.reference.hf_path = os.path.abspath(config.reference.hf_path)
     if config.model.tokenizer_path is not None:
         config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
     if config.trainer.export_hf is not None:

@@ -17,8 +17,8 @@ from model_converters.placement import Piece, TensorPlan, local_shape, segments_
 from model_converters.table import BoundRow
 from model_converters.transforms import Shape
 
-# What a trainer saves beside the model's weights (megatron-core 0.16.1).
-_TRAINER_STATE = re.compile(r"(chained_\d+\.)?optimizer\.")
+# What a trainer saves beside the model's weights (megatron-core 0.16.1; the reference is mcore-rl's).
+_TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference)\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.interface import Estimator
+from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu, parallel
@@ -27,9 +28,10 @@ from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, n
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.reference import FrozenPolicy, by_sample, whole_kl
 from mcore_rl.megatron.replay import engine_routing
 from mcore_rl.megatron.trained_model import TrainedModel
-from mcore_rl.types import Metric, RankShare, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config
@@ -51,7 +53,8 @@ class MegatronActor:
 
     `trained` is the model with its optimizer, of which the actor shows the parts by their names. `old_logp` maps a
     sample to the annotated log-probabilities of its trained tokens, on the ranks of the last stage; each
-    context-parallel rank has those of its own part of the sequence.
+    context-parallel rank has those of its own part of the sequence. So does `ref_logp` with those of the `reference`,
+    where the configuration has a KL term; `penalties` maps it to what the KL takes off the rewards of all its tokens.
 
     `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
 
@@ -77,6 +80,9 @@ class MegatronActor:
             self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
         self.old_logp: dict[int, torch.Tensor] = {}
         self.token_advantages: dict[int, np.ndarray] = {}
+        self.reference = self._reference() if uses_reference(config) else None
+        self.ref_logp: dict[int, torch.Tensor] = {}
+        self.penalties: dict[int, np.ndarray] = {}
         self._chosen: dict[int, torch.Tensor] = {}
         self._policy_is_old = self._replays = False
 
@@ -136,6 +142,50 @@ class MegatronActor:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
         return metrics
 
+    def refer(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> None:
+        """Log-probabilities of the reference for all samples, which stay here until the next call.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        assert self.reference is not None
+        self.ref_logp, self.penalties = self.reference.logp(distinct_samples(shares), chunks), {}
+
+    def penalize(
+        self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers], coefficient: float
+    ) -> tuple[dict[str, Metric], dict[int, float]]:
+        """What the KL between the old policy and the reference takes off the rewards, after `annotate` and `refer`,
+        before the updates: token by token for `estimate`, and the sum over each response, which is returned on the
+        ranks of the last stage.
+
+        The policy's pass over the samples of the first update, which annotation leaves out, is made here.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        assert self._policy_is_old
+        self.memory.load("params")
+        every, first = distinct_samples(shares), distinct_samples(shares[:1])
+        found = self.model.infer(self.model.microbatches(first, chunks), self._annotation)
+        batches = self.model.microbatches(every, chunks)
+        kl: dict[int, np.ndarray] = {}
+        place = self.layout.coordinates(self.rank)
+        if place.pp == self.layout.pp - 1:
+            old_logp = self.old_logp | by_sample(found)
+            kl = whole_kl(batches, old_logp, self.ref_logp, self.config.algorithm.kl.reward_kind, self.model.context)
+        bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
+        require_finite(describe_samples("KL", bad, every), self.model.device)
+        self.penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
+        sums = {sample: float(values.sum(dtype=np.float64)) for sample, values in self.penalties.items()}
+        if not self.model.counts_tokens or place.cp:
+            return {}, sums
+        total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
+        return {"reward/kl": Mean(total, sum(len(values) for values in kl.values()))}, sums
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the policy of now."""
+        assert self.reference is not None
+        self.gather_parameters()
+        self.reference.copy_from(self.chunks)
+
     def estimate(
         self,
         estimator: Estimator,
@@ -153,7 +203,12 @@ class MegatronActor:
         if place.pp < self.layout.pp - 1:
             return {}, {}
         found = estimate_tokens(
-            estimator, distinct_samples(shares), chunks, values=values, group=parallel_state.get_data_parallel_group()
+            estimator,
+            distinct_samples(shares),
+            chunks,
+            values=values,
+            penalties=self.penalties or None,
+            group=parallel_state.get_data_parallel_group(),
         )
         self.token_advantages = found.advantages
         # Context-parallel ranks have the same whole responses, of which one counts the tokens.
@@ -218,6 +273,13 @@ class MegatronActor:
         """Leaves the process groups."""
         parallel.destroy()
 
+    def _reference(self) -> FrozenPolicy:
+        frozen = FrozenPolicy(
+            self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks
+        )
+        self.trained.reference = frozen if frozen.is_saved else None
+        return frozen
+
     def _choose_tokens(self, batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
         """Of an update that is about to begin; a forward pass of its own.
 
@@ -263,6 +325,7 @@ class MegatronActor:
                 policy_is_old=policy_is_old,
                 advantages=advantages,
                 chosen=chosen,
+                ref_logp=self.ref_logp,
             )
             if self.mtp:
                 ahead, metrics = self.mtp.evaluate(model, hidden[row:], batch, mtp_weight)

@@ -27,7 +27,7 @@ from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 from mcore_rl.megatron.format_files import read_common
 from mcore_rl.megatron.optimizer_state import set_updates_done
 from mcore_rl.megatron.random_state import restore_random_state
-from mcore_rl.megatron.train_state import blocks_to_load, load_extra_states
+from mcore_rl.megatron.train_state import blocks_to_load, load_extra_states, reference_blocks
 from mcore_rl.types import SavedFile, SavedState
 from model_converters.dcp_metadata import read_metadata
 from model_converters.dcp_reader import DcpReader
@@ -68,11 +68,16 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     agree(problem)
     trained, model = role.trained, role.trained.model
     trained.memory.load("params", "optimizer")
-    blocks = blocks_to_load(model.chunks, trained.optimizer)
+    blocks, reference = blocks_to_load(model.chunks, trained.optimizer), trained.reference
+    if reference is not None:
+        reference.memory.load("params")
+        blocks += reference_blocks(reference.model.chunks, to_save=False)
     check_fit(reader, blocks, model.device)
     try:
         fill(reader, blocks)
         load_extra_states(model.chunks, reader)
+        if reference is not None:
+            reference.memory.offload()
         set_updates_done(trained.optimizer, common["optimizer_updates"])
         trained.scheduler.load_state_dict(common["scheduler"])
         restore_random_state(

@@ -22,7 +22,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.format_files import write_format_files
 from mcore_rl.megatron.optimizer_state import updates_done
 from mcore_rl.megatron.random_state import random_state_object
-from mcore_rl.megatron.train_state import LiveBlock, blocks_to_save, extra_states
+from mcore_rl.megatron.train_state import LiveBlock, blocks_to_save, extra_states, reference_blocks
 from mcore_rl.types import SavedFile, SavedState
 from model_converters.chunks import Chunk, RankState, StateObject
 from model_converters.dcp_metadata import METADATA_NAME
@@ -59,6 +59,9 @@ class CheckpointWriter:
         trained, model = role.trained, role.trained.model
         trained.memory.load("params", "optimizer")
         blocks = blocks_to_save(model.chunks, trained.optimizer)
+        if trained.reference is not None:
+            trained.reference.memory.load("params")
+            blocks += reference_blocks(trained.reference.model.chunks, to_save=True)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
         assert len(self._views) == len(blocks), "a block is saved twice"
         self._copied = snapshot

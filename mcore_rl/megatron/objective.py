@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, policy_loss
+from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty, policy_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.algorithm import PolicyLossConfig
@@ -53,6 +53,9 @@ class Objective:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     context: ContextPart = ALONE
+    kl_coefficient: float = 0.0
+    """Of the KL(policy || reference) of every token, estimated as kl_kind."""
+    kl_kind: str = "low_var"
 
     @classmethod
     def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
@@ -71,6 +74,8 @@ class Objective:
             chunk_tokens=config.actor.logprob_chunk_tokens,
             group=group,
             context=context,
+            kl_coefficient=config.algorithm.kl.in_loss,
+            kl_kind=config.algorithm.kl.loss_kind,
         )
 
     def logp(
@@ -102,13 +107,15 @@ class Objective:
         policy_is_old: bool = False,
         advantages: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        ref_logp: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
 
         Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs.
-        `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found.
+        `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found;
+        `ref_logp` is needed where there is a kl_coefficient.
 
-        Shapes: old_logp maps a sample to [n], its trained tokens on this rank; advantages, chosen [N].
+        Shapes: old_logp, ref_logp map a sample to [n], its trained tokens on this rank; advantages, chosen [N].
         Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
@@ -119,6 +126,10 @@ class Objective:
         per_token = result.loss
         if self.entropy_coefficient:
             per_token = per_token - self.entropy_coefficient * entropy
+        kl = None
+        if self.kl_coefficient:
+            kl = kl_penalty(logp, _remembered(batch, ref_logp or {}, logp, "reference"), self.kl_kind)
+            per_token = per_token + self.kl_coefficient * kl
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
         with torch.no_grad():
@@ -130,6 +141,7 @@ class Objective:
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
                     **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
                     **(mismatch(batch, logp) if policy_is_old else {}),
+                    **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),
             )
@@ -180,7 +192,7 @@ class Objective:
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=_remembered(batch, old_logp, logp) if needs_old else None,
+            old_logp=_remembered(batch, old_logp, logp, "old") if needs_old else None,
             advantages=batch.advantages if advantages is None else advantages,
             rollout_logp=batch.logp_rollout,
             chosen=chosen,
@@ -271,11 +283,19 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     }
 
 
-def _remembered(batch: MicroBatch, old_logp: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    unknown = [sample for sample in batch.samples if sample not in old_logp]
+def _remembered(
+    batch: MicroBatch, by_sample: Mapping[int, torch.Tensor], like: torch.Tensor, which: str
+) -> torch.Tensor:
+    unknown = [sample for sample in batch.samples if sample not in by_sample]
     if unknown:
-        raise McoreRLError(f"samples {unknown} have no old log-probabilities: annotate the batch before its updates")
-    return torch.cat([like.new_empty(0), *(old_logp[sample] for sample in batch.samples)])
+        raise McoreRLError(
+            f"samples {unknown} have no {which} log-probabilities: annotate the batch before its updates"
+        )
+    return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
+
+
+def _mean(values: torch.Tensor) -> Mean:
+    return Mean(float(values.sum(dtype=torch.float64)), len(values))
 
 
 def _row(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Offloader:
     While a part is away, torch refuses every operation on its tensors with OffloadedError: a storage without memory
     would be read all the same, from anywhere.
 
+    `chunks` are as wrap_chunks makes them or, without an optimizer, of a model that is not trained.
     `offload` moves only what `settings` name. `span` times the moves.
     """
 
@@ -188,7 +189,7 @@ def _gradients(chunks: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
     """Step counts, numbers that torch keeps on the host, are left out; so is state that lies on the host anyway."""
-    for part in optimizer_parts(optimizer):
+    for part in optimizer_parts(optimizer) if optimizer is not None else []:
         inner = part.optimizer
         if isinstance(inner, HostOptimizer):
             yield from inner.on_device()
@@ -200,6 +201,8 @@ def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _buffers(chunk: Any) -> list[Any]:
+    if not hasattr(chunk, "expert_parallel_buffers"):  # a model that is not trained
+        return []
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 

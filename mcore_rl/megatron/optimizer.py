@@ -51,7 +51,7 @@ def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataPa
         align_param_gather=actor.overlap_param_gather and len(chunks) > 1,
         bucket_size=BUCKET_PARAMETERS,
     )
-    modules = [_in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
+    modules = [in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
@@ -113,7 +113,7 @@ def _is_gathered(group: Any) -> bool:
     return group.param_gather_dispatched and group.param_gather_handle is None
 
 
-def _in_bfloat16(chunk: Any) -> Float16Module:
+def in_bfloat16(chunk: Any) -> Float16Module:
     """Float16Module, which rounds buffers too, without rounding the bias that chooses experts (megatron 0.16.1 gives
     it its dtype back at the next forward pass, not its bits)."""
     kept = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}

@@ -89,6 +89,20 @@ def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
     return blocks
 
 
+REFERENCE = "reference."
+"""Before the keys of a reference's weights; the converter leaves them out."""
+
+
+def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBlock]:
+    """Weights of a model that is not trained: all that this rank holds, or what it writes of them."""
+    return [
+        block
+        for placed in _all_placed(models)
+        if not to_save or is_main_replica(placed.replica)
+        for block in _blocks(placed, REFERENCE, placed.tensor.detach().view(-1), 0)
+    ]
+
+
 def extra_states(models: list[PolicyModel]) -> list[StateObject]:
     """What TransformerEngine's modules keep beside tensors, such as scaling factors of FP8; replicas left out."""
     return [

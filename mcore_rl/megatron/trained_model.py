@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,6 +29,9 @@ from mcore_rl.megatron.routers import Row
 from mcore_rl.types import Mean, Metric, RankShare, Total, merge_metrics
 from model_converters.layout import TrainLayout
 
+if TYPE_CHECKING:
+    from mcore_rl.megatron.reference import FrozenPolicy
+
 
 class Trained(Protocol):
     """A role that trains a model, as checkpoints see it: the actor, the critic."""
@@ -40,7 +43,8 @@ class Trained(Protocol):
 class TrainedModel:
     """A RankModel in DistributedDataParallel (`ddp`), with what trains it. Every method is collective over all ranks.
 
-    `model.chunks` with `optimizer` and `scheduler` are all that a checkpoint holds. `memory` offloads; every method
+    `model.chunks` with `optimizer` and `scheduler` are all that a checkpoint holds, with the weights of a `reference`
+    that nothing else has. `memory` offloads; every method
     loads what it needs.
     """
 
@@ -63,6 +67,7 @@ class TrainedModel:
         self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
         self.memory = Offloader(self.ddp, self.optimizer, config.actor.offload)
+        self.reference: FrozenPolicy | None = None
 
     def accumulate_gradients(
         self,

@@ -13,7 +13,7 @@ from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
 
 # Phases that make up a step; validation, verification and checkpoints come on top of it.
-STEP_PHASES = ("rollout", "logp", "values", "advantages", "critic_update", "update", "weight_sync")
+STEP_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
 
 
 class RunJournal:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import ray
 
 from mcore_rl.rollout.worker import RolloutTask
@@ -128,6 +129,33 @@ class TrainerGroup(RankGroup):
             return {}
         self._keep(batch)
         return merge_metrics(self.on_every_rank("annotate"))
+
+    def refer(self, batch: Batch) -> None:
+        """Log-probabilities of the reference, which stay on the ranks for the batch's updates."""
+        self._prepare(batch)
+        self.on_every_rank("refer")
+
+    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
+        """What the KL takes off the rewards, after `refer`. Token by token it stays on the ranks for `estimate`; here
+        metrics, and the sums over responses. Shapes: float32 [B]."""
+        assert self._kept is batch
+        found = self.on_every_rank("penalize", [(coefficient,)] * len(self.handles))
+        sums = np.zeros(len(batch), np.float32)
+        for speaker in self.ranks.speakers:
+            for sample, total in found[speaker][1].items():
+                sums[sample] = total
+        return merge_metrics([metrics for metrics, _ in found]), sums
+
+    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
+        """The batch with other advantages; what the ranks have found of its tokens stays."""
+        assert self._kept is batch
+        changed = replace(batch, advantages=np.asarray(advantages, np.float32))
+        self._keep(changed)
+        return changed
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the policy of now."""
+        self.on_every_rank("refresh_reference")
 
     def estimate(self, batch: Batch, estimator: Any, values: TokenRefs | None) -> tuple[dict[str, Metric], TokenRefs]:
         """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's.

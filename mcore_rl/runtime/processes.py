@@ -105,6 +105,25 @@ class TrainerProcess(_RankProcess):
         with self.spans.span("annotate"):
             return self.actor.annotate(*self._batch)
 
+    def refer(self) -> None:
+        with self.spans.span("reference"):
+            self.actor.refer(*self._batch)
+
+    def penalize(self, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
+        """Metrics, and on ranks of the last stage what is taken off the reward of each sample of the share."""
+        with self.spans.span("penalize"):
+            return self.actor.penalize(*self._batch, coefficient)
+
+    def refresh_reference(self) -> None:
+        with self.spans.span("refresh reference"):
+            self.actor.refresh_reference()
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        away = super().offload(parts)
+        if self.actor.reference is not None and "params" in parts:  # a checkpoint may have brought it back
+            self.actor.reference.memory.offload()
+        return away
+
     @ray.method(num_returns=2)
     def estimate(self, estimator: Any, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
         """Metrics, and the returns of the share, on ranks of the last stage."""

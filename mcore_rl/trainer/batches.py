@@ -51,26 +51,14 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
 
     The function raises NonFiniteError naming responses whose rewards are not finite.
     """
-    options = advantage_options(config.algorithm)
-    chosen = estimator(config.algorithm.advantage, **options)
-    weights_of, is_trained = response_weights(config), response_filter(config.algorithm)
+    per_response = estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).per_response
+    advantages_of, weights_of = response_advantages(config), response_weights(config)
+    is_trained = response_filter(config.algorithm)
 
     def build(groups: CollectedGroups, step: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
-        advantages = np.zeros(len(kept), np.float32)
-        if chosen.per_response:
-            baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
-            found = compute_advantages(
-                config.algorithm.advantage,
-                token_rewards=torch.from_numpy(kept.rewards)[:, None],
-                mask=torch.ones(len(kept), 1),
-                group_ids=torch.from_numpy(kept.group_ids),
-                baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
-                lengths=torch.from_numpy(kept.trained_tokens),
-                **options,
-            )
-            advantages = found.advantages[:, 0].numpy()
+        advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
         cut = UpdateCut(
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
@@ -107,6 +95,30 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
         )
 
     return trained
+
+
+def response_advantages(config: Config) -> Callable[[CollectedGroups, np.ndarray], np.ndarray]:
+    """A function from groups and the rewards of their kept responses to the advantages, for estimators that need no
+    tokens. Shapes: float32 [B] -> float32 [B], in the order of `gather`."""
+    options = advantage_options(config.algorithm)
+    chosen = estimator(config.algorithm.advantage, **options)
+
+    def advantages_of(groups: CollectedGroups, rewards: np.ndarray) -> np.ndarray:
+        kept = gather(groups.scalars, groups.keep)
+        baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
+        found = compute_advantages(
+            config.algorithm.advantage,
+            token_rewards=torch.from_numpy(rewards)[:, None],
+            mask=torch.ones(len(kept), 1),
+            group_ids=torch.from_numpy(kept.group_ids),
+            baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
+            lengths=torch.from_numpy(kept.trained_tokens),
+            **options,
+        )
+        advantages: np.ndarray = found.advantages[:, 0].numpy()
+        return advantages
+
+    return advantages_of
 
 
 def check_rewards(kept: KeptSamples) -> None:

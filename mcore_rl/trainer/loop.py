@@ -21,9 +21,15 @@ def train(run: Run) -> bool:
         for step in range(run.state.step + 1, run.config.trainer.steps + 1):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step)
-            figures = [run.actor.annotate(batch), *estimate(run, batch)]
+            figures = [run.actor.annotate(batch)]
+            if run.reference is not None:
+                batch, found = run.reference.apply(run.actor, groups, batch)
+                figures.append(found)
+            figures += estimate(run, batch)
             if step > run.config.trainer.critic_warmup_steps:
                 figures.append(run.actor.update(batch))  # raises before a non-finite step
+            if run.reference is not None:
+                run.reference.refresh(run.actor, step)
             version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
             run.state = run.state.finished(step, version)
             run.journal.record(run.describe(groups) | merge_metrics(figures))

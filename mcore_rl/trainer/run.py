@@ -15,6 +15,7 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLErro
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
+from mcore_rl.trainer.reference import Reference
 from mcore_rl.types import Batch, Metric, SavedFile
 
 
@@ -70,6 +71,7 @@ class Run:
     token_estimator: Estimator | None = None
     """Set where advantages are made token by token, on the ranks; else batch_of has made them."""
     critic: Critic | None = None
+    reference: Reference | None = None
     state: RunState = field(default_factory=RunState)
 
 

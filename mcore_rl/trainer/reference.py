@@ -1,0 +1,44 @@
+"""What the loop does with the reference: rewards less their KL, the coefficient's next value, the refresh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.algorithms.kl_controller import KLController
+from mcore_rl.ports import Actor
+from mcore_rl.types import Batch, Mean, Metric
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Of a run whose loss or reward has a KL term. `controller` is set where the reward has; `advantages_of` (groups,
+    rewards [B] in the order of the batch) where responses have one advantage each, which the driver makes."""
+
+    controller: KLController | None = None
+    advantages_of: Callable[[Any, np.ndarray], np.ndarray] | None = None
+    refresh_every_steps: int = 0
+
+    def apply(self, actor: Actor, groups: Any, batch: Batch) -> tuple[Batch, dict[str, Metric]]:
+        """After Actor.annotate: the batch to go on with, whose advantages are of the rewards less the KL; metrics.
+
+        Estimators that need tokens find the KL on the ranks.
+        """
+        actor.refer(batch)
+        if self.controller is None:
+            return batch, {}
+        coefficient = self.controller.coefficient
+        metrics, penalties = actor.penalize(batch, coefficient)
+        metrics = metrics | {"reward/kl_coefficient": Mean(coefficient, 1)}
+        self.controller.update(metrics["reward/kl"].value, len(batch))
+        if self.advantages_of is None:
+            return batch, metrics
+        return actor.replace_advantages(batch, self.advantages_of(groups, batch.rewards - penalties)), metrics
+
+    def refresh(self, actor: Actor, step: int) -> None:
+        """After the updates of `step`."""
+        if self.refresh_every_steps and step % self.refresh_every_steps == 0:
+            actor.refresh_reference()
