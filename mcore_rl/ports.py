@@ -97,7 +97,7 @@ class Actor(Protocol):
     def annotate(self, batch: Batch) -> dict[str, Metric]:
         """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
 
-    def refer(self, batch: Batch) -> None:
+    def refer(self, batch: Batch) -> dict[str, Metric]:
         """Log-probabilities of the reference, for the batch's updates; they stay on the ranks."""
 
     def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:

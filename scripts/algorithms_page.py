@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms import aggregation, kl
+from mcore_rl.algorithms import aggregation, kl, kl_controller
 from mcore_rl.algorithms.interface import Needs
 from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
@@ -41,7 +41,12 @@ def page() -> str:
     lines += ["## Policy losses: `algorithm.policy_loss.name`", ""]
     for name, loss in POLICY_LOSSES.items():
         lines += _section(name, loss)
-    for title, module in (("Aggregation: `algorithm.loss_aggregation`", aggregation), ("Estimates of KL", kl)):
+    rest = {
+        "Aggregation: `algorithm.loss_aggregation`": aggregation,
+        "Estimates of KL: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,
+        "KL in the reward: `algorithm.kl.controller`": kl_controller,
+    }
+    for title, module in rest.items():
         lines += [f"## {title}", "", *_fenced(module.__doc__ or ""), ""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -130,10 +130,12 @@ class TrainerGroup(RankGroup):
         self._keep(batch)
         return merge_metrics(self.on_every_rank("annotate"))
 
-    def refer(self, batch: Batch) -> None:
-        """Log-probabilities of the reference, which stay on the ranks for the batch's updates."""
-        self._prepare(batch)
+    def refer(self, batch: Batch) -> dict[str, Metric]:
+        """Log-probabilities of the reference, which stay on the ranks for the batch's updates. Returns what
+        `annotate` left to the first call that sends the batch."""
+        prepared = self._prepare(batch)
         self.on_every_rank("refer")
+        return prepared
 
     def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
         """What the KL takes off the rewards, after `refer`. Token by token it stays on the ranks for `estimate`; here

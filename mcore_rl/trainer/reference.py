@@ -27,12 +27,12 @@ class Reference:
 
         Estimators that need tokens find the KL on the ranks.
         """
-        actor.refer(batch)
+        referred = actor.refer(batch)
         if self.controller is None:
-            return batch, {}
+            return batch, referred
         coefficient = self.controller.coefficient
-        metrics, penalties = actor.penalize(batch, coefficient)
-        metrics = metrics | {"reward/kl_coefficient": Mean(coefficient, 1)}
+        found, penalties = actor.penalize(batch, coefficient)
+        metrics = referred | found | {"reward/kl_coefficient": Mean(coefficient, 1)}
         self.controller.update(metrics["reward/kl"].value, len(batch))
         if self.advantages_of is None:
             return batch, metrics

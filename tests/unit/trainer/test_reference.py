@@ -21,8 +21,9 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def refer(self, batch: Batch) -> None:
+    def refer(self, batch: Batch) -> dict[str, Any]:
         self.calls.append("refer")
+        return {"of/annotation": Mean(1, 1)}
 
     def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Any], np.ndarray]:
         self.calls.append(f"penalize {coefficient:g}")
@@ -90,7 +91,7 @@ def test_estimators_of_tokens_leave_the_batch_to_the_ranks() -> None:
 
 def test_kl_in_the_loss_alone_asks_for_log_probabilities_only() -> None:
     actor, given = Actor(), batch()
-    assert Reference().apply(actor, "groups", given) == (given, {})  # type: ignore[arg-type]
+    assert Reference().apply(actor, "groups", given) == (given, {"of/annotation": Mean(1, 1)})  # type: ignore[arg-type]
     assert actor.calls == ["refer"]
 
 
