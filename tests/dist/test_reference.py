@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.algorithms import estimator
 from mcore_rl.types import merge_metrics
 from tests.dist import policy_batch
 from tests.dist.launch import launch
@@ -108,7 +109,8 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
     ref = {s: (policy_batch.held(s, actor.layout, rank), logp.numpy().copy()) for s, logp in actor.ref_logp.items()}
     metrics, sums = actor.penalize(shares, chunks, IN_REWARD)
     found = {"ref": ref, "penalties": actor.penalties, "sums": sums, "reward": metrics}
-    # What the actor's own pass finds for the second update is known; the first one's is asked for here.
+    _, found["returns"] = actor.estimate(estimator("reinforce_plus_plus"), shares, chunks, None)
+    actor.token_advantages = {}
     policy = _own_logp(actor, shares[0], chunks)
     actor._policy_is_old = False
     actor.old_logp = {
@@ -178,6 +180,22 @@ def test_penalties_are_those_of_whole_responses(size: int, case: str, results: A
     mean = merge_metrics([rank["reward"] for rank in results[case]])["reward/kl"]
     assert mean.count == sum(len(part) for part in wanted.values())
     assert mean.value == pytest.approx(np.concatenate(list(wanted.values())).mean() / IN_REWARD, abs=LOGP_TOLERANCE)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_token_by_token_the_return_is_the_reward_less_what_is_still_to_come(
+    size: int, case: str, results: Any, expected: Any
+) -> None:
+    logp, ref = expected[CASES[size][case][0]].logp, expected[CASES[size][case][0]].ref
+    seen = set()
+    for rank in results[case]:
+        for sample, returns in rank["returns"].items():
+            penalties = IN_REWARD * (logp[sample] - ref[sample]).numpy()
+            reward = 2 * float(policy_batch.advantages()[sample]) + 1
+            wanted = [reward - penalties[t:].sum() for t in range(len(penalties))]
+            assert returns == pytest.approx(wanted, abs=LOGP_TOLERANCE)
+            seen.add(sample)
+    assert sorted(seen) == SAMPLES
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)

@@ -152,6 +152,27 @@ def test_unknown_names_of_the_algorithm_list_the_known(refused: Callable[..., st
     assert known in refused(override)
 
 
+SFT = ["algorithm.policy_loss.name=sft", "algorithm.policy_loss.clip_high=null"]
+
+
+def test_a_reference_that_is_another_model_or_none(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    kl = "algorithm.kl.in_loss=0.1"
+    assert "reference.hf_path=/nowhere: no config.json" in refused(kl, "reference.hf_path=/nowhere")
+    other = model_with(base, tmp_path, num_hidden_layers=1)
+    message = refused(kl, f"reference.hf_path={other}")
+    assert f"reference.hf_path={other} is of another architecture than model.hf_path" in message
+    assert "algorithm.kl.in_loss and algorithm.kl.in_reward to 0" in refused(kl, *SFT)
+
+
+def test_a_reference_that_is_not_whole(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    directory = model_with(base, tmp_path)
+    shard = Path(directory, "model.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    message = refused("algorithm.kl.in_reward=0.1", f"reference.hf_path={directory}")
+    assert message.startswith(f"error: reference.hf_path={directory}: ")
+    assert "truncated" in message
+
+
 def test_an_export_that_would_overwrite(refused: Callable[..., str], base: Path) -> None:
     assert "trainer.export_hf" in refused(f"trainer.export_hf={base.parent / 'model'}")
 

@@ -141,6 +141,26 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
 
+def test_the_reference_comes_between_annotation_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
+    part = Recorder()
+    run = make(tmp_path, 1, part)
+
+    class Recorded:
+        def apply(self, actor: Any, groups: Any, batch: Any) -> Any:
+            part.note(f"compare {groups}")
+            return f"{batch} less KL", {"reward/kl": Total(3)}
+
+        def refresh(self, actor: Any, step: int) -> None:
+            part.note(f"refresh {step}")
+
+    run.reference = Recorded()  # type: ignore[assignment]
+    train(run)
+    start = part.calls.index("collect 1")
+    wanted = ["annotate 1", "compare groups 1", "update 1 less KL", "refresh 1", "publish 1"]
+    assert part.calls[start + 1 : start + 6] == wanted
+    assert part.rows[1]["reward/kl"] == 3
+
+
 @pytest.mark.parametrize("fail_at", ["collect 3", "annotate 3", "update 3", "publish 3", "figures 3", "save"])
 def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(tmp_path: Path, fail_at: str) -> None:
     whole = Recorder()
