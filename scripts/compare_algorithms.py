@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks, which is not installed
 
 from demo import DEMOS, ROOT, train
 
+from benchmarks.__main__ import machine
+from mcore_rl.config import load_config
 from mcore_rl.observe.metrics import read_metrics
 
 ALGORITHMS = {
@@ -33,10 +37,13 @@ COLUMNS = ("accuracy before", "after", "reward before", "after", "explained vari
 
 def measure(name: str, steps: int | None) -> dict[str, Any]:
     """Runs one algorithm to its end; its figures."""
-    run_dir = f"runs/compare/{name}"
-    overrides = [f"trainer.steps={steps}"] if steps is not None else []
-    train([ALGORITHMS[name], f"run.dir={run_dir}", *overrides])
-    records = read_metrics(ROOT / run_dir / "metrics.jsonl")
+    overrides = [f"run.dir=runs/compare/{name}", *([f"trainer.steps={steps}"] if steps is not None else [])]
+    config = load_config(str(ROOT / ALGORITHMS[name]), overrides)
+    figures = ROOT / config.run.dir / "metrics.jsonl"
+    records = read_metrics(figures)
+    if not records or records[-1]["step"] < config.trainer.steps:
+        train([ALGORITHMS[name], *overrides])
+        records = read_metrics(figures)
     accuracy, reward, explained = (series(records, key) for key in FIGURES)
     return {
         "steps": records[-1]["step"],
@@ -79,15 +86,8 @@ def main() -> None:
         parser.error("the demo's warm-started model is not there; run `make demo` first")
     results = {name: measure(name, options.steps) for name in names}
     print(table(results))
-    now = datetime.now(UTC)
-    path = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%d}-cpu-algorithms.json"
-    versions = {name: version(name) for name in ("torch", "vllm", "megatron-core")}
-    machine = f"{platform.machine()}, CPU"
-    path.write_text(
-        json.dumps({"date": f"{now:%Y-%m-%d}", "device": machine, "versions": versions, "results": results}, indent=1)
-        + "\n",
-        encoding="utf-8",
-    )
+    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-algorithms.json"
+    path.write_text(json.dumps({"machine": machine(), "algorithms": results}, indent=1) + "\n", encoding="utf-8")
     print(path)
 
 

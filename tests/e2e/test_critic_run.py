@@ -1,4 +1,5 @@
-"""PPO: a critic with ranks and a layout of its own trains beside the policy, dies by name, and resumes with it."""
+"""PPO with a reference: a critic with ranks and a layout of its own trains beside the policy, dies by name, and resumes
+with it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.slow
 PPO = (
     "algorithm.advantage=gae",
     "algorithm.lam=0.95",
+    "algorithm.kl.in_loss=0.01",
+    "algorithm.kl.in_reward=0.05",
+    "algorithm.kl.controller=adaptive",
+    "algorithm.kl.target=0.01",
+    "algorithm.kl.horizon=100",
     "critic.num_ranks=1",
     "critic.optimizer.lr=1e-3",
     "trainer.critic_warmup_steps=1",
@@ -38,8 +44,11 @@ def test_every_step_has_the_critics_figures(whole_ppo_run: Path) -> None:
         assert abs(row["advantages/mean"]) < 1e-5
         assert row["advantages/abs_max"] > 0.5
     assert rows[4]["critic/trained_tokens"] == rows[4]["actor/trained_tokens"]
-    # An outcome reward that gamma and lam leave alone at the last token.
-    assert rows[4]["returns/max"] <= 1 + 1e-5
+    # The policy leaves the reference with its first update, in step 2, and the coefficient follows.
+    assert rows[1]["reward/kl"] == rows[2]["reward/kl"] == 0
+    assert rows[4]["reward/kl"] != 0
+    assert rows[4]["actor/kl_reference"] > 0
+    assert rows[2]["reward/kl_coefficient"] < rows[1]["reward/kl_coefficient"] == 0.05
 
 
 def test_the_policy_waits_for_its_critic(whole_ppo_run: Path) -> None:
@@ -64,7 +73,8 @@ def test_a_killed_critic_ends_the_run_by_name_and_both_models_resume(
 
 
 def test_a_checkpoint_with_a_critic_is_not_taken_for_one_without(task: Path, whole_ppo_run: Path) -> None:
-    with TrainProcess(task, whole_ppo_run, ("trainer.steps=5",)) as run:
+    only_kl = tuple(override for override in PPO if override.startswith("algorithm.kl."))
+    with TrainProcess(task, whole_ppo_run, ("trainer.steps=5", *only_kl)) as run:
         assert run.finish() == 1
         assert "critic" in run.text()
         assert "Traceback" not in run.text()
