@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import OffloadedError
-from tests.dist import policy_batch
-from tests.dist.launch import launch
-from tests.dist.two_steps import differences, held_tensors, train_two_steps
-from tests.tiny_models import write_tiny_model
+from tests.dist.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
 
 PIECE_ELEMENTS = 5000
 """Several pieces, of several parameters each."""
-CASES: dict[int, dict[str, tuple[str, str, dict[str, Any]]]] = {
+CASES: Cases = {
     1: {
         "dense float32": ("qwen3", "float32", {}),
         "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
@@ -37,15 +34,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By case: what every rank found."""
-    root = tmp_path_factory.mktemp("host_optimizer")
-    directories = {
-        kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in ("qwen3", "qwen3_moe")
-    }
-    found = {}
-    for size, cases in CASES.items():
-        ranks = launch(_train_both_ways, size, directories, cases, str(root))
-        found |= {name: [rank[name] for rank in ranks] for name in cases}
-    return found
+    return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("host_optimizer"))
 
 
 def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
@@ -77,10 +66,7 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, on_
 
     from mcore_rl.megatron.actor import MegatronActor
 
-    config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
-    vars(config.actor).update(layout.get("actor", {}))
-    config.model.dtype = dtype
-    config.actor.optimizer.lr = 4e-3
+    config = configure(directory, dtype, layout)
     config.actor.optimizer.cpu_offload = on_host
     config.actor.offload.params = config.actor.offload.grads = on_host
     return MegatronActor(config, rank, dist.get_world_size(), None)

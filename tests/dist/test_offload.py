@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from mcore_rl.errors import OffloadedError
-from tests.dist import policy_batch
-from tests.dist.launch import launch
-from tests.dist.two_steps import differences, held_tensors, train_two_steps
-from tests.tiny_models import write_tiny_model
+from tests.dist.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
 
-CASES: dict[int, dict[str, tuple[str, str, dict[str, Any]]]] = {
+CASES: Cases = {
     1: {
         "dense float32": ("qwen3", "float32", {}),
         "dense bfloat16": ("qwen3", "bfloat16", {}),
@@ -39,15 +36,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By case: what every rank found."""
-    root = tmp_path_factory.mktemp("offload")
-    directories = {
-        kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in ("qwen3", "qwen3_moe")
-    }
-    found = {}
-    for size, cases in CASES.items():
-        ranks = launch(_train_both_ways, size, directories, cases, str(root))
-        found |= {name: [rank[name] for rank in ranks] for name in cases}
-    return found
+    return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("offload"))
 
 
 def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
@@ -75,11 +64,7 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
     from mcore_rl.megatron.actor import MegatronActor
     from mcore_rl.megatron.offload import Offloader
 
-    config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
-    for name, value in layout.get("actor", {}).items():
-        setattr(config.actor, name, value)
-    config.model.dtype = dtype
-    config.actor.optimizer.lr = 4e-3
+    config = configure(directory, dtype, layout)
     settings = config.actor.offload
     settings.params = settings.grads = settings.optimizer = offload
     actor = MegatronActor(config, rank, dist.get_world_size(), None)

@@ -1,13 +1,40 @@
-"""Two training steps on the policy's batch, and all that they leave behind."""
+"""Cases of a small actor, two training steps of it on the policy's batch, and all that they leave behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_rl.config.schema import Config
 from tests.dist import policy_batch
+from tests.dist.launch import launch
+from tests.tiny_models import write_tiny_model
+
+Cases = dict[int, dict[str, tuple[str, str, dict[str, Any]]]]
+"""By number of ranks and name: kind of model, dtype, layout with settings of the actor under `actor`."""
+
+
+def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:
+    """By case: what `worker` (rank, directories of models, cases, root) found on every rank."""
+    kinds = ("qwen3", "qwen3_moe")
+    directories = {kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in kinds}
+    found = {}
+    for size, of_size in cases.items():
+        ranks = launch(worker, size, directories, of_size, str(root))
+        found |= {name: [rank[name] for rank in ranks] for name in of_size}
+    return found
+
+
+def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
+    """Of an actor whose updates move far enough to tell."""
+    config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
+    vars(config.actor).update(layout.get("actor", {}))
+    config.model.dtype = dtype
+    config.actor.optimizer.lr = 4e-3
+    return config
 
 
 def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> None:
