@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator, policy_loss
+from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.config import (
     Config,
@@ -33,7 +33,7 @@ from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.implementation import choose, wanted
 from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
-from mcore_rl.megatron.objective import Objective, loss_options
+from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
 from mcore_rl.trainer.batches import response_filter
@@ -129,7 +129,7 @@ def _check_implementation(config: Config, hf_config: dict[str, Any], layout: Tra
 
 def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
     """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
-    algorithm, loss = config.algorithm, config.algorithm.policy_loss
+    algorithm = config.algorithm
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
     if chosen_estimator.needs.group_ids and not chosen_estimator.per_response:
         raise ConfigError(
@@ -143,14 +143,7 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
         )
     check_mode(algorithm.loss_aggregation)
     response_filter(algorithm)
-    chosen = policy_loss(loss.name, **loss_options(loss))
-    Objective.from_config(config, None)
-    if algorithm.correction.kind != "none" and (chosen.needs.prox_logp or loss.name in ("decoupled_ppo", "sft")):
-        raise ConfigError(
-            f"algorithm.correction.kind={algorithm.correction.kind}: algorithm.policy_loss.name={loss.name} "
-            "has no place for it; set it to none"
-        )
-    return chosen_estimator, chosen.needs
+    return chosen_estimator, Objective.from_config(config, None).loss.needs
 
 
 def _critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:

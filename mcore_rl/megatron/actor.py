@@ -21,14 +21,14 @@ from mcore_rl.megatron.estimation import estimate_tokens
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
-from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples, own_tokens
+from mcore_rl.megatron.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.mtp import MTPObjective
 from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
-from mcore_rl.megatron.reference import FrozenPolicy, by_sample, whole_kl
+from mcore_rl.megatron.reference import FrozenPolicy, whole_kl
 from mcore_rl.megatron.replay import engine_routing
 from mcore_rl.megatron.trained_model import TrainedModel
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
@@ -111,11 +111,7 @@ class MegatronActor:
         rows = [self.routing.row(batch, records=self._replays) for batch in batches]
         found = self.model.infer(batches, self._annotation, rows)
         self.routing.keep(batches, rows)
-        self.old_logp = {
-            sample: part
-            for batch, logp in found
-            for sample, part in zip(batch.samples, logp.split(list(batch.trained_counts)), strict=True)
-        }
+        self.old_logp = by_sample(found)
         bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.model.device)
         return replay | self._mismatch(found)

@@ -17,7 +17,7 @@ on one of them, that of its predictor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,15 @@ def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShar
     _, index = np.unique(joined["samples"], return_index=True)
     index = index[index >= sum(len(share.samples) for share in shares[:first])]
     return replace(shares[0], **{name: values[index] for name, values in joined.items()})
+
+
+def by_sample(found: Iterable[tuple[MicroBatch, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Numbers of the trained tokens that this rank has. Shapes: [N] by micro-batch -> [n] by sample."""
+    return {
+        sample: part
+        for batch, values in found
+        for sample, part in zip(batch.samples, values.split(list(batch.trained_counts)), strict=True)
+    }
 
 
 def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: ContextPart, what: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.context import ALONE, ContextPart
 from mcore_rl.megatron.logprobs import linear_logp_entropy
-from mcore_rl.megatron.microbatches import MicroBatch, own_tokens
+from mcore_rl.megatron.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.megatron.output import output_weight, unwrap
 from mcore_rl.types import Correlation, Max, Mean, Metric
 
@@ -59,12 +59,20 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
-        """Raises: ConfigError for an unknown loss or option, or one that needs what the actor does not have."""
+        """Raises: ConfigError for an unknown loss or option, one that needs what the actor does not have, or a
+        correction of a loss that leaves no place for it."""
         section = config.algorithm.policy_loss
         loss = policy_loss(section.name, **loss_options(section))
         lacking = [name for name, needed in vars(loss.needs).items() if needed and name not in PROVIDED]
         if lacking:
             raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(lacking)}: not available")
+        kind = config.algorithm.correction.kind
+        # A loss that reads what the engine sampled with has a weight of its own; one without advantages, no engine.
+        if kind != "none" and (loss.needs.rollout_logp or not loss.needs.advantages):
+            raise ConfigError(
+                f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} has no place for it; set "
+                "it to none"
+            )
         return cls(
             loss=loss,
             correction=Correction.from_config(config.algorithm.correction),
@@ -166,7 +174,7 @@ class Objective:
             self._inputs(
                 logp,
                 batch,
-                dict(_by_sample(batch, logp)) | dict(old_logp),
+                by_sample([(batch, logp)]) | dict(old_logp),
                 own_tokens(batch, advantages, self.context, "advantages") if advantages else None,
                 None,
             )
@@ -174,11 +182,7 @@ class Objective:
         ]
         keys = [token_keys(*_names(batch, self.context), seed) for batch, _ in parts]
         found = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
-        return {
-            sample: part
-            for (batch, _), chosen in zip(parts, found, strict=True)
-            for sample, part in _by_sample(batch, chosen)
-        }
+        return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, found, strict=True))
 
     def _inputs(
         self,
@@ -242,10 +246,6 @@ class Objective:
 def loss_options(section: PolicyLossConfig) -> dict[str, Any]:
     """Every option of a policy loss that the configuration has a key for; None where it is not set."""
     return {field.name: getattr(section, field.name) for field in fields(section) if field.name != "name"}
-
-
-def _by_sample(batch: MicroBatch, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    return zip(batch.samples, flat.split(list(batch.trained_counts)), strict=True)
 
 
 def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.loading import load_hf
-from mcore_rl.megatron.microbatches import MicroBatch
+from mcore_rl.megatron.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.objective import Objective, non_finite_samples
@@ -89,15 +89,6 @@ class FrozenPolicy:
 
     def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
         return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
-
-
-def by_sample(found: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Shapes: [N] by micro-batch -> [n] by sample."""
-    return {
-        sample: part
-        for batch, values in found
-        for sample, part in zip(batch.samples, values.split(list(batch.trained_counts)), strict=True)
-    }
 
 
 def whole_kl(

@@ -1,0 +1,43 @@
+"""The files of two models in one checkpoint: their names, their account, and whose is whose again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.trainer.joined_save import JoinedSave, split_files
+from mcore_rl.types import SavedFile, SavedState
+
+ACTOR = (SavedFile("a.distcp", 3, 1), SavedFile("hf/config.json", 2, 5))
+CRITIC = (SavedFile("a.distcp", 4, 2), SavedFile("hf/config.json", 2, 6))
+
+
+@dataclass
+class Part:
+    """A save that has ended, or not."""
+
+    files: tuple[SavedFile, ...]
+    is_done: bool = True
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def result(self) -> SavedState:
+        return SavedState(self.files, {"tensors": len(self.files)})
+
+
+def test_every_file_is_named_from_the_checkpoint_and_goes_back_to_its_model() -> None:
+    saved = JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).result()
+    assert [file.name for file in saved.files][2:] == ["critic/a.distcp", "critic/hf/config.json"]
+    assert saved.description == {"tensors": 2, "critic": {"tensors": 2}}
+    own, critics = split_files(saved.files, "critic")
+    assert (tuple(own), tuple(critics)) == (ACTOR, CRITIC)
+
+
+def test_a_directory_whose_name_only_begins_so_is_not_the_critics() -> None:
+    own, critics = split_files([SavedFile("critics.json", 1, 1)], "critic")
+    assert (len(own), critics) == (1, [])
+
+
+def test_it_is_done_when_all_parts_are() -> None:
+    assert JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).done()
+    assert not JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC, is_done=False)}).done()
