@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_rl.config.algorithm import KLConfig
-from mcore_rl.config.schema import Config, ReferenceConfig
+from mcore_rl.config.models import ReferenceConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mcore_rl.config.schema import Config, CriticConfig
+from mcore_rl.config.models import CriticConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 

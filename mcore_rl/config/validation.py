@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reference import check_reference
 from mcore_rl.config.roles import as_actor, named_as
-from mcore_rl.config.schema import ActorConfig, Config
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")

@@ -13,7 +13,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.installed import Installed
 
 if TYPE_CHECKING:
-    from mcore_rl.config.schema import ActorConfig, ModelConfig
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.schema import ModelConfig
     from model_converters.families import ModelArguments
     from model_converters.layout import TrainLayout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.config.schema import MoeConfig, ParallelConfig
+from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.families import ModelArguments, family_for

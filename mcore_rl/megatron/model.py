@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.attention import SDPACoreAttention

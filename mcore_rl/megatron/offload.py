@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.schema import OffloadConfig
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.errors import OffloadedError
 from mcore_rl.megatron.host_optimizer import HostOptimizer
 from mcore_rl.megatron.main_params import optimizer_parts

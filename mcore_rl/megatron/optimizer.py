@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.schema import ActorConfig, Config, OptimizerSettings
+from mcore_rl.config.models import ActorConfig, OptimizerSettings
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.host_optimizer import HostOptimizer, gradients_released

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.attention import pack_sequences

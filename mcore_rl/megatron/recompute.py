@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.config.schema import ActorConfig
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.implementation import Implementation
 from model_converters.families import ModelArguments

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from mcore_rl.algorithms import kl_penalty
-from mcore_rl.config.schema import Config, OffloadConfig
+from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.finite import describe_samples, require_finite

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.schema import MoeConfig
+from mcore_rl.config.models import MoeConfig
 from mcore_rl.megatron import cpu
 from mcore_rl.types import Max, Mean, Metric
 

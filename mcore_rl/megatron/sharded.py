@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.layout import train_layout

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mcore_rl.config.schema import Config, ParallelConfig
+from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.planner.plan import Job

@@ -29,7 +29,7 @@ from math import lcm
 import numpy as np
 import torch
 
-from mcore_rl.config.schema import ActorConfig
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
 from model_converters.layout import TrainLayout
 

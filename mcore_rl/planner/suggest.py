@@ -26,7 +26,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from mcore_rl.config.schema import Config, OffloadConfig, ParallelConfig
+from mcore_rl.config.models import OffloadConfig, ParallelConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rewards.functions import failed
 from mcore_rl.rewards.process import GradingProcess, Task

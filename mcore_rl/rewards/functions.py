@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from mcore_rl.config.functions import check_call, load_function
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.types import Score
 
 KEY = "reward.function"

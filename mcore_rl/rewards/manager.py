@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import TracebackType
 
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.overlong import SoftOverlong
 from mcore_rl.rewards.pool import GradingPool

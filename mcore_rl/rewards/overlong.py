@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.schema import OverlongConfig
+from mcore_rl.config.reward import OverlongConfig
 from mcore_rl.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections import deque
 
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rewards.dispatcher import Dispatcher
 from mcore_rl.rewards.functions import Sample, failed

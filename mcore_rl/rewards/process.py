@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from multiprocessing import Pipe
 
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.functions import describe
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
 from mcore_rl.rewards.functions import BUILTIN, Grader, failed, load_grader

@@ -95,7 +95,8 @@ def assert_same_tensors(found: Path, wanted: Path) -> None:
 
 def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], TrainLayout]:
     """A real model on the ranks of the group that exists; its weights are undefined."""
-    from mcore_rl.config.schema import ActorConfig, ModelConfig
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import model, parallel
 
     layout = TrainLayout(**sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.config.schema import ParallelConfig
+from mcore_rl.config.models import ParallelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import train_layout
 from tests.dist import policy_batch

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.config.schema import Config, ParallelConfig
+from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from tests.tiny_models import VOCABULARY, checkpoint_tensors
 

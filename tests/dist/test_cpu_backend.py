@@ -28,7 +28,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backe
 
 def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: Any = None, **changes: Any) -> Any:
     """One randomly initialised chunk in a layout."""
-    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import model, parallel
     from mcore_rl.megatron.layout import train_layout
 
@@ -238,7 +239,7 @@ def _recompute_norms(_: int, skipped: list[str]) -> None:
     if skipped:
         with without(*skipped):
             return _recompute_norms(0, [])
-    from mcore_rl.config.schema import ActorConfig
+    from mcore_rl.config.models import ActorConfig
 
     _hidden(
         _model("qwen3", {}, actor=ActorConfig(recompute="selective", recompute_modules=["layernorm"]))

@@ -201,7 +201,8 @@ def test_bits_do_not_depend_on_where_memory_lies(kernel: Callable[..., None], sh
 
 def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> tuple[set[str], dict[str, Any]]:
     """Names of the autograd functions of a pass over two sequences, and output and gradients."""
-    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import model, parallel
     from mcore_rl.megatron.attention import pack_sequences
     from mcore_rl.megatron.layout import train_layout

@@ -134,7 +134,7 @@ def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
 def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **keys: Any) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.config.schema import ParallelConfig
+    from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.critic import MegatronCritic
 
     config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads nothing of the actor's

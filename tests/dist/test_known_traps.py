@@ -148,7 +148,7 @@ def test_experts_on_whole_sequences_raise_only_in_the_first_step(directories: di
 def test_a_model_that_does_not_sum_over_tokens_is_not_wrapped() -> None:
     from types import SimpleNamespace
 
-    from mcore_rl.config.schema import ActorConfig
+    from mcore_rl.config.models import ActorConfig
     from mcore_rl.megatron.optimizer import wrap_chunks
 
     chunk = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=False))

@@ -18,7 +18,8 @@ from tests.tiny_models import reference_logits, tiny_fields, write_tiny_model
 
 
 def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) -> tuple[list[Any], Any]:
-    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import layout, model, parallel
 
     placed = layout.train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
@@ -183,7 +184,7 @@ def test_a_bfloat16_model_computes_what_its_float32_checkpoint_says(tmp_path: Pa
 
 
 def _join(rank: int, port: int, device: str) -> list[int]:
-    from mcore_rl.config.schema import ParallelConfig
+    from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron import layout, parallel
 
     world_size = dist.get_world_size()

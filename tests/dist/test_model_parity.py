@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.schema import ModelConfig
 from tests.dist.launch import launch
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
 

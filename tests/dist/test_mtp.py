@@ -31,7 +31,8 @@ def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tupl
     """Names of what a rank holds, and the HF slices that it exports after loading."""
     import torch.distributed as dist
 
-    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import loading, model, parallel
     from mcore_rl.megatron.layout import train_layout
     from mcore_rl.megatron.names import canonical_tensors

@@ -223,7 +223,8 @@ def test_engines_are_sent_the_policy_alone(results: Any, references: Any) -> Non
 
 def _values(rank: int, directory: str) -> list[np.ndarray]:
     """Logits of every depth of one packed row."""
-    from mcore_rl.config.schema import ActorConfig, ModelConfig
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import loading, model, parallel
     from mcore_rl.megatron.attention import pack_sequences
     from mcore_rl.megatron.output import output_weight

@@ -60,7 +60,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 
 
 def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
-    from mcore_rl.config.schema import Config, ParallelConfig
+    from mcore_rl.config.models import ParallelConfig
+    from mcore_rl.config.schema import Config
     from mcore_rl.megatron.layout import model_arguments, train_layout
     from mcore_rl.planner.activations import Execution, chunk_activations
 
@@ -84,7 +85,8 @@ def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: li
     import torch
     import torch.distributed as dist
 
-    from mcore_rl.config.schema import ActorConfig, ModelConfig, ParallelConfig
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron import parallel as groups
     from mcore_rl.megatron.attention import pack_sequences
     from mcore_rl.megatron.layout import train_layout

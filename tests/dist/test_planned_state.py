@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config.schema import OptimizerSettings
+from mcore_rl.config.models import OptimizerSettings
 from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import write_tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import ActorConfig
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.implementation import FP8_RECIPES, Wanted, choose, row_multiple
 from mcore_rl.megatron.installed import Installed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import MoeConfig, ParallelConfig
+from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
 from tests.tiny_models import tiny_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mcore_rl.config.schema import ActorConfig
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
 from mcore_rl.planner.state import HeldParameter, Numerics, lay_out, stage_state
 from model_converters.layout import TrainLayout

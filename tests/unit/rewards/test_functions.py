@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mcore_rl.config.schema import OverlongConfig, RewardConfig
+from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample, check_reward_function, load_grader, score_of
 from mcore_rl.rewards.overlong import SoftOverlong

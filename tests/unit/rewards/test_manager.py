@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.config.schema import OverlongConfig, RewardConfig
+from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards import dispatcher
@@ -242,7 +242,7 @@ def test_no_worker_outlives_a_killed_host(graders):
     script = textwrap.dedent(
         f"""
         import numpy as np, sys, time
-        from mcore_rl.config.schema import RewardConfig
+        from mcore_rl.config.reward import RewardConfig
         from mcore_rl.rewards.manager import RewardManager
         from mcore_rl.types import Prompt
         config = RewardConfig(function={graders!r}, workers=3, timeout_seconds=600)
