@@ -22,8 +22,10 @@ from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
+from mcore_rl.rewards.functions import NO_RULE
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.rollout.records import remove_after
+from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
 from mcore_rl.runtime.health import stop_requested
@@ -84,6 +86,8 @@ class _Site:
         journal = self._journal()
         in_phase = self._turns(journal) if shares_device(config) else _always
         pool = in_phase(engines, run=Phase.GENERATE)
+        if scorers := self._scorers(in_phase):
+            pool = ScoredPool(pool, scorers, has_rules=config.reward.function != NO_RULE)
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
         collector = self._collector(pool, sampler)
         publisher = SharedMemoryPublisher.connect(
@@ -126,6 +130,10 @@ class _Site:
         refresh = self.config.reference.refresh_every_steps
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
         return reference, {"kl_controller": controller} if kl.controller == "adaptive" else {}
+
+    def _scorers(self, in_phase: Callable[..., Any]) -> dict[str, WeightedScorer]:
+        """Reward models, by the name that metrics and records give them."""
+        return {}
 
     def _critic(self, in_phase: Callable[..., Any]) -> Any:
         critic = self.processes.critic

@@ -71,6 +71,18 @@ class Rewarder(Protocol):
     def shutdown(self) -> None: ...
 
 
+class ResponseScorer(Protocol):
+    """A model that scores responses, on processes of its own."""
+
+    def score(self, tasks: Sequence[Any], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
+        """Scores of all responses of each task (rollout.worker.RolloutTask), whose `results` are the reference of its
+        TrajectoryBuffers and its scalars.
+
+        Shapes: float32 [B] per task.
+        Raises: NonFiniteError naming the response.
+        """
+
+
 class Collector(Protocol):
     """Generates, scores, filters and refills one step's groups."""
 

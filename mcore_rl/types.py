@@ -110,7 +110,8 @@ class RolloutScalars:
 
     Shapes: every array [B]. group_ids int64; prompt_rows int64; total_tokens, response_tokens, trained_tokens
     int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit).
-    errors holds (index, message) of graders that failed; sampled with weight version `version`.
+    errors holds (index, message) of graders that failed; sampled with weight version `version`. `scores` are those of
+    reward models, float32 [B] by the model's name, already in the rewards.
     """
 
     group_ids: np.ndarray
@@ -125,6 +126,7 @@ class RolloutScalars:
     errors: tuple[tuple[int, str], ...] = ()
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
+    scores: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

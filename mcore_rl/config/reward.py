@@ -17,7 +17,9 @@ class OverlongConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """math, or `module_or_file.py:function` with verl's signature."""
+    """math, `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    weight: float = 1.0
+    """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
     """Extra keyword arguments of a user's function."""
     correct: float = 1.0

@@ -21,6 +21,7 @@ class RewardManager:
 
     def __init__(self, config: RewardConfig, *, max_response_tokens: int) -> None:
         self._overlong = SoftOverlong.of(config.overlong, max_response_tokens)
+        self._weight = config.weight
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config)
 
@@ -42,8 +43,8 @@ class RewardManager:
         self._response_tokens[key] = response_tokens
 
     def collect(self) -> dict[int, Score]:
-        """Waits for everything submitted since the last collect; scores by key. The overlong punishment is in the
-        reward of every response that could be graded, never in its accuracy."""
+        """Waits for everything submitted since the last collect; scores by key. reward.weight and the overlong
+        punishment are in the reward of every response that could be graded, never in its accuracy."""
         scores = self._pool.collect()
         tokens, self._response_tokens = self._response_tokens, {}
         return {key: self._shaped(score, tokens[key]) for key, score in scores.items()}
@@ -53,6 +54,7 @@ class RewardManager:
         self._pool.shutdown()
 
     def _shaped(self, score: Score, response_tokens: int) -> Score:
-        if self._overlong is None or score.error is not None:
+        if score.error is not None:
             return score
-        return replace(score, reward=score.reward + self._overlong.reward(response_tokens))
+        punishment = self._overlong.reward(response_tokens) if self._overlong is not None else 0.0
+        return replace(score, reward=self._weight * score.reward + punishment)

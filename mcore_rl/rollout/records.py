@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 
 def part_path(directory: Path, name: str, batch: int, engine: int) -> str:
@@ -25,6 +28,21 @@ def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
     os.replace(temporary, directory / f"{name}.jsonl")
     for part in parts:
         os.unlink(part)
+
+
+def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:
+    """Puts the final rewards, and the scores that are in them, into a part, atomically.
+
+    Shapes: [B], in the order of the lines.
+    """
+    temporary = f"{part}.amended"
+    with open(part, encoding="utf-8") as source, open(temporary, "w", encoding="utf-8") as target:
+        for index, line in enumerate(source):
+            record = json.loads(line)
+            record |= {"reward": float(rewards[index]), "accuracy": float(accuracies[index])}
+            record["scores"] = {name: float(values[index]) for name, values in scores.items()}
+            target.write(json.dumps(record, ensure_ascii=False) + "\n")
+    os.replace(temporary, part)
 
 
 def remove_after(directory: Path, step: int) -> None:

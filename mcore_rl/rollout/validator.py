@@ -64,6 +64,7 @@ def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
         **arrays,
         version=min(part.version for part in parts),
         errors=tuple(errors),
+        scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),
     )

@@ -240,6 +240,17 @@ class EnginePool:
         scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
         return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
 
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> None:
+        """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""
+        calls = [
+            self.handles[i % len(self.handles)].amend_records.remote(
+                task.records, scalars.rewards, scalars.accuracies, dict(scalars.scores)
+            )
+            for i, (task, (_, scalars)) in enumerate(zip(tasks, results, strict=True))
+            if task.records is not None
+        ]
+        self.watch.get(calls)
+
     def send(self, method: str, *arguments: Any) -> list[Any]:
         """References of the results of a method on every engine."""
         return [getattr(handle, method).remote(*arguments) for handle in self.handles]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
@@ -252,6 +253,14 @@ class EngineProcess(_Process):
     def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
         with self.spans.span(f"generate {task.prompt_set}"):
             return self.worker.run(task)
+
+    def amend_records(
+        self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
+    ) -> None:
+        from mcore_rl.rollout.records import amend_part
+
+        with self.spans.span("amend records"):
+            amend_part(part, rewards, accuracies, scores)
 
     def sleep(self, keep_weights: bool) -> int:
         with self.spans.span("sleep"):

@@ -166,10 +166,18 @@ def describe(groups: CollectedGroups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **_describe_scores(groups.scalars),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(groups.scalars),
         **describe_lengths(groups.scalars),
     }
+
+
+def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+    """The mean score of every reward model, before its weight."""
+    names = scalars[0].scores if scalars else ()
+    values = {name: np.concatenate([part.scores[name] for part in scalars]) for name in names}
+    return {f"reward/{name}": Mean(float(own.sum(dtype=np.float64)), len(own)) for name, own in values.items()}
 
 
 def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:

@@ -76,6 +76,7 @@ def validate(run: Run) -> None:
             "val/accuracy": Mean(float(result.accuracies.sum()), count),
             "val/reward": Mean(float(result.rewards.sum()), count),
             "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
+            **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
         }
     )
 

@@ -1,0 +1,78 @@
+"""Rewards of models beside those of rules: a pool whose responses come back with both.
+
+    reward = reward.weight * rule + overlong punishment + sum of weight * score over the models
+
+A model scores whole tasks after generation, wherever its ranks are; the engines that wrote the tasks' records put the
+scores into them, so that neither tokens nor texts pass through the driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcore_rl.ports import ResponseScorer
+from mcore_rl.rollout.collector import RolloutPool
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars
+
+RolloutResult = tuple[Any, RolloutScalars]
+
+
+class RecordedPool(RolloutPool, Protocol):
+    """A pool that can change what its tasks have recorded."""
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
+        """Puts rewards, accuracies and scores of `results` into the tasks' records, where they keep any."""
+
+
+@dataclass(frozen=True)
+class WeightedScorer:
+    scorer: ResponseScorer
+    weight: float
+
+
+@dataclass(frozen=True)
+class ScoredPool:
+    """`pool` with the scores of `scorers`, by the name under which metrics and records show them.
+
+    Without rules (`has_rules` False) nothing says whether a response is right: its accuracy is then its reward.
+    """
+
+    pool: RecordedPool
+    scorers: Mapping[str, WeightedScorer]
+    has_rules: bool
+
+    @property
+    def num_engines(self) -> int:
+        return self.pool.num_engines
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        """As RolloutPool.run; scoring counts as grading."""
+        results = self.pool.run(tasks)
+        started = time.perf_counter()
+        found = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
+        seconds = time.perf_counter() - started
+        scored = []
+        for index, (chunk, scalars) in enumerate(results):
+            own = {name: np.asarray(scores[index], np.float32) for name, scores in found.items()}
+            scored.append((chunk, self._with_scores(scalars, own, seconds)))
+        self.pool.amend(tasks, scored)
+        return scored
+
+    def _with_scores(self, scalars: RolloutScalars, scores: dict[str, np.ndarray], seconds: float) -> RolloutScalars:
+        rewards = scalars.rewards.copy()
+        for name, own in scores.items():
+            assert own.shape == rewards.shape, f"{name}: {own.shape} scores for {rewards.shape} responses"
+            rewards += np.float32(self.scorers[name].weight) * own
+        return replace(
+            scalars,
+            rewards=rewards,
+            accuracies=scalars.accuracies if self.has_rules else rewards,
+            scores=scores,
+            seconds_grading=scalars.seconds_grading + seconds,
+        )
