@@ -11,6 +11,7 @@ from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample, check_reward_function, load_grader, score_of
 from mcore_rl.rewards.overlong import SoftOverlong
+from mcore_rl.types import Score
 
 SAMPLE = Sample("gsm8k", "the answer is 72", "72", {"index": 3})
 
@@ -124,6 +125,10 @@ def test_the_builtin_gives_the_configured_rewards_and_plain_accuracy():
     assert (grade(SAMPLE).reward, grade(SAMPLE).accuracy) == (1.0, 1.0)
     wrong = grade(Sample("gsm8k", "it is 71", "72", {}))
     assert (wrong.reward, wrong.accuracy) == (-1.0, 0.0)
+
+
+def test_without_a_rule_nothing_is_said_of_a_response():
+    assert load_grader(RewardConfig(function="none"))(SAMPLE) == Score(0.0, 0.0)
 
 
 def test_overlong_punishment_has_dapos_three_pieces():

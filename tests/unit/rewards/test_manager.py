@@ -194,13 +194,13 @@ def test_submitting_a_key_twice_is_refused(graders):
             manager.submit(0, prompt(), "1", 1)
 
 
-def test_overlong_punishment_is_in_the_reward_and_not_in_the_accuracy():
-    config = RewardConfig(overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
+def test_weight_and_overlong_punishment_are_in_the_reward_and_not_in_the_accuracy():
+    config = RewardConfig(weight=0.5, overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
     with RewardManager(config, max_response_tokens=10) as manager:
         for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
             manager.submit(key, prompt("5"), text, tokens)
         scores = manager.collect()
-    assert [scores[key].reward for key in range(4)] == [1.0, 0.75, 0.5, -0.5]
+    assert [scores[key].reward for key in range(4)] == [0.5, 0.25, 0.0, -0.5]
     assert [scores[key].accuracy for key in range(4)] == [1.0, 1.0, 1.0, 0.0]
 
 

@@ -59,7 +59,7 @@ class Recorder:
 
     def validate(self, step: int) -> Any:
         self.note(f"validate {step}")
-        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2))
+        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2), scores={})
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
         self.note("start save" if snapshot else "save")

@@ -1,0 +1,124 @@
+"""Rewards of models beside those of rules: sums, accuracies, records; worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.rollout.records import amend_part
+from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars, SamplingOptions
+
+
+def task(name: str, groups: list[int]) -> RolloutTask:
+    ids = np.array(groups, np.int64)
+    return RolloutTask("train", ids, ids, 2, SamplingOptions(4), 1, name)
+
+
+def scalars(rewards: list[float], accuracies: list[float]) -> RolloutScalars:
+    size = len(rewards)
+    whole = np.ones(size, np.int32)
+    return RolloutScalars(
+        group_ids=np.repeat(np.arange(size // 2), 2),
+        prompt_rows=np.zeros(size, np.int64),
+        total_tokens=whole,
+        response_tokens=whole,
+        trained_tokens=whole,
+        rewards=np.array(rewards, np.float32),
+        accuracies=np.array(accuracies, np.float32),
+        clipped=np.zeros(size, np.uint8),
+        version=0,
+        seconds_grading=2.0,
+    )
+
+
+class RulesPool:
+    """Two tasks' results; keeps what it is told to amend."""
+
+    num_engines = 3
+
+    def __init__(self) -> None:
+        self.results = [("chunk a", scalars([1, 0], [1, 0])), ("chunk b", scalars([0, 1, 0, 1], [0, 1, 0, 1]))]
+        self.amended: list[tuple[Any, Any]] = []
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+        return self.results
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> None:
+        self.amended = list(zip(tasks, results, strict=True))
+
+
+class FixedScorer:
+    def __init__(self, *scores: list[float]) -> None:
+        self.scores = scores
+        self.seen: list[Any] = []
+
+    def score(self, tasks: Sequence[Any], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
+        self.seen = [
+            (task.records, chunk, result.rewards.tolist()) for task, (chunk, result) in zip(tasks, results, strict=True)
+        ]
+        return [np.array(own, np.float32) for own in self.scores]
+
+
+TASKS = [task("a", [0]), task("b", [1, 2])]
+
+
+def test_a_reward_is_the_rules_plus_every_models_by_its_weight() -> None:
+    pool = RulesPool()
+    model, judge = FixedScorer([10, 20], [1, 2, 3, 4]), FixedScorer([4, 8], [0, 0, 4, 4])
+    scored = ScoredPool(pool, {"model": WeightedScorer(model, 0.5), "judge": WeightedScorer(judge, -0.25)}, True)
+    (chunk, first), (_, second) = scored.run(TASKS)
+    assert chunk == "chunk a"
+    assert first.rewards.tolist() == [1 + 5 - 1, 0 + 10 - 2]
+    assert second.rewards.tolist() == [0.5, 2, 0.5, 2]
+    assert first.rewards.dtype == np.float32
+    assert {name: own.tolist() for name, own in second.scores.items()} == {"model": [1, 2, 3, 4], "judge": [0, 0, 4, 4]}
+    assert scored.num_engines == 3
+
+
+def test_every_model_sees_the_rules_rewards_only_and_they_are_not_changed() -> None:
+    pool = RulesPool()
+    judge = FixedScorer([4, 8], [0, 0, 4, 4])
+    models = {"model": WeightedScorer(FixedScorer([1, 1], [1, 1, 1, 1]), 1.0), "judge": WeightedScorer(judge, 1.0)}
+    ScoredPool(pool, models, True).run(TASKS)
+    assert judge.seen == [("a", "chunk a", [1, 0]), ("b", "chunk b", [0, 1, 0, 1])]
+    assert pool.results[0][1].rewards.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("has_rules", "accuracies"), [(True, [1, 0]), (False, [3, 4])])
+def test_accuracy_is_the_rules_where_there_are_any_else_the_reward(has_rules: bool, accuracies: list[float]) -> None:
+    pool = RulesPool()
+    pool.results = [("a", scalars([0, 0], [1, 0]))]
+    scored = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([3, 4]), 1.0)}, has_rules)
+    assert scored.run(TASKS[:1])[0][1].accuracies.tolist() == accuracies
+
+
+def test_records_are_amended_by_what_is_returned_and_scoring_counts_as_grading() -> None:
+    pool = RulesPool()
+    results = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([1, 2], [1, 2, 3, 4]), 1.0)}, True).run(TASKS)
+    assert [(own.records, result) for own, result in pool.amended] == [("a", results[0]), ("b", results[1])]
+    assert results[0][1].seconds_grading > 2.0
+
+
+def test_another_number_of_scores_than_of_responses_is_not_broadcast() -> None:
+    scored = ScoredPool(RulesPool(), {"model": WeightedScorer(FixedScorer([1], [1, 2, 3, 4]), 1.0)}, True)
+    with pytest.raises(AssertionError, match=r"model: \(1,\) scores for \(2,\)"):
+        scored.run(TASKS)
+
+
+def test_a_part_keeps_its_lines_with_final_rewards_and_scores(tmp_path: Path) -> None:
+    part = tmp_path / ".step_1.0.0.part"
+    lines = [{"response": "né\n", "reward": 1.0, "accuracy": 1.0, "tokens": 3}, {"response": "b", "reward": 0.0}]
+    part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    scores = {"model": np.array([4, 8], np.float32)}
+    amend_part(str(part), np.array([3, 4], np.float32), np.array([1, 0], np.float32), scores)
+    first, second = (json.loads(line) for line in part.read_text(encoding="utf-8").splitlines())
+    assert first == {"response": "né\n", "reward": 3.0, "accuracy": 1.0, "tokens": 3, "scores": {"model": 4.0}}
+    assert second == {"response": "b", "reward": 4.0, "accuracy": 0.0, "scores": {"model": 8.0}}
+    assert [path.name for path in tmp_path.iterdir()] == [part.name]
