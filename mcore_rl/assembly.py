@@ -29,9 +29,10 @@ from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
 from mcore_rl.runtime.health import stop_requested
-from mcore_rl.runtime.launch import CriticRanks, Processes, launch
+from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
+from mcore_rl.runtime.roles import Role, critic_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
@@ -47,19 +48,24 @@ MIB = 2**20
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    critic = None
-    if prepared.critic is not None:
-        own_batch = functools.partial(
-            spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
-        )
-        critic = CriticRanks(_rank_map(prepared.critic), own_batch)
-    with launch(config, _rank_map(prepared.layout), prepared.prompts, critic) as processes:
+    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(prepared)) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
             yield run
         finally:
             run.journal.close()
+
+
+def _roles(prepared: Prepared) -> list[Role]:
+    """Processes beside the trainer ranks and the engines."""
+    roles = []
+    if prepared.critic is not None:
+        own_batch = functools.partial(
+            spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
+        )
+        roles.append(critic_role(_rank_map(prepared.critic), own_batch))
+    return roles
 
 
 def _rank_map(layout: TrainLayout) -> RankMap:
@@ -136,7 +142,7 @@ class _Site:
         return {}
 
     def _critic(self, in_phase: Callable[..., Any]) -> Any:
-        critic = self.processes.critic
+        critic = self.processes.groups.get("critic")
         if critic is None:
             return None
         turns = {"values": Phase.REPLACE, "update": Phase.REPLACE, "start_save": Phase.KEEP, "load": Phase.KEEP}
@@ -174,9 +180,8 @@ class _Site:
         }
 
     def _journal(self) -> RunJournal:
-        trainers, engines = self.processes.trainers, self.processes.engines
-        critic = self.processes.critic
-        sources = [group.spans for group in (trainers, critic, engines) if group is not None]
+        trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
+        sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
         return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
 
     def _turns(self, journal: RunJournal) -> Callable[..., InPhase]:

@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
-from mcore_rl.runtime.groups import CriticGroup, EnginePool, RankMap, TrainerGroup
+from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.placement import Placement, place
-from mcore_rl.runtime.processes import CriticProcess, EngineProcess, TrainerProcess
-from mcore_rl.types import Batch
+from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
+from mcore_rl.runtime.roles import Role
 
 PLACE = "scheduling_strategy"
 
 
 @dataclass
 class Processes:
-    """The trainer ranks and, in reinforcement learning, the rollout engines and the critic's ranks, if it has one."""
+    """The trainer ranks and, in reinforcement learning, the rollout engines; `groups` are those of the roles beside
+    them, by the section that configures each."""
 
     trainers: TrainerGroup
     engines: EnginePool | None
-    critic: CriticGroup | None = None
+    groups: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class CriticRanks:
-    """What a critic's processes are made of; `own_batch` as in CriticGroup."""
+class _Handles:
+    """Of all processes; `beside` by section."""
 
-    ranks: RankMap
-    own_batch: Callable[[Batch], Batch]
+    watch: Watch
+    ranks: list[Any]
+    engines: list[Any]
+    beside: dict[str, list[Any]]
 
 
 @contextlib.contextmanager
 def launch(
-    config: Config, trainers: RankMap, prompts: dict[str, Any], critic: CriticRanks | None = None
+    config: Config, trainers: RankMap, prompts: dict[str, Any], roles: Sequence[Role] = ()
 ) -> Iterator[Processes]:
     """Starts Ray and every process, waits until all are set up, and kills all of them when the block ends.
 
     `prompts` are the prompt sets that engines serve, by name; without any, there are no engines.
     """
     on_gpus = uses_cuda(config.cluster)
-    num_engines, num_critics = (
-        config.rollout.num_engines if prompts else 0,
-        len(critic.ranks.dp_rank_of) if critic else 0,
-    )
-    placement = place(config, on_gpus=on_gpus, num_engines=num_engines, num_critics=num_critics)
-    with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, nodes, on_gpus) as started:
-        watch, ranks, critics, engines = started
+    num_engines = config.rollout.num_engines if prompts else 0
+    placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
+    with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, roles, nodes, on_gpus) as started:
+        watch, ranks, engines = started.watch, started.ranks, started.engines
         if engines:
             check_one_host([("driver", this_host()), *_hosts(watch, ranks, engines)])
         address = watch.get([ranks[0].free_address.remote()])[0]
@@ -64,28 +64,28 @@ def launch(
             for engine, slot in zip(engines, placement.engines, strict=True)
         ]
         pool = EnginePool(engines, watch) if engines else None
-        if pool is not None and shares_device(config):
-            # An engine measures what is free when it starts: the ranks come once it sleeps.
+        takes_turns = pool is not None and shares_device(config)
+        if pool is not None and takes_turns:
+            # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
             watch.get(starting)
             pool.sleep(keep_weights=False)
+        for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
+            section = role.guests.section
+            of_role = role.set_up(config, started.beside[section], placement.guests[section], watch)
+            if takes_turns and role.guests.tp is not None:
+                watch.get(of_role)
+            starting += of_role
         starting += [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
-        if critics:
-            # A critic's rank leaves the device when it is set up, if it is to leave at all.
-            address = watch.get([critics[0].free_address.remote()])[0]
-            starting += [
-                rank.setup.remote(config, index, len(critics), address, slot.devices)
-                for index, (rank, slot) in enumerate(zip(critics, placement.critics, strict=True))
-            ]
         watch.get(starting)
-        group = CriticGroup(critics, critic.ranks, watch, critic.own_batch) if critic else None
-        yield Processes(TrainerGroup(ranks, trainers, watch), pool, group)
+        groups = {role.guests.section: role.group(started.beside[role.guests.section], watch) for role in roles}
+        yield Processes(TrainerGroup(ranks, trainers, watch), pool, groups)
 
 
 @contextlib.contextmanager
 def _started(
-    config: Config, placement: Placement, nodes: list[Any], on_gpus: bool
-) -> Iterator[tuple[Watch, list[Any], list[Any], list[Any]]]:
-    """The processes, each on its node, before any set-up: what watches them, the ranks, the critic's, the engines."""
+    config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
+) -> Iterator[_Handles]:
+    """The processes, each on its node, before any set-up."""
     watch = Watch()
     handles: list[Any] = []
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
@@ -97,16 +97,25 @@ def _started(
             _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]})
             for rank, node in enumerate(placement.ranks)
         ]
-        # In Ray's books the GPUs of the critic's ranks are those of the policy's.
-        critics = [
-            _start(CriticProcess, f"critic rank {rank}", watch, handles, {"num_cpus": 1, PLACE: nodes[slot.node]})
-            for rank, slot in enumerate(placement.critics)
-        ]
+        # So do the processes of roles beside them.
+        beside = {
+            role.guests.section: [
+                _start(
+                    role.process,
+                    f"{role.name} {index}",
+                    watch,
+                    handles,
+                    {"num_cpus": role.guests.num_cpus, PLACE: nodes[slot.node]},
+                )
+                for index, slot in enumerate(placement.guests[role.guests.section])
+            ]
+            for role in roles
+        }
         engines = [
             _start(EngineProcess, f"rollout engine {index}", watch, handles, engine_options | {PLACE: nodes[slot.node]})
             for index, slot in enumerate(placement.engines)
         ]
-        yield watch, ranks, critics, engines
+        yield _Handles(watch, ranks, engines, beside)
     finally:
         kill_all(handles)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config import num_trainer_ranks
@@ -13,11 +14,26 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an engine or a critic's rank runs. `devices` are the GPUs of the node that it shares with trainer ranks;
-    None when it has GPUs of its own, or none."""
+    """Where a process that is no trainer rank runs. `devices` are the GPUs of the node that it shares with trainer
+    ranks; None when it has GPUs of its own, or none."""
 
     node: int
     devices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Guests:
+    """Processes that share the slots of trainer ranks: with `tp` engines of so many slots each, spread over the nodes;
+    without it ranks, one on each slot, in the order of the trainer's. `section` configures them."""
+
+    section: str
+    num: int
+    tp: int | None = None
+
+    @property
+    def num_cpus(self) -> int:
+        """Of each."""
+        return self.tp or 1
 
 
 @dataclass(frozen=True)
@@ -26,49 +42,61 @@ class Placement:
 
     ranks: tuple[int, ...]
     engines: tuple[Slot, ...]
-    critics: tuple[Slot, ...]
+    guests: dict[str, tuple[Slot, ...]]
+    """By section."""
     bundle: dict[str, float]
     """What every node has to offer, in Ray's words: the same, since nobody knows which of them will be the first."""
 
 
-def place(config: Config, *, on_gpus: bool, num_engines: int, num_critics: int = 0) -> Placement:
+def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> Placement:
     """Consecutive ranks fill a node before the next one begins, so that tensor-parallel peers share one.
 
-    Colocated engines spread evenly over the nodes, over the slots of trainer ranks; disaggregated ones take the slots
-    after the last rank.
+    Colocated engines are guests of trainer ranks; disaggregated ones take the slots after the last rank.
 
-    The critic's ranks share the slots of the policy's, one each.
-
-    Raises: ConfigError when an engine does not fit the slots of a node, or the critic those of the policy.
+    Raises: ConfigError when an engine does not fit the slots of a node, or guests those of the policy.
     """
-    slots = config.cluster.gpus_per_node
+    slots, tp = config.cluster.gpus_per_node, config.rollout.tp
     ranks = tuple(rank // slots for rank in range(num_trainer_ranks(config)))
     colocated = config.cluster.placement == "colocated"
-    engine_of = _shared_slot if colocated else _own_slot
-    engines = tuple(engine_of(config, engine, num_engines, on_gpus) for engine in range(num_engines))
-    if num_critics > len(ranks):
+    if colocated:
+        engines = _shared_slots(config, Guests("rollout", num_engines, tp), len(ranks), on_gpus)
+    else:
+        engines = tuple(_own_slot(config, engine, num_engines, on_gpus) for engine in range(num_engines))
+    placed = {each.section: _shared_slots(config, each, len(ranks), on_gpus) for each in guests}
+    cpus_of, gpus_of = Counter(ranks), Counter(ranks)
+    for slot in engines:
+        cpus_of[slot.node] += tp
+        gpus_of[slot.node] += 0 if colocated else tp
+    for each in guests:
+        for slot in placed[each.section]:
+            cpus_of[slot.node] += each.num_cpus
+    bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
+    return Placement(ranks, engines, placed, bundle)
+
+
+def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:
+    slots = config.cluster.gpus_per_node
+    if guests.tp is not None:
+        return tuple(_engine_slot(config, guests, guests.tp, engine, on_gpus) for engine in range(guests.num))
+    if guests.num > num_ranks:
         raise ConfigError(
-            f"critic.num_ranks={num_critics} ranks share the slots of the {len(ranks)} trainer ranks; lower it"
+            f"{guests.section}.num_ranks={guests.num} ranks share the slots of the {num_ranks} trainer ranks; lower it"
         )
-    critics = tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(num_critics))
-    ranks_of, engines_of = Counter(ranks), Counter(slot.node for slot in engines)
-    critics_of, tp = Counter(slot.node for slot in critics), config.rollout.tp
-    cpus = max(ranks_of[n] + critics_of[n] + engines_of[n] * tp for n in range(config.cluster.nodes))
-    gpus = max(ranks_of[node] + (0 if colocated else engines_of[node] * tp) for node in range(config.cluster.nodes))
-    return Placement(ranks, engines, critics, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if on_gpus else {}))
+    return tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(guests.num))
 
 
-def _shared_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> Slot:
-    tp, slots, nodes = config.rollout.tp, config.cluster.gpus_per_node, config.cluster.nodes
-    node = engine * nodes // num_engines
+def _engine_slot(config: Config, guests: Guests, tp: int, engine: int, on_gpus: bool) -> Slot:
+    slots, nodes, num = config.cluster.gpus_per_node, config.cluster.nodes, guests.num
+    node = engine * nodes // num
     if not on_gpus:
         return Slot(node, None)
-    first_here = -(-node * num_engines // nodes)
+    first_here = -(-node * num // nodes)
     first = (engine - first_here) * tp
     if first + tp > slots:
+        section = guests.section
         raise ConfigError(
-            f"rollout.num_engines={num_engines} of rollout.tp={tp} do not fit on cluster.nodes={nodes} x "
-            f"cluster.gpus_per_node={slots}, an engine within one node; lower rollout.num_engines or rollout.tp"
+            f"{section}.num_engines={num} of {section}.tp={tp} do not fit on cluster.nodes={nodes} x "
+            f"cluster.gpus_per_node={slots}, an engine within one node; lower {section}.num_engines or {section}.tp"
         )
     return Slot(node, tuple(range(first, first + tp)))
 

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
-from mcore_rl.runtime.placement import natural, place
+from mcore_rl.runtime.placement import Guests, natural, place
 from mcore_rl.runtime.ports import EPHEMERAL, free_port
 
 
@@ -67,6 +67,28 @@ def test_on_cpu_slots_are_processes_and_no_gpu_is_asked_for() -> None:
     found = place(config(2, 1), on_gpus=False, num_engines=1)
     assert [slot.devices for slot in found.engines] == [None]
     assert found.bundle == {"CPU": 2.0}
+
+
+def test_guests_share_the_gpus_of_the_trainers_and_bring_their_own_cpus() -> None:
+    guests = [Guests("critic", 5), Guests("reward_model", 2), Guests("judge", 3, tp=2)]
+    found = place(config(2, 4, tp=4), on_gpus=True, num_engines=2, guests=guests)
+    assert [(slot.node, slot.devices) for slot in found.guests["critic"]] == [*((0, (i,)) for i in range(4)), (1, (0,))]
+    assert [(slot.node, slot.devices) for slot in found.guests["reward_model"]] == [(0, (0,)), (0, (1,))]
+    assert [(slot.node, slot.devices) for slot in found.guests["judge"]] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1))]
+    # Of the first node: its trainer ranks, an engine, four critics, two reward models and two judges.
+    assert found.bundle == {"CPU": 4.0 + 4 + 4 + 2 + 2 * 2, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("guests", "key"),
+    [
+        (Guests("reward_model", 5), r"reward_model\.num_ranks=5 .* 4 trainer ranks"),
+        (Guests("judge", 3, tp=2), r"judge\.num_engines=3 of judge\.tp=2"),
+    ],
+)
+def test_guests_that_fit_nowhere_are_refused(guests: Guests, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        place(config(1, 4), on_gpus=True, num_engines=0, guests=[guests])
 
 
 def test_processes_that_share_no_memory_are_named() -> None:
