@@ -23,7 +23,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a prompt set, tokenised.
+    """One row of a prompt set, tokenised. `messages` are the chat messages that `text` renders (a plain string is one
+    of the user's), whole even where the text was truncated.
 
     Shapes: token_ids int32 [P].
     """
@@ -34,6 +35,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

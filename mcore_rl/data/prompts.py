@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.files import read_rows
-from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.data.templates import PromptRenderer, chat_messages, encode
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 
@@ -36,6 +36,7 @@ class PromptSet:
     data_sources: list[str]
     ground_truths: list[Any]
     extra_infos: list[dict[str, Any]]
+    messages: list[list[dict[str, Any]]]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -50,6 +51,7 @@ class PromptSet:
             data_source=self.data_sources[row],
             ground_truth=self.ground_truths[row],
             extra_info=self.extra_infos[row],
+            messages=self.messages[row],
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
@@ -141,6 +143,7 @@ def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
         data_sources=[prompt.data_source for prompt in prompts],
         ground_truths=[prompt.ground_truth for prompt in prompts],
         extra_infos=[prompt.extra_info for prompt in prompts],
+        messages=[prompt.messages for prompt in prompts],
     )
 
 
@@ -162,13 +165,14 @@ def tokenise_block(
     block: list[tuple[str, dict[str, Any]]], renderer: PromptRenderer, data_config: DataConfig, key: str
 ) -> list[Prompt]:
     """Prompts of a block's rows, whatever their length; `row` is -1 until they are part of a set."""
-    texts = []
+    texts, conversations = [], []
     for place, row in block:
         where = f"{key}: {place}"
-        texts.append(renderer.render(_prompt_of(row, data_config, where), where))
+        conversations.append(chat_messages(_prompt_of(row, data_config, where), where))
+        texts.append(renderer.render(conversations[-1], where))
     ids = encode(renderer.tokenizer, texts, renderer.leading_ids)
     prompts = []
-    for (place, row), text, token_ids in zip(block, texts, ids, strict=True):
+    for (place, row), messages, text, token_ids in zip(block, conversations, texts, ids, strict=True):
         where = f"{key}: {place}"
         prompts.append(
             Prompt(
@@ -178,6 +182,7 @@ def tokenise_block(
                 data_source=_data_source_of(row, where),
                 ground_truth=_ground_truth_of(row, data_config, where),
                 extra_info=_extra_info_of(row, where),
+                messages=messages,
             )
         )
     return prompts

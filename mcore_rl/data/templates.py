@@ -42,7 +42,7 @@ class PromptRenderer:
 
         Raises: DataError for an empty prompt, one of another type, or one that the chat template refuses.
         """
-        messages = _messages(prompt, where)
+        messages = chat_messages(prompt, where)
         if self._chat:
             return self._render_chat(messages, where)
         return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
@@ -74,8 +74,12 @@ def encode(
     return [np.array(lead + ids if lead else ids, np.int32) for ids in encoded["input_ids"]]
 
 
-def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Chat messages with a non-empty content somewhere; keys that a parquet struct leaves null are gone."""
+def chat_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages with a non-empty content somewhere, of a list of them or of a string, which becomes one of the
+    user's; keys that a parquet struct leaves null are gone.
+
+    Raises: DataError for an empty prompt or one of another type.
+    """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):

@@ -17,7 +17,7 @@ from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.placement import Placement, place
 from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
-from mcore_rl.runtime.roles import Role
+from mcore_rl.runtime.roles import Role, Surroundings
 
 PLACE = "scheduling_strategy"
 
@@ -59,6 +59,7 @@ def launch(
             check_one_host([("driver", this_host()), *_hosts(watch, ranks, engines)])
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
+        around = Surroundings(config, references, watch)
         starting = [
             engine.setup.remote(config, slot.devices, references)
             for engine, slot in zip(engines, placement.engines, strict=True)
@@ -71,7 +72,7 @@ def launch(
             pool.sleep(keep_weights=False)
         for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
             section = role.guests.section
-            of_role = role.set_up(config, started.beside[section], placement.guests[section], watch)
+            of_role = role.set_up(around, started.beside[section], placement.guests[section])
             if takes_turns and role.guests.tp is not None:
                 watch.get(of_role)
             starting += of_role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,17 @@ from mcore_rl.runtime.placement import Guests, Slot
 from mcore_rl.runtime.processes import CriticProcess
 from mcore_rl.types import Batch
 
-SetUp = Callable[[Config, list[Any], Sequence[Slot], Watch], list[Any]]
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What set-ups share: `prompts` are references of the prompt sets, by name."""
+
+    config: Config
+    prompts: Mapping[str, Any]
+    watch: Watch
+
+
+SetUp = Callable[[Surroundings, list[Any], Sequence[Slot]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -31,11 +41,11 @@ class Role:
     group: Callable[[list[Any], Watch], Any]
 
 
-def set_up_ranks(config: Config, handles: list[Any], slots: Sequence[Slot], watch: Watch) -> list[Any]:
+def set_up_ranks(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
     """Ranks of one process group, which meet where the first of them is."""
-    address = watch.get([handles[0].free_address.remote()])[0]
+    address = around.watch.get([handles[0].free_address.remote()])[0]
     return [
-        handle.setup.remote(config, rank, len(handles), address, slot.devices)
+        handle.setup.remote(around.config, rank, len(handles), address, slot.devices)
         for rank, (handle, slot) in enumerate(zip(handles, slots, strict=True))
     ]
 

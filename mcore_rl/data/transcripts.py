@@ -1,0 +1,57 @@
+"""What was asked and what was answered, as text: for models that judge with a tokenizer of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcore_rl.types import Prompt, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """`response` as graders see it, without special tokens."""
+
+    prompt: Prompt
+    response: str
+
+
+class PromptSource(Protocol):
+    def __getitem__(self, row: int) -> Prompt: ...
+
+
+class TextDecoder(Protocol):
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
+
+
+def transcripts(
+    buffers: TrajectoryBuffers,
+    rows: np.ndarray,
+    prompt_rows: np.ndarray,
+    prompts: PromptSource,
+    decoder: TextDecoder,
+) -> list[Transcript]:
+    """Of trajectories `rows` of the buffers.
+
+    Shapes: rows [b]; prompt_rows [B] as in RolloutScalars, of all trajectories of the buffers.
+    """
+    return [
+        Transcript(
+            prompts[int(prompt_rows[row])],
+            decoder.decode(response_ids(buffers, int(row)).tolist(), skip_special_tokens=True),
+        )
+        for row in rows
+    ]
+
+
+def trajectory_ids(buffers: TrajectoryBuffers, row: int) -> np.ndarray:
+    """Token ids of prompt and response, int32 [S]."""
+    return buffers.tokens[buffers.token_offsets[row] : buffers.token_offsets[row + 1]]
+
+
+def response_ids(buffers: TrajectoryBuffers, row: int) -> np.ndarray:
+    """Token ids of the response, int32 [T]."""
+    return trajectory_ids(buffers, row)[int(buffers.prompt_tokens[row]) :]

@@ -1,0 +1,50 @@
+"""Transcripts: every response beside its own prompt, decoded as graders see it; prompts keep their messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.transcripts import transcripts
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+
+CHAT = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "2+2?"}]
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": CHAT, "answer": "4"}]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, tokenizer_file: Path) -> PromptSet:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return load_prompts(path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())[0]
+
+
+def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int, str]]) -> TrajectoryBuffers:
+    """As a rollout worker packs them; every response ends with the end of text."""
+    from mcore_rl.rollout.worker import pack_trajectories
+
+    tokenizer = load_tokenizer(tokenizer_file)
+    requests, completions = [], []
+    for index, (row, text) in enumerate(answers):
+        ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
+        requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
+        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0))
+    return pack_trajectories(requests, completions)
+
+
+def test_prompts_keep_their_messages(prompts: PromptSet) -> None:
+    assert prompts[0].messages == [{"role": "user", "content": "1+1="}]
+    assert prompts[1].messages == CHAT
+    assert prompts.take([1, 0])[0].messages == CHAT
+
+
+def test_every_response_has_its_prompt_and_no_special_tokens(prompts: PromptSet, tokenizer_file: Path) -> None:
+    buffers = buffers_of(prompts, tokenizer_file, [(1, "four"), (1, ""), (0, "zwei ä")])
+    found = transcripts(buffers, np.array([2, 0, 1]), np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
+    assert [(each.prompt.row, each.response) for each in found] == [(0, "zwei ä"), (1, "four"), (1, "")]
