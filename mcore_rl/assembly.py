@@ -14,6 +14,7 @@ import numpy as np
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.config.reference import uses_reference
+from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
@@ -22,7 +23,6 @@ from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
-from mcore_rl.rewards.functions import NO_RULE
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
@@ -32,6 +32,7 @@ from mcore_rl.runtime.health import stop_requested
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
+from mcore_rl.runtime.reward_model import reward_model_role
 from mcore_rl.runtime.roles import Role, critic_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
@@ -65,6 +66,8 @@ def _roles(prepared: Prepared) -> list[Role]:
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
         )
         roles.append(critic_role(_rank_map(prepared.critic), own_batch))
+    if prepared.reward_model is not None:
+        roles.append(reward_model_role(_rank_map(prepared.reward_model)))
     return roles
 
 
@@ -139,7 +142,11 @@ class _Site:
 
     def _scorers(self, in_phase: Callable[..., Any]) -> dict[str, WeightedScorer]:
         """Reward models, by the name that metrics and records give them."""
-        return {}
+        group = self.processes.groups.get("reward_model")
+        if group is None:
+            return {}
+        scorer = self._timed(in_phase(group, score=Phase.KEEP), score="reward_model")
+        return {"model": WeightedScorer(scorer, self.config.reward_model.weight)}
 
     def _critic(self, in_phase: Callable[..., Any]) -> Any:
         critic = self.processes.groups.get("critic")

@@ -16,13 +16,16 @@ from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.config import (
     Config,
     num_critic_ranks,
+    num_reward_model_ranks,
     num_trainer_ranks,
     read_hf_config,
     validate,
     validate_critic,
+    validate_reward_model,
     write_resolved,
 )
 from mcore_rl.config.reference import uses_reference
+from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
@@ -36,6 +39,7 @@ from mcore_rl.megatron.layout import check_experts, model_arguments, train_layou
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rollout.reward_inputs import RewardInputs
 from mcore_rl.trainer.batches import response_filter
 from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
@@ -43,6 +47,7 @@ from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
 from model_converters.mtp import num_mtp_layers, settle_mtp, without_mtp
 from model_converters.table import bind
+from model_converters.value_head import settle_value_head, value_model_config
 
 # Of a checkpoint: a parameter, the float32 main copy of a bfloat16 one, and two float32 Adam moments.
 CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
@@ -61,6 +66,8 @@ class Prepared:
     estimator: Estimator
     critic: TrainLayout | None = None
     """Of the critic, where the estimator needs one."""
+    reward_model: TrainLayout | None = None
+    """Of the reward model, where responses are scored by one."""
 
 
 def prepare(config: Config) -> Prepared:
@@ -84,6 +91,7 @@ def prepare(config: Config) -> Prepared:
     if uses_reference(config):
         _check_reference(config, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    reward_model = _reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
     reports = []
@@ -99,6 +107,10 @@ def prepare(config: Config) -> Prepared:
                     path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit
                 )
                 reports.append(report)
+        if reward_model is not None:
+            inputs = RewardInputs(config)
+            for name, loaded in prompts.items():
+                inputs.check(loaded, f"data.{name}")
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
@@ -107,7 +119,7 @@ def prepare(config: Config) -> Prepared:
     if uses_reference(config) and config.reference.refresh_every_steps:
         checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
     cost = sequence_cost(hf_config)
-    return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic)
+    return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic, reward_model)
 
 
 def _trained_model(config: Config) -> dict[str, Any]:
@@ -160,6 +172,34 @@ def _critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
             f"critic.parallel: {layout.dp} data-parallel ranks of the critic beside {actor.dp} of the policy; one "
             "number must divide the other: change critic.num_ranks or critic.parallel"
         )
+    return layout
+
+
+def _reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
+    """What can be refused of a reward model before it is built; of its weights the headers are read."""
+    section = config.reward_model
+    if not needs.advantages:
+        raise ConfigError(
+            f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
+            f"{config.algorithm.policy_loss.name} is supervised; set it to null"
+        )
+    validate_reward_model(config)
+    with named_as("reward_model", section):
+        view = as_actor(config, section)
+        hf_config = without_mtp(read_hf_config(view))
+        layout = train_layout(section.parallel, num_reward_model_ranks(config), hf_config)
+        check_experts(section.moe, model_arguments(hf_config).transformer)
+        _check_implementation(view, hf_config, layout)
+        try:
+            with HFCheckpoint(view.model.hf_path) as checkpoint:
+                rows, dropped = settle_value_head(checkpoint, required=True)
+                bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
+                check_complete(bound, checkpoint.shapes, dropped=dropped)
+        except ConversionError as error:
+            raise ConfigError(
+                f"model.hf_path={view.model.hf_path}: {' '.join(str(error).split())}; set model.hf_path to a sequence "
+                "classification checkpoint with one label"
+            ) from None
     return layout
 
 
@@ -228,6 +268,8 @@ def _make_paths_absolute(config: Config) -> None:
     config.model.hf_path = os.path.abspath(config.model.hf_path)
     if config.reference.hf_path is not None:
         config.reference.hf_path = os.path.abspath(config.reference.hf_path)
+    if config.reward_model.hf_path is not None:
+        config.reward_model.hf_path = os.path.abspath(config.reward_model.hf_path)
     if config.model.tokenizer_path is not None:
         config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
     if config.trainer.export_hf is not None:

@@ -39,16 +39,19 @@ def with_value_head(rows: list[Row], config: HFConfig) -> list[Row]:
     return [head if row.mcore == VALUE_HEAD else row for row in rows]
 
 
-def settle_value_head(checkpoint: HFCheckpoint) -> tuple[list[Row], tuple[str, ...]]:
+def settle_value_head(checkpoint: HFCheckpoint, *, required: bool = False) -> tuple[list[Row], tuple[str, ...]]:
     """The rows that the checkpoint can fill, without the head's where it has none, and its tensors that are dropped on
     purpose, for load_tensors.
 
-    Raises: ConversionError for a head of several labels, or one with a bias that is not zero.
+    Raises: ConversionError for a head of several labels, one with a bias that is not zero, or none where it is
+    `required`.
     """
     _, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=False)
     config = value_model_config(checkpoint.config)
     rows = with_value_head(checkpoint.family.rows(config), config)
     score = checkpoint.shapes.get(_SCORE)
+    if score is None and required:
+        raise ConversionError(f"there is no score head ({_SCORE}), as sequence classification with one label has it")
     if score is None:
         rows = [row for row in rows if row.mcore != VALUE_HEAD]
     elif score[0] != 1:

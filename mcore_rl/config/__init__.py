@@ -4,10 +4,12 @@ from mcore_rl.config.load import known_keys, load_config, write_resolved
 from mcore_rl.config.schema import Config
 from mcore_rl.config.validation import (
     num_critic_ranks,
+    num_reward_model_ranks,
     num_trainer_ranks,
     read_hf_config,
     validate,
     validate_critic,
+    validate_reward_model,
 )
 
 __all__ = [
@@ -15,9 +17,11 @@ __all__ = [
     "known_keys",
     "load_config",
     "num_critic_ranks",
+    "num_reward_model_ranks",
     "num_trainer_ranks",
     "read_hf_config",
     "validate",
     "validate_critic",
+    "validate_reward_model",
     "write_resolved",
 ]

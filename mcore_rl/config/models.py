@@ -117,6 +117,17 @@ class CriticConfig(ActorConfig):
 
 
 @dataclass
+class RewardModelConfig(ActorConfig):
+    """A frozen model that scores responses. Of the actor's keys it has those of a layout of its own, the budget of a
+    row, moe.dispatcher, fp8 and offload.params, by which its weights lie in host memory but for its own pass."""
+
+    hf_path: str | None = None
+    """HF directory of a sequence classification model with one label; null: no reward model."""
+    weight: float = 1.0
+    """Of its score in the sum with the rule's reward."""
+
+
+@dataclass
 class ReferenceConfig:
     """The frozen policy that algorithm.kl compares with, on the ranks and in the layout of the actor."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+NO_RULE = "none"
+"""Value of reward.function where reward models alone give rewards."""
+
 
 @dataclass
 class OverlongConfig:

@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mcore_rl.config.models import CriticConfig
+from mcore_rl.config.models import CriticConfig, RewardModelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+Section = CriticConfig | RewardModelConfig
 
-def as_actor(config: Config, section: CriticConfig) -> Config:
+
+def as_actor(config: Config, section: Section) -> Config:
     """The configuration in which `section` stands where shared code looks for the actor, and its checkpoint where that
     code looks for the model."""
     return replace(config, actor=section, model=replace(config.model, hf_path=section.hf_path or config.model.hf_path))
 
 
 @contextmanager
-def named_as(role: str, section: CriticConfig) -> Iterator[None]:
+def named_as(role: str, section: Section) -> Iterator[None]:
     """Within the block a ConfigError, whose message is of the actor's keys, names those of the role.
 
     Raises: ConfigError.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig
+from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import RewardConfig
 
 
@@ -191,6 +191,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reference import check_reference
+from mcore_rl.config.reward_model import check_rewards
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -116,6 +117,11 @@ def num_critic_ranks(config: Config) -> int:
     return config.critic.num_ranks or num_trainer_ranks(config)
 
 
+def num_reward_model_ranks(config: Config) -> int:
+    """Ranks of the reward model: reward_model.num_ranks, or as many as the policy has."""
+    return config.reward_model.num_ranks or num_trainer_ranks(config)
+
+
 def validate(config: Config, *, run_here: bool = True) -> None:
     """Runs every check that needs only the configuration and the model's config.json; run_here=False leaves out
     what this machine is asked, as a plan is made on another one than the run.
@@ -132,6 +138,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_actor,
         _check_replay,
         check_reference,
+        check_rewards,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:
@@ -162,6 +169,18 @@ def validate_critic(config: Config) -> None:
             raise ConfigError(f"critic.{key}={value} has no effect: a critic predicts no tokens; leave it at {only}")
     if critic.clip_range is not None and critic.clip_range <= 0:
         raise ConfigError(f"critic.clip_range={critic.clip_range} must be above 0, or null for no bound")
+
+
+def validate_reward_model(config: Config) -> None:
+    """What `validate` checks of the actor, of the reward model; for runs that have one.
+
+    Raises: ConfigError naming the key.
+    """
+    with named_as("reward_model", config.reward_model):
+        view = as_actor(config, config.reward_model)
+        for check in (_check_values, _check_row, _check_layout):
+            check(view)
+        read_hf_config(view)
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

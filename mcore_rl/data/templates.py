@@ -35,7 +35,7 @@ class PromptRenderer:
         self._plain_template = data_config.plain_template
         if not self._chat and _PLACEHOLDER not in self._plain_template:
             raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
-        self.leading_ids = [] if self._chat else _leading_ids(tokenizer)
+        self.leading_ids = [] if self._chat else leading_ids(tokenizer)
 
     def render(self, prompt: Any, where: str) -> str:
         """The text of a prompt, a string or a list of chat messages. `where` starts error messages.
@@ -44,17 +44,21 @@ class PromptRenderer:
         """
         messages = chat_messages(prompt, where)
         if self._chat:
-            return self._render_chat(messages, where)
+            return render_chat(self.tokenizer, messages, where, add_generation_prompt=True)
         return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
 
-    def _render_chat(self, messages: list[dict[str, Any]], where: str) -> str:
-        from jinja2 import TemplateError
 
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
-            raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {error}") from error
-        return str(text)
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, *, add_generation_prompt: bool
+) -> str:
+    """Raises: DataError for messages that the chat template refuses."""
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError) as error:
+        raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {error}") from error
+    return str(text)
 
 
 def encode(
@@ -94,7 +98,8 @@ def chat_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens, such as a BOS, that the tokenizer puts before plain text."""
     # Asking for special tokens outright would also append the EOS that some tokenizers end a text with, and a prompt
     # must not end.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]

@@ -12,7 +12,6 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import parallel
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
@@ -22,13 +21,15 @@ from mcore_rl.megatron.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.trained_model import TrainedModel
-from mcore_rl.megatron.value_model import ValueModel, initialize_head, load_value_model
+from mcore_rl.megatron.value_model import (
+    ValueModel,
+    initialize_head,
+    load_value_model,
+    read_value_config,
+    whole_values,
+)
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
-from model_converters.errors import ConversionError
-from model_converters.families import family_for
-from model_converters.hf_config import read_hf_config
 from model_converters.layout import TrainLayout
-from model_converters.value_head import value_model_config
 
 
 class MegatronCritic:
@@ -49,7 +50,7 @@ class MegatronCritic:
         self.rank, self.world_size, self.clip_range = rank, world_size, config.critic.clip_range
         with named_as("critic", config.critic):
             self.config = as_actor(config, config.critic)
-            self.hf_config = _hf_config(self.config)
+            self.hf_config = read_value_config(self.config)
             self.layout = train_layout(self.config.actor.parallel, world_size, self.hf_config)
             join_ranks(self.config, self.layout, rank, init_method)
             chunks = value_chunks(self.config, self.hf_config, self.layout)
@@ -123,14 +124,8 @@ class MegatronCritic:
         parallel.destroy()
 
     def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
-        """By sample, joined over the context-parallel ranks."""
         del chunk
-        values = output.index_select(0, batch.predictors)
-        if self.model.context.size > 1 and len(batch.owners):
-            values = self.model.context.gather(values[None], batch.owners)[0]
-        ends = np.cumsum(batch.whole_counts, dtype=np.int64)
-        parts = np.split(values.cpu().numpy(), ends)[:-1]  # the last is what follows the last sample: nothing
-        return dict(zip(batch.samples, parts, strict=True))
+        return whole_values(batch, output, self.model.context)
 
     def _loss_closure(
         self, returns: Mapping[int, np.ndarray], chunk: torch.nn.Module, batch: MicroBatch
@@ -170,12 +165,3 @@ def value_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout)
     else:
         load_value_model(chunks, config.model.hf_path, layout, seed)
     return chunks
-
-
-def _hf_config(config: Config) -> dict[str, Any]:
-    try:
-        hf_config = read_hf_config(config.model.hf_path)
-        family_for(hf_config)
-        return value_model_config(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error

@@ -13,15 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.context import ContextPart
+from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.output import PolicyModel, unwrap
 from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.hf_config import read_hf_config
 from model_converters.io import HFCheckpoint
 from model_converters.layout import TrainLayout
 from model_converters.plan import load_tensors
@@ -78,24 +84,54 @@ class ValueModel(PolicyModel):
         return state
 
 
-def load_value_model(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int) -> None:
-    """As loading.load_hf, of an HF causal model, whose head is then initialised, or of a classification model with one
-    label, whose head is the value head.
+def read_value_config(config: Config) -> dict[str, Any]:
+    """config.json of the value model at model.hf_path.
+
+    Raises: ConfigError for one that cannot be read, or of no known family.
+    """
+    try:
+        hf_config = read_hf_config(config.model.hf_path)
+        family_for(hf_config)
+        return value_model_config(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
+
+
+def load_value_model(
+    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None
+) -> None:
+    """As loading.load_hf, of a classification model with one label, whose head is the value head, or of an HF causal
+    model, whose head is initialised with `seed`; without a seed a causal model is refused.
 
     Raises: ConfigError saying what is missing, unknown, truncated or misshapen.
     """
     tensors = canonical_tensors(chunks)
     dtype = next(iter(tensors.values())).dtype
-    initialize_head(chunks, seed)
+    if seed is not None:
+        initialize_head(chunks, seed)
     try:
         with HFCheckpoint(directory) as checkpoint, torch.no_grad():
-            rows, dropped = settle_value_head(checkpoint)
+            rows, dropped = settle_value_head(checkpoint, required=seed is None)
             if all(row.mcore != VALUE_HEAD for row in rows):
                 tensors.pop(VALUE_HEAD, None)
             bound = bind(rows, value_model_config(checkpoint.config), dtype)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
         raise ConfigError(f"model.hf_path={directory}: {error}") from error
+
+
+def whole_values(batch: MicroBatch, output: torch.Tensor, context: ContextPart) -> dict[int, np.ndarray]:
+    """The values that predict the trained tokens, by sample, joined over the context-parallel ranks.
+
+    Shapes: output [T] of this rank's tokens; result float32 [n] of the whole response.
+    Collective: the context-parallel group.
+    """
+    values = output.index_select(0, batch.predictors)
+    if context.size > 1 and len(batch.owners):
+        values = context.gather(values[None], batch.owners)[0]
+    ends = np.cumsum(batch.whole_counts, dtype=np.int64)
+    parts = np.split(values.cpu().numpy(), ends)[:-1]  # the last is what follows the last sample: nothing
+    return dict(zip(batch.samples, parts, strict=True))
 
 
 @torch.no_grad()

@@ -12,13 +12,13 @@ from numbers import Real
 from typing import Any
 
 from mcore_rl.config.functions import check_call, load_function
-from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward import NO_RULE, RewardConfig
 from mcore_rl.types import Score
 
 KEY = "reward.function"
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 FORM = f"f({', '.join(GIVEN)}, **reward.kwargs)"
-BUILTIN, NO_RULE = "math", "none"
+BUILTIN = "math"
 MAX_MESSAGE_CHARS = 300
 
 

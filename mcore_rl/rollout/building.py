@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.vllm import VllmEngine
-from mcore_rl.rollout.worker import PromptSource, RolloutWorker
+from mcore_rl.rollout.worker import RolloutWorker
 
 
 def build_worker(config: Config, rewarder: Rewarder, prompts: Mapping[str, PromptSource]) -> RolloutWorker:

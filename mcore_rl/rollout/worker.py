@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
+from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.ports import Rewarder, RolloutEngine
 from mcore_rl.types import (
     Completion,
@@ -42,14 +42,6 @@ class RolloutTask:
     sampling: SamplingOptions
     seed: int
     records: str | None = None
-
-
-class PromptSource(Protocol):
-    def __getitem__(self, row: int) -> Prompt: ...
-
-
-class TextDecoder(Protocol):
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
 class RolloutWorker:

@@ -111,7 +111,7 @@ class RankGroup:
         return sum(self.on_every_rank("offload", [(parts,)] * len(self.handles)))
 
     def spans(self) -> list[Span]:
-        return _drain(self.watch, self.handles)
+        return drain_spans(self.watch, self.handles)
 
 
 @dataclass
@@ -267,8 +267,9 @@ class EnginePool:
         self.call("wake_up", part)
 
     def spans(self) -> list[Span]:
-        return _drain(self.watch, self.handles)
+        return drain_spans(self.watch, self.handles)
 
 
-def _drain(watch: Watch, handles: Sequence[Any]) -> list[Span]:
+def drain_spans(watch: Watch, handles: Sequence[Any]) -> list[Span]:
+    """What the processes have recorded since the last time."""
     return [span for spans in watch.get([handle.drain_spans.remote() for handle in handles]) for span in spans]

@@ -30,7 +30,15 @@ from mcore_rl.types import (
 )
 
 
-class _Process:
+def see_only(devices: tuple[int, ...] | None) -> None:
+    """Hides the node's other GPUs from this process, before torch is imported in it; None: Ray has done so."""
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+
+
+class RunProcess:
+    """What all processes have in common."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.spans = SpanRecorder(name)
@@ -48,14 +56,18 @@ class _Process:
         return self.spans.drain()
 
 
-class _RankProcess(_Process):
-    """One rank of a model that is trained: what actor and critic have in common. `role` is the rank."""
-
-    role: Any
+class RankProcess(RunProcess):
+    """One rank of a process group."""
 
     def free_address(self) -> str:
         """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+
+
+class TrainedRankProcess(RankProcess):
+    """One rank of a model that is trained: what actor and critic have in common. `role` is the rank."""
+
+    role: Any
 
     def offload(self, parts: tuple[str, ...]) -> int:
         """Returns the bytes of this rank that are away."""
@@ -88,7 +100,7 @@ class _RankProcess(_Process):
 
 
 @ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
-class TrainerProcess(_RankProcess):
+class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
@@ -184,14 +196,13 @@ class TrainerProcess(_RankProcess):
 
 
 @ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
-class CriticProcess(_RankProcess):
+class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
     def setup(
         self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: tuple[int, ...] | None
     ) -> None:
-        if visible_devices is not None:  # before torch is imported here
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
+        see_only(visible_devices)
         from mcore_rl.megatron.critic import MegatronCritic
 
         with self.spans.span("setup"):
@@ -228,7 +239,7 @@ def joined(columns: Sequence[TokenColumn]) -> dict[int, Any]:
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
-class EngineProcess(_Process):
+class EngineProcess(RunProcess):
     """One rollout engine with its grading processes."""
 
     def setup(
@@ -237,8 +248,7 @@ class EngineProcess(_Process):
         visible_devices: tuple[int, ...] | None,
         prompts: dict[str, Any],
     ) -> None:
-        if visible_devices is not None:  # before torch is imported here
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
+        see_only(visible_devices)
         from mcore_rl.rewards.manager import RewardManager
         from mcore_rl.rollout.building import build_worker
 

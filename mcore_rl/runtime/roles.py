@@ -41,11 +41,11 @@ class Role:
     group: Callable[[list[Any], Watch], Any]
 
 
-def set_up_ranks(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
-    """Ranks of one process group, which meet where the first of them is."""
+def set_up_ranks(around: Surroundings, handles: list[Any], slots: Sequence[Slot], *more: Any) -> list[Any]:
+    """Ranks of one process group, which meet where the first of them is; `more` is what their set-up takes besides."""
     address = around.watch.get([handles[0].free_address.remote()])[0]
     return [
-        handle.setup.remote(around.config, rank, len(handles), address, slot.devices)
+        handle.setup.remote(around.config, rank, len(handles), address, slot.devices, *more)
         for rank, (handle, slot) in enumerate(zip(handles, slots, strict=True))
     ]
 

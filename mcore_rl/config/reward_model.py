@@ -1,0 +1,65 @@
+"""When a run has a reward model, and which keys of its section, or of the rewards, then have no effect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+OF_A_FROZEN_MODEL = (
+    "hf_path",
+    "weight",
+    "num_ranks",
+    "tokens_per_microbatch",
+    "moe.dispatcher",
+    "fp8",
+    "offload.params",
+)
+"""Keys beside parallel.* that a model without gradients and vocabulary has a use for."""
+
+
+def uses_reward_model(config: Config) -> bool:
+    """Whether a model on ranks of its own scores responses."""
+    return config.reward_model.hf_path is not None
+
+
+def check_rewards(config: Config) -> None:
+    """Raises: ConfigError for a key without effect, and where nothing gives rewards."""
+    section = config.reward_model
+    for key, value, only in _changed(section, type(section)(), ""):
+        shown = "null" if only is None else only
+        if section.hf_path is None:
+            raise ConfigError(
+                f"reward_model.{key}={value} has no effect; set reward_model.hf_path, or leave reward_model.{key} at "
+                f"{shown}"
+            )
+        if key not in OF_A_FROZEN_MODEL and not key.startswith("parallel."):
+            raise ConfigError(
+                f"reward_model.{key}={value} has no effect: a reward model is not trained and predicts no tokens; "
+                f"leave it at {shown}"
+            )
+    if not math.isfinite(section.weight) or section.weight == 0:
+        raise ConfigError(
+            f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
+            "reward_model.hf_path to null"
+        )
+    if config.reward.function == NO_RULE and not uses_reward_model(config):
+        raise ConfigError(
+            "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
+            "classification checkpoint, or reward.function to a rule"
+        )
+
+
+def _changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, default) of every leaf that is not at its default."""
+    for field in fields(section):
+        key, value, only = f"{prefix}{field.name}", getattr(section, field.name), getattr(default, field.name)
+        if is_dataclass(value):
+            yield from _changed(value, only, f"{key}.")
+        elif value != only:
+            yield key, value, only

@@ -1,0 +1,123 @@
+"""The token ids in which a reward model reads a response: the policy's own, or those of its own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_rl.config.schema import Config
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.templates import encode, leading_ids, render_chat
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.transcripts import PromptSource, Transcript, trajectory_ids, transcripts
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types import TrajectoryBuffers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardInputs:
+    """Where tokenizer and chat template of reward_model.hf_path equal the policy's, a response is read in the tokens of
+    its trajectory. Otherwise it is `reencoded`: its text becomes the assistant's answer in the conversation that the
+    reward model's chat template renders or, where it has none, the text behind the prompt's as the policy saw it.
+
+    Raises: ConfigError for a tokenizer that is missing or knows more tokens than the model, and for limits of lengths
+    that the model cannot keep.
+    """
+
+    def __init__(self, config: Config) -> None:
+        path = str(config.reward_model.hf_path)
+        self._policy_tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+        try:
+            self._tokenizer = load_tokenizer(path)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.tokenizer_path", "reward_model.hf_path")) from error
+        self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
+        hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        self._positions: int | None = hf_config.get("max_position_embeddings")
+        self._budget = config.reward_model.tokens_per_microbatch
+        known, vocabulary = len(self._tokenizer), hf_config.get("vocab_size")
+        if vocabulary is not None and known > vocabulary:
+            raise ConfigError(
+                f"reward_model.hf_path={path}: its tokenizer knows {known} tokens, its model vocab_size={vocabulary}; "
+                "set it to a checkpoint with the model's own tokenizer"
+            )
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        if not self.reencoded and self._positions and longest > self._positions:
+            raise ConfigError(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds "
+                f"max_position_embeddings={self._positions} of reward_model.hf_path={path}; lower them"
+            )
+
+    def check(self, prompts: PromptSet, key: str) -> None:
+        """Encodes every prompt with an empty answer, where prompts are encoded anew.
+
+        Raises: DataError, naming the row, for a prompt that leaves no room or that the chat template refuses.
+        """
+        if self.reencoded:
+            self._encode([Transcript(prompts[row], "") for row in range(len(prompts))], key)
+
+    def of(
+        self,
+        buffers: TrajectoryBuffers,
+        rows: np.ndarray,
+        prompt_rows: np.ndarray,
+        prompts: PromptSource | None,
+        key: str,
+    ) -> list[np.ndarray]:
+        """Token ids of trajectories `rows` of the buffers, int32 [S] each; `key` names the prompt set in messages.
+        `prompts` may be None unless responses are `reencoded`.
+
+        Shapes: rows [b]; prompt_rows [B] as in RolloutScalars.
+        Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens.
+        """
+        if not self.reencoded:
+            return [trajectory_ids(buffers, int(row)) for row in rows]
+        assert prompts is not None
+        return self._encode(transcripts(buffers, rows, prompt_rows, prompts, self._policy_tokenizer), key)
+
+    def _encode(self, given: Sequence[Transcript], key: str) -> list[np.ndarray]:
+        if self._tokenizer.chat_template is None:
+            texts = [each.prompt.text + each.response for each in given]
+            found = encode(self._tokenizer, texts, leading_ids(self._tokenizer))
+        else:
+            found = encode(self._tokenizer, [self._conversation(each, key) for each in given])
+        for each, ids in zip(given, found, strict=True):
+            self._check_length(len(ids), f"{key}, row {each.prompt.row}")
+        return found
+
+    def _conversation(self, transcript: Transcript, key: str) -> str:
+        answer = {"role": "assistant", "content": transcript.response}
+        messages, where = [*transcript.prompt.messages, answer], f"{key}, row {transcript.prompt.row}: reward_model"
+        return render_chat(self._tokenizer, messages, where, add_generation_prompt=False)
+
+    def _check_length(self, length: int, where: str) -> None:
+        if length == 0:
+            raise DataError(f"{where}: neither prompt nor response has a token in the reward model's tokenizer")
+        if length > self._budget:
+            raise DataError(
+                f"{where}: prompt and response take {length} tokens of the reward model's tokenizer, more than "
+                f"reward_model.tokens_per_microbatch={self._budget}; raise it, or lower rollout.max_response_tokens"
+            )
+        if self._positions and length > self._positions:
+            raise DataError(
+                f"{where}: prompt and response take {length} tokens of the reward model's tokenizer, more than its "
+                f"max_position_embeddings={self._positions}; lower rollout.max_response_tokens"
+            )
+
+
+def same_encoding(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether both render a conversation, and split any text, alike."""
+    return one.chat_template == other.chat_template and _rules(one) == _rules(other)
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    # How a caller last asked for batches is no property of the tokenizer.
+    return {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}

@@ -1,0 +1,70 @@
+"""Tasks whose responses data-parallel ranks score: cut into parts of equal work, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.data.packing import balance
+from mcore_rl.errors import NonFiniteError
+from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.types import RolloutScalars
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """What a data-parallel rank scores of one task.
+
+    Shapes: rows int64 [b], of the task's trajectories; numbers int64 [b], theirs among those of all tasks; prompt_rows
+    int64 [B], of all trajectories of the task.
+    """
+
+    prompt_set: str
+    prompt_rows: np.ndarray
+    rows: np.ndarray
+    numbers: np.ndarray
+
+
+def split_tasks(
+    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_dp_ranks: int
+) -> list[list[TaskPart]]:
+    """For every data-parallel rank its part of every task, empty where it has none, all of about as many tokens."""
+    starts = np.cumsum([0, *(len(scalars.rewards) for scalars in results)])
+    owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_dp_ranks)
+    of_ranks: list[list[TaskPart]] = [[] for _ in range(num_dp_ranks)]
+    for task, scalars, start in zip(tasks, results, starts, strict=False):
+        own = owners[start : start + len(scalars.rewards)]
+        for dp, of_rank in enumerate(of_ranks):
+            rows = np.flatnonzero(own == dp)
+            of_rank.append(TaskPart(task.prompt_set, scalars.prompt_rows, rows, rows + start))
+    return of_ranks
+
+
+def join_scores(
+    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], scores: Mapping[int, float]
+) -> list[np.ndarray]:
+    """Scores by number (as in TaskPart), of every response, as arrays of the tasks. Shapes: float32 [B] per task.
+
+    Raises: NonFiniteError naming the first response whose score is no number.
+    """
+    whole = np.array([scores[number] for number in range(len(scores))], np.float32)
+    ends = np.cumsum([len(scalars.rewards) for scalars in results])
+    assert len(whole) == ends[-1], f"{len(whole)} scores for {ends[-1]} responses"
+    joined = np.split(whole, ends[:-1])
+    for task, scalars, own in zip(tasks, results, joined, strict=True):
+        _require_finite(task, scalars, own)
+    return joined
+
+
+def _require_finite(task: RolloutTask, scalars: RolloutScalars, scores: np.ndarray) -> None:
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if not len(bad):
+        return
+    index = int(bad[0])
+    more = f", and {len(bad) - 1} more are no number" if len(bad) > 1 else ""
+    raise NonFiniteError(
+        f"the reward model's score of group {scalars.group_ids[index]}, sample {index % task.samples_per_prompt} (row "
+        f"{scalars.prompt_rows[index]} of data.{task.prompt_set}) is {scores[index]}{more}"
+    )
