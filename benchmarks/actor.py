@@ -111,7 +111,8 @@ def _places(share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray) -
 
 def _logp_row(actor: Any) -> Result:
     share, buffers = trajectories(EQUAL)
-    nothing = RankShare(**{name: values[:0] for name, values in vars(share).items()})
+    arrays = {name: values for name, values in vars(share).items() if name != "version"}
+    nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
     tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
     products = [(tokens, inner, outer) for inner, outer in _layer_products()] * MODEL["num_hidden_layers"]
     products.append((trained, MODEL["hidden_size"], MODEL["vocab_size"]))

@@ -101,7 +101,7 @@ class Driver:
         wall, cpu = self.pool.seconds_pretending() if isinstance(self.pool, ReadyPool) else (0.0, 0.0)
         seconds["collect"] -= wall
         with _timed(seconds, "batch"):
-            batch = self.batch_of(groups, step)
+            batch = self.batch_of(groups, step, step - 1)
         with _timed(seconds, "annotate"):
             annotated = self.ranks.annotate(batch)
         with _timed(seconds, "update"):

@@ -198,12 +198,12 @@ class _Site:
         phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
         return lambda target, **phase_of: InPhase(target, phases, **phase_of)
 
-    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int], Batch]:
+    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost
         build = batch_builder(self.config, dp_size, cost)
 
-        def batch_of(groups: Any, step: int) -> Batch:
-            batch = build(groups, step)
+        def batch_of(groups: Any, step: int, version: int) -> Batch:
+            batch = build(groups, step, version)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
             untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
             journal.record({"groups/untrained_responses": untrained})

@@ -141,6 +141,7 @@ class Batch:
 
     Shapes: chunk_ids, rows, dp_ranks, total_tokens, trained_tokens int32 [B]; group_ids int64 [B];
     rewards, advantages, loss_weights float32 [B]; updates: tuple of int64 index arrays.
+    `version` is the one of the weights that the first update starts from: no token was sampled with a newer one.
     loss_weights[b] multiplies every trained token of response b; with it the plain sum over all tokens of all
     ranks is the aggregated loss, so no rank ever needs another's count.
     """
@@ -156,6 +157,7 @@ class Batch:
     loss_weights: np.ndarray
     dp_ranks: np.ndarray
     updates: tuple[np.ndarray, ...]
+    version: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -176,6 +178,7 @@ class Batch:
             rewards=self.rewards[samples],
             advantages=self.advantages[samples],
             loss_weights=self.loss_weights[samples],
+            version=self.version,
         )
 
 
@@ -184,7 +187,7 @@ class RankShare:
     """What one data-parallel rank receives of a Batch for one update.
 
     Shapes: samples int64 [b] indices into the Batch (they name samples in errors and key annotations);
-    chunk_ids, rows int32 [b]; rewards, advantages, loss_weights float32 [b].
+    chunk_ids, rows int32 [b]; rewards, advantages, loss_weights float32 [b]. `version` is the batch's.
     """
 
     samples: np.ndarray
@@ -194,6 +197,7 @@ class RankShare:
     rewards: np.ndarray
     advantages: np.ndarray
     loss_weights: np.ndarray
+    version: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Needs:
     whole_sequence: all tokens of a response must be in one call, one response per row; other losses take any
     shape, so also tokens of many responses packed in one row.
     selection: some tokens are treated differently, chosen among all of an update (see selection.py).
-    staleness: how many versions of the weights old each token is.
+    staleness: of each token, in versions of the weights (see PolicyLossInputs).
     """
 
     group_ids: bool = False
@@ -79,9 +79,9 @@ class PolicyLossInputs:
     """Shapes: all [B, T], or any one shape for a loss without needs.whole_sequence. Units: logp in nats.
 
     logp alone carries gradient; mask is 1 on trained tokens. prox_logp: of the proximal policy, where it is not the
-    one of old_logp. staleness: updates of the weights between the one that a token was sampled with and the current
-    one. chosen (bool): of a loss with needs.selection, the tokens chosen among the whole update; None: it chooses
-    among these.
+    one of old_logp. staleness: how many versions newer than the weights that a token was sampled with those are that
+    the updates lead to; 1 where they start from the very weights that sampled. chosen (bool): of a loss with
+    needs.selection, the tokens chosen among the whole update; None: it chooses among these.
     """
 
     logp: Tensor

@@ -85,6 +85,7 @@ def build_batch(
     weights_of: Callable[[np.ndarray], np.ndarray],
     cut: UpdateCut,
     trained: np.ndarray | None = None,
+    version: int = 0,
 ) -> Batch:
     """The batch of one training step.
 
@@ -94,7 +95,8 @@ def build_batch(
 
     Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`;
     weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; trained
-    bool [B], responses that are not have weight 0 and are not counted in the weights of others.
+    bool [B], responses that are not have weight 0 and are not counted in the weights of others; `version` of the
+    weights that the step starts from.
     Raises: ConfigError when no response is kept or prompts_per_update does not divide the number of groups.
     """
     kept = gather(scalars, keep)
@@ -119,6 +121,7 @@ def build_batch(
         loss_weights=loss_weights,
         dp_ranks=dp_ranks,
         updates=_repeat(first_epoch, cut),
+        version=version,
     )
 
 

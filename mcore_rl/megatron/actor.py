@@ -95,7 +95,8 @@ class MegatronActor:
         each. They stay on the ranks of the last stage until the next call.
 
         The first update starts from the very policy that they are of: its own forward pass gives those of its samples,
-        and its metrics then hold what annotation would have found of them.
+        and its metrics then hold what annotation would have found of them. There is no pass at all where nothing reads
+        what it would find: neither the loss, nor the KL of the rewards, nor a replay of the policy's own routing.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -103,7 +104,8 @@ class MegatronActor:
         # A single update is of the old policy throughout: its routing is its own.
         self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         replay = self._impose_engine(shares, chunks) if self.config.actor.moe.router_replay == "engine" else {}
-        if len(shares) == 1:
+        reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or self._replays
+        if len(shares) == 1 or not reads:
             return replay
         self.memory.load("params")
         share = distinct_samples(shares, first=1)

@@ -38,7 +38,10 @@ class MicroBatch:
 
     Shapes: tokens int64 [T]; samples, lengths (in tokens of the whole row) and trained_counts: one entry per sequence,
     padding is none; owners int64 [M]; every other tensor [N], N trained tokens: predictors, targets int64; advantages,
-    loss_weights, logp_rollout float32.
+    loss_weights, logp_rollout, staleness float32.
+    `staleness`: how many versions of the weights the updates of the batch lead beyond the one that a token was sampled
+    with. They lead to the version after that of the batch: 1 for a token sampled with the weights that they start from,
+    as all tokens of a synchronous run are.
     `sequences` are megatron's PackedSeqParams. With context parallelism tokens and trained tokens are this rank's;
     `sequences`, `lengths`, `whole_counts` and `owners` (the rank of each of the M trained tokens) are those of all.
     A micro-batch without samples is a dummy: it keeps a rank in step with its peers and contributes exactly nothing.
@@ -56,6 +59,7 @@ class MicroBatch:
     advantages: torch.Tensor
     loss_weights: torch.Tensor
     logp_rollout: torch.Tensor
+    staleness: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class Packing:
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
     """The samples of all shares that are not in the `first` ones, each once: further epochs repeat samples."""
-    joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in vars(shares[0])}
+    arrays = [name for name, value in vars(shares[0]).items() if isinstance(value, np.ndarray)]
+    joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in arrays}
     _, index = np.unique(joined["samples"], return_index=True)
     index = index[index >= sum(len(share.samples) for share in shares[:first])]
     return replace(shares[0], **{name: values[index] for name, values in joined.items()})
@@ -114,7 +119,8 @@ def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: Cont
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:
     """The micro-batches of a share.
 
-    Raises: DataError for a trajectory without a prompt, or longer than the budget.
+    Raises: DataError for a trajectory without a prompt, or longer than the budget; McoreRLError for one with tokens of
+    newer weights than the share's.
     Collective: all ranks of packing.group.
     """
     multiple = packing.context.multiple
@@ -139,7 +145,7 @@ def _microbatch(
 ) -> MicroBatch:
     # Descending lengths: attention then takes sequences of one length from the row as they lie.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
-    sequences = [_sequence(chunks[share.chunk_ids[i]], int(share.rows[i]), int(share.samples[i])) for i in members]
+    sequences = [_sequence(chunks[share.chunk_ids[i]], share, int(i)) for i in members]
     row = _row(sequences, packing)
     tokens, predictors, owners = _part_of_row(row, packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
@@ -161,6 +167,7 @@ def _microbatch(
         advantages=to_device(share.advantages[members][responses].astype(np.float32)),
         loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
         logp_rollout=to_device(row.logp_rollout[mine]),
+        staleness=to_device(row.staleness[mine]),
     )
 
 
@@ -193,6 +200,7 @@ class _Row:
     predictors: np.ndarray
     targets: np.ndarray
     logp_rollout: np.ndarray
+    staleness: np.ndarray
 
 
 def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
@@ -213,17 +221,20 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
         predictors=_join([s.predictors + first for s, first in zip(sequences, starts, strict=False)], np.int64),
         targets=_join([sequence.targets for sequence in sequences], np.int64),
         logp_rollout=_join([sequence.logp_rollout for sequence in sequences], np.float32),
+        staleness=_join([sequence.staleness for sequence in sequences], np.float32),
     )
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout [n]."""
+    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness
+    [n]."""
 
     tokens: np.ndarray
     predictors: np.ndarray
     targets: np.ndarray
     logp_rollout: np.ndarray
+    staleness: np.ndarray
 
 
 def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
@@ -233,7 +244,8 @@ def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
     return int(buffers.prompt_tokens[row]) + int(trained[-1]) if len(trained) else 1
 
 
-def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
+def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequence:
+    row, sample = int(share.rows[index]), int(share.samples[index])
     prompt = int(buffers.prompt_tokens[row])
     if prompt < 1:
         raise DataError(f"sample {sample} has an empty prompt: nothing predicts its first token")
@@ -241,11 +253,16 @@ def _sequence(buffers: TrajectoryBuffers, row: int, sample: int) -> _Sequence:
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
     trained = np.flatnonzero(buffers.trained[response])
     predictors = prompt - 1 + trained
+    versions = buffers.versions[response][trained]
+    newest = int(versions.max(initial=0))
+    if newest > share.version:
+        raise McoreRLError(f"sample {sample} has tokens of version {newest}, and its batch is of {share.version}")
     return _Sequence(
         tokens[: computed_tokens(buffers, row)],
         predictors,
         tokens[predictors + 1],
         buffers.logp_rollout[response][trained],
+        share.version + 1 - versions,
     )
 
 

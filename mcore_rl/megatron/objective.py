@@ -23,7 +23,7 @@ from mcore_rl.megatron.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.megatron.output import output_weight, unwrap
 from mcore_rl.types import Correlation, Max, Mean, Metric
 
-PROVIDED = {"advantages", "old_logp", "rollout_logp", "whole_sequence", "selection"}
+PROVIDED = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class Objective:
             kl_kind=config.algorithm.kl.loss_kind,
         )
 
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether updates read the log-probabilities of the policy that the first of them starts from."""
+        return self.loss.needs.old_logp or self.correction is not None
+
     def logp(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +124,8 @@ class Objective:
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
 
-        Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs.
+        Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs, if
+        they are needed.
         `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found;
         `ref_logp` is needed where there is a kl_coefficient.
 
@@ -127,7 +133,7 @@ class Objective:
         Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
-        if policy_is_old:
+        if policy_is_old and self.needs_old_logp:
             parts = logp.detach().split(list(batch.trained_counts))
             old_logp.update(zip(batch.samples, parts, strict=True))
         result = self._per_token(self._inputs(logp, batch, old_logp, advantages, chosen), batch)
@@ -192,13 +198,13 @@ class Objective:
         advantages: torch.Tensor | None,
         chosen: torch.Tensor | None,
     ) -> PolicyLossInputs:
-        needs_old = self.loss.needs.old_logp or self.correction is not None
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=_remembered(batch, old_logp, logp, "old") if needs_old else None,
+            old_logp=_remembered(batch, old_logp, logp, "old") if self.needs_old_logp else None,
             advantages=batch.advantages if advantages is None else advantages,
             rollout_logp=batch.logp_rollout,
+            staleness=batch.staleness if self.loss.needs.staleness else None,
             chosen=chosen,
         )
 

@@ -45,9 +45,12 @@ class CollectedGroups(Protocol):
     def greedy(self) -> tuple[RolloutScalars, ...]: ...
 
 
-def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[CollectedGroups, int], Batch]:
-    """A function from (groups, step) to Batch, with advantages and loss weights as the configuration names them;
-    data-parallel ranks share `cost` evenly. Advantages of estimators that need tokens are 0: the ranks make them.
+def batch_builder(
+    config: Config, dp_size: int, cost: SequenceCost = TOKENS
+) -> Callable[[CollectedGroups, int, int], Batch]:
+    """A function from (groups, step, version of the weights that the step starts from) to Batch, with advantages and
+    loss weights as the configuration names them; data-parallel ranks share `cost` evenly. Advantages of estimators that
+    need tokens are 0: the ranks make them.
 
     The function raises NonFiniteError naming responses whose rewards are not finite.
     """
@@ -55,7 +58,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
     advantages_of, weights_of = response_advantages(config), response_weights(config)
     is_trained = response_filter(config.algorithm)
 
-    def build(groups: CollectedGroups, step: int) -> Batch:
+    def build(groups: CollectedGroups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
         advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
@@ -70,6 +73,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
             weights_of=weights_of,
             cut=cut,
             trained=is_trained(kept),
+            version=version,
         )
 
     return build

@@ -20,7 +20,7 @@ def train(run: Run) -> bool:
     with saves_settled(run):
         for step in range(run.state.step + 1, run.config.trainer.steps + 1):
             groups = run.collector.collect(step)
-            batch = run.batch_of(groups, step)
+            batch = run.batch_of(groups, step, version)
             figures = [run.actor.annotate(batch)]
             if run.reference is not None:
                 batch, found = run.reference.apply(run.actor, groups, batch)

@@ -52,8 +52,8 @@ class Journal(Protocol):
 
 @dataclass
 class Run:
-    """A run of reinforcement learning. `batch_of` turns collected groups into a Batch (advantages, loss weights,
-    updates); `describe` turns groups into metrics."""
+    """A run of reinforcement learning. `batch_of` turns collected groups, the step and the version of the weights that
+    the step starts from into a Batch (advantages, loss weights, updates); `describe` turns groups into metrics."""
 
     config: Config
     actor: Actor
@@ -64,7 +64,7 @@ class Run:
     checkpoints: Checkpoints
     forget_after: Callable[[int], None]
     positions: dict[str, Stateful]
-    batch_of: Callable[[Any, int], Batch]
+    batch_of: Callable[[Any, int, int], Batch]
     describe: Callable[[Any], dict[str, Metric]]
     stop_requested: Callable[[], bool]
     """Asked once at the end of each step; after a yes the run saves and stops."""

@@ -41,6 +41,14 @@ def logp_rollout(sample: int) -> np.ndarray:
     return np.random.default_rng(200 + sample).normal(-4, 1, RESPONSES[sample]).astype(np.float32)
 
 
+VERSION = 5
+
+
+def versions(sample: int) -> np.ndarray:
+    """Up to three versions older than the weights that the updates start from, and never all of one age."""
+    return (VERSION - np.random.default_rng(400 + sample).integers(0, 4, RESPONSES[sample])).astype(np.int32)
+
+
 def advantages() -> np.ndarray:
     signs = np.where(np.arange(len(PROMPTS)) // 2 % 2, -1, 1)
     return (signs * np.random.default_rng(1).uniform(0.3, 1.5, len(PROMPTS))).astype(np.float32)
@@ -79,6 +87,7 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
         rewards=2 * advantages()[index] + 1,
         advantages=advantages()[index],
         loss_weights=loss_weights(samples)[index],
+        version=VERSION,
     )
 
 
@@ -181,6 +190,6 @@ def _buffers(samples: range) -> TrajectoryBuffers:
         prompt_tokens=np.array([PROMPTS[sample] for sample in samples], np.int32),
         response_offsets=np.cumsum([0, *responses]).astype(np.int64),
         logp_rollout=np.concatenate([logp_rollout(sample) for sample in samples]),
-        versions=np.zeros(sum(responses), np.int32),
+        versions=np.concatenate([versions(sample) for sample in samples]),
         trained=np.concatenate([trained(sample) for sample in samples]),
     )

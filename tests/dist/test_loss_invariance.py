@@ -28,6 +28,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl_cov": {"cov_ratio": 0.3, "kl_coef": 1.0},
     "cispo": {"clip_low": 0.2, "clip_high": 0.3},
     "decoupled_ppo": {},
+    "decoupled_ppo loglinear": {"prox": "loglinear"},
     "reinforce": {},
 }
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -50,7 +51,7 @@ GRADIENT_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Objectives:
-    """A loss as the configuration names it, and how the advantages of its tokens come about."""
+    """A loss as the configuration names it, with a word on its options; how the advantages of its tokens come about."""
 
     loss: str
     aggregation: str = "token-mean"
@@ -66,6 +67,9 @@ ALL = [Objectives(loss, mode) for loss, mode in itertools.product(LOSSES, AGGREG
 ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
 ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
 ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
+MEASURED = "decoupled_ppo metrics"
+LOSSES[MEASURED] = {"prox": "metrics"}
+ALL += [Objectives(MEASURED)]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,7 @@ def measure(actor: Any, objective: Objectives) -> dict[str, Any]:
 
 
 def configure(config: Config, objective: Objectives) -> Config:
-    loss = replace(type(config.algorithm.policy_loss)(), name=objective.loss, **LOSSES[objective.loss])
+    loss = replace(type(config.algorithm.policy_loss)(), name=objective.loss.split()[0], **LOSSES[objective.loss])
     correction = replace(config.algorithm.correction, **objective.correction)
     return replace(config, algorithm=replace(config.algorithm, policy_loss=loss, correction=correction))
 
@@ -171,4 +175,5 @@ def test_objectives_differ(found: dict[str, Any]) -> None:
     name = "model.embed_tokens.weight"
     seen = {key: result["gradients"][name] for key, result in found["one rank"].items()}
     equal = [(a, b) for a, b in itertools.combinations(seen, 2) if torch.equal(seen[a], seen[b])]
-    assert equal == []
+    # What is only measured changes nothing.
+    assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]

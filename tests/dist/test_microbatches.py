@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from mcore_rl.errors import DataError
+from mcore_rl.errors import DataError, McoreRLError
 from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.types import RankShare
@@ -37,17 +38,17 @@ def _bounds(batch: MicroBatch) -> list[int]:
 @pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])
 def test_every_trained_token_is_predicted_once_from_the_position_before_it(tokens: int) -> None:
     share = policy_batch.share(SAMPLES, 0, 1)
-    found: dict[int, list[tuple[int, int, float, float, float]]] = {}
+    found: dict[int, list[tuple[int, int, float, float, float, float]]] = {}
     for batch in _build(Packing(tokens=tokens)):
         counts = np.repeat(batch.samples, batch.trained_counts)
         bounds = _bounds(batch)
         for i, sample in enumerate(counts.tolist()):
             position = int(batch.predictors[i]) - bounds[batch.samples.index(sample)]
-            values = (batch.logp_rollout[i], batch.advantages[i], batch.loss_weights[i])
+            values = (batch.logp_rollout[i], batch.advantages[i], batch.loss_weights[i], batch.staleness[i])
             found.setdefault(sample, []).append((position, int(batch.targets[i]), *map(float, values)))
     for index, sample in enumerate(SAMPLES):
         prompt, tokens_of = policy_batch.PROMPTS[sample], policy_batch.sequence(sample)
-        rollout = policy_batch.logp_rollout(sample)
+        rollout, versions = policy_batch.logp_rollout(sample), policy_batch.versions(sample)
         expected = [
             (
                 prompt + t - 1,
@@ -55,11 +56,18 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(token
                 float(rollout[t]),
                 float(share.advantages[index]),
                 float(share.loss_weights[index]),
+                float(policy_batch.VERSION + 1 - versions[t]),
             )
             for t in range(policy_batch.RESPONSES[sample])
             if policy_batch.trained(sample)[t]
         ]
         assert found[sample] == expected
+
+
+def test_tokens_of_newer_weights_than_the_updates_start_from_are_refused() -> None:
+    share = replace(policy_batch.share([3, 5], 0, 1), version=policy_batch.VERSION - 1)
+    with pytest.raises(McoreRLError, match="sample 5 has tokens of version 5, and its batch is of 4"):
+        build_microbatches(share, policy_batch.chunks(), Packing(tokens=45))
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])

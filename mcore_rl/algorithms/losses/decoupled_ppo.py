@@ -4,10 +4,13 @@
     r = exp(logp - prox)
     L = w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))           with dual_clip = c and A < 0: min(., -A c)
 
-prox is recomputed by a forward pass, or interpolated from how many versions s of the weights old a token is
-(detached; the proximal policy being one version behind the current one):
+prox is the policy that a batch's updates start from, version v of the weights; they lead to version v + 1. It is
+recomputed by a forward pass, or interpolated (detached), a token being of version b and s = v + 1 - b:
 
-    prox ~ behave + alpha (logp - behave),   alpha = (s - 1) / s,  0 for s < 1
+    prox ~ behave + alpha (logp - behave),   alpha = (v - b) / (v + 1 - b) = (s - 1) / s
+
+Where s = 1 the engine sampled from prox itself: then prox ~ behave and w = 1, as in every synchronous run. An s below 1
+counts as 1.
 
 Source: arXiv 2110.00641, section 3 (the decoupled clipped objective); for language models AReaL, arXiv 2505.24298,
 section 5.2; the interpolation: AReaL's documentation, "Proximal log-probability approximation" (loglinear).

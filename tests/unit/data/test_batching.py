@@ -32,7 +32,7 @@ SCALARS = [scalars_of(np.repeat([7, 3, 9, 1], 4), 1), scalars_of(np.repeat([20, 
 KEEP = [np.r_[0:4, 8:16], np.r_[0:12]]  # group 3 is dropped
 
 
-def batch_of(**cut):
+def batch_of(version=0, **cut):
     count = len(gather(SCALARS, KEEP))
     advantages = np.arange(count, dtype=np.float32)
     options = {"prompts_per_update": 2, "num_dp_ranks": 3, **cut}
@@ -43,6 +43,7 @@ def batch_of(**cut):
         advantages=advantages,
         weights_of=token_mean,
         cut=UpdateCut(**options),
+        version=version,
     )
 
 
@@ -57,6 +58,11 @@ def test_samples_still_point_at_their_rollouts():
     for name in ("group_ids", "total_tokens", "trained_tokens", "rewards"):
         expected = [getattr(SCALARS[c], name)[r] for c, r in zip(batch.chunk_ids, batch.rows, strict=True)]
         assert getattr(batch, name).tolist() == expected
+
+
+def test_every_share_knows_the_version_that_the_batch_starts_from():
+    batch = batch_of(version=7)
+    assert {share.version for update in range(3) for share in batch.shares(update, 3)} == {7}
 
 
 def test_ids_need_not_be_sorted_or_consecutive():

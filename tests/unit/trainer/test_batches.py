@@ -43,15 +43,15 @@ def config(advantage):
 
 def test_trained_tokens_weigh_the_baseline_and_the_batch():
     groups = one_group([1.0, 0.0], [3, 1])
-    assert batch_builder(config("opo"), 1)(groups, 1).advantages.tolist() == [0.25, -0.75]
+    assert batch_builder(config("opo"), 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75]
     # The tokens' centred rewards are 0.5 three times and -0.5 once: mean 0.25, sample variance 0.25.
-    whitened = batch_builder(config("reinforce_plus_plus_baseline"), 1)(groups, 1).advantages
+    whitened = batch_builder(config("reinforce_plus_plus_baseline"), 1)(groups, 1, 0).advantages
     assert whitened.tolist() == pytest.approx([0.5, -1.5], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
 def test_estimators_that_need_tokens_are_left_to_the_ranks(name):
-    batch = batch_builder(config(name), 1)(one_group([1.0, 0.0], [3, 1]), 1)
+    batch = batch_builder(config(name), 1)(one_group([1.0, 0.0], [3, 1]), 1, 0)
     assert batch.advantages.tolist() == [0, 0]
     assert batch.rewards.tolist() == [1, 0]
 
@@ -62,12 +62,12 @@ def test_the_greedy_response_of_its_own_group_is_the_baseline():
     greedy = replace(first, group_ids=np.array([4, 9]), rewards=np.array([0.25, 0.75], np.float32))
     groups = Groups(scalars, (np.arange(2), np.arange(2)), (None, None), (greedy,))
     settings = replace(config("remax"), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
-    assert batch_builder(settings, 1)(groups, 1).advantages.tolist() == [0.25, -0.75, 0.25, 0]
+    assert batch_builder(settings, 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75, 0.25, 0]
 
 
 def test_rewards_that_are_not_finite_name_their_responses():
     with pytest.raises(NonFiniteError, match=r"sample 1 \(group 0\): nan"):
-        batch_builder(config("grpo"), 1)(one_group([1.0, float("nan")], [3, 1]), 1)
+        batch_builder(config("grpo"), 1)(one_group([1.0, float("nan")], [3, 1]), 1, 0)
 
 
 def test_options_come_from_their_keys_and_those_of_others_are_refused():
@@ -88,7 +88,7 @@ def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
 
     def weights(**changes):
         algorithm = AlgorithmConfig(loss_aggregation="seq-mean-token-mean", **changes)
-        return batch_builder(replace(config("grpo"), algorithm=algorithm), 1)(groups, 1)
+        return batch_builder(replace(config("grpo"), algorithm=algorithm), 1)(groups, 1, 0)
 
     whole = weights()
     assert whole.loss_weights.tolist() == pytest.approx([1 / 9, 1 / 3, 1 / 27])

@@ -123,7 +123,7 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
         checkpoints=Checkpoints(tmp_path / "checkpoints", 2),
         forget_after=lambda step: part.note(f"forget after {step}"),
         positions={"sampler": part},
-        batch_of=lambda groups, step: step,  # type: ignore[arg-type, return-value]
+        batch_of=lambda groups, step, version: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
         stop_requested=lambda: part.stop_at is not None and part.stop_at in part.calls,
     )
@@ -139,6 +139,15 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
         *("collect 3", "annotate 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
     ]
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
+
+
+def test_a_batch_knows_the_version_that_its_step_starts_from_in_a_resumed_run_too(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    for steps in (2, 4):
+        run = make(tmp_path, steps, Recorder())
+        run.batch_of = lambda groups, step, version: seen.append((step, version))  # type: ignore[assignment]
+        train(run)
+    assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
 def test_the_reference_comes_between_annotation_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
