@@ -14,9 +14,10 @@ Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, res
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -225,15 +226,19 @@ class TokenColumn:
         return dict(zip(self.samples.tolist(), parts, strict=True))
 
 
+class _Sums:
+    """A metric of which every field adds up over micro-batches, ranks and updates."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+
+
 @dataclass(frozen=True)
-class Mean:
-    """A metric to be averaged: sums and counts add up over micro-batches, ranks and updates."""
+class Mean(_Sums):
+    """A metric to be averaged."""
 
     total: float
     count: float
-
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
 
     @property
     def value(self) -> float:
@@ -261,17 +266,31 @@ class Min:
 
 
 @dataclass(frozen=True)
-class Total:
+class Quantile:
+    """The least number that `fraction` of all are not above; 0 of none. `counts`: how often each number was met."""
+
+    fraction: float
+    counts: Counter[float]
+
+    def __add__(self, other: Quantile) -> Quantile:
+        return Quantile(self.fraction, self.counts + other.counts)
+
+    @property
+    def value(self) -> float:
+        numbers = sorted(self.counts)
+        up_to = np.cumsum([self.counts[number] for number in numbers])
+        return numbers[int(np.searchsorted(up_to, self.fraction * up_to[-1]))] if numbers else 0.0
+
+
+@dataclass(frozen=True)
+class Total(_Sums):
     """A metric that adds up, such as a count."""
 
     value: float
 
-    def __add__(self, other: Total) -> Total:
-        return Total(self.value + other.value)
-
 
 @dataclass(frozen=True)
-class EffectiveFraction:
+class EffectiveFraction(_Sums):
     """Effective sample size over sample size, of weights that add up to `total` and their squares to `squares`.
 
     Source: Kish, (sum w)^2 / sum w^2; 1 where all weights are equal.
@@ -281,16 +300,13 @@ class EffectiveFraction:
     squares: float
     count: float
 
-    def __add__(self, other: EffectiveFraction) -> EffectiveFraction:
-        return EffectiveFraction(self.total + other.total, self.squares + other.squares, self.count + other.count)
-
     @property
     def value(self) -> float:
         return self.total**2 / (self.squares * self.count) if self.squares else 0.0
 
 
 @dataclass(frozen=True)
-class ExplainedVariance:
+class ExplainedVariance(_Sums):
     """1 - Var(error) / Var(returns), of sums over tokens; error is returns - values. 0 where returns do not vary."""
 
     returns: float
@@ -298,15 +314,6 @@ class ExplainedVariance:
     errors: float
     errors_squares: float
     count: float
-
-    def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
-        return ExplainedVariance(
-            self.returns + other.returns,
-            self.returns_squares + other.returns_squares,
-            self.errors + other.errors,
-            self.errors_squares + other.errors_squares,
-            self.count + other.count,
-        )
 
     @property
     def value(self) -> float:
@@ -319,7 +326,7 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True)
-class Correlation:
+class Correlation(_Sums):
     """Pearson's, of sums over pairs (x, y); 0 where either does not vary."""
 
     count: float
@@ -328,9 +335,6 @@ class Correlation:
     xx: float
     yy: float
     xy: float
-
-    def __add__(self, other: Correlation) -> Correlation:
-        return Correlation(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     @property
     def value(self) -> float:
@@ -341,20 +345,17 @@ class Correlation:
 
 
 @dataclass(frozen=True)
-class Root:
+class Root(_Sums):
     """A norm: squares add up over ranks, the root is taken of their sum."""
 
     squares: float
-
-    def __add__(self, other: Root) -> Root:
-        return Root(self.squares + other.squares)
 
     @property
     def value(self) -> float:
         return float(self.squares**0.5)
 
 
-Metric = Mean | Max | Min | Total | EffectiveFraction | ExplainedVariance | Correlation | Root
+Metric = Mean | Max | Min | Quantile | Total | EffectiveFraction | ExplainedVariance | Correlation | Root
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, ratio_metrics
+from mcore_rl.algorithms.quantiles import count_rounded, ratio_quantiles
 from mcore_rl.types import Max, Mean, Metric, Min
 
 
@@ -23,7 +24,8 @@ def row_means(values: Tensor, selected: Tensor) -> Tensor:
 def sequence_metrics(
     log_ratio: Tensor, selected: Tensor, of_row: Tensor, *, low: Tensor, high: Tensor
 ) -> dict[str, Metric]:
-    """ratio_metrics with clip fractions and ratios of responses: each response counts once, however long it is.
+    """ratio_metrics with clip fractions, ratios and their quantiles of responses: each response counts once, however
+    long it is.
 
     A response with several advantages is clipped in part: the share of its tokens counts.
 
@@ -39,7 +41,8 @@ def sequence_metrics(
     smallest = torch.where(counted, bounded, torch.inf)
     extremes = (largest.amax(), smallest.amin()) if len(counted) else (growth, growth)
     sums = torch.stack([*shares, growth, *extremes, counted.sum().double()])
-    clipped_low, clipped_high, above_one, greatest, least, count = sums.tolist()
+    found = torch.cat([sums, count_rounded(bounded, counted)]).tolist()
+    clipped_low, clipped_high, above_one, greatest, least, count = found[: len(sums)]
     metrics = tokens | {
         "clip_fraction": Mean(clipped_low + clipped_high, count),
         "clip_fraction_low": Mean(clipped_low, count),
@@ -48,4 +51,5 @@ def sequence_metrics(
     }
     if count:
         metrics |= {"ratio_max": Max(math.exp(greatest)), "ratio_min": Min(math.exp(least))}
+        metrics |= ratio_quantiles(found[len(sums) :])
     return metrics

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.quantiles import count_rounded, ratio_quantiles
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Max, Mean, Metric, Min
 
@@ -63,7 +64,8 @@ def ratio_metrics(
 
     clip_fraction and its parts clip_fraction_low, clip_fraction_high (clipped at the lower, the upper bound; None: the
     loss has no such bound); ppo_kl and ppo_kl_low_var, the k1 and k3 estimates of KL(old || policy); ratio_mean,
-    ratio_max, ratio_min; and the mean of every one of `means`. Log ratios count up to +-MAX_LOG_RATIO but in ppo_kl.
+    ratio_max, ratio_min, and the quantiles of quantiles.py; and the mean of every one of `means`. Log ratios count up
+    to +-MAX_LOG_RATIO but in ppo_kl.
 
     Shapes: one for all; low, high, selected bool. Everything is 0 (false) where `selected` is false.
     """
@@ -81,13 +83,15 @@ def ratio_metrics(
     largest, smallest = _extremes(bounded, selected)
     # One transfer for all of them: each would wait for the device.
     stacked = torch.stack([*sums.values(), largest, smallest, _count(selected, selected)])
-    *totals, greatest, least, count = stacked.tolist()
+    found = torch.cat([stacked, count_rounded(bounded, selected)]).tolist()
+    *totals, greatest, least, count = found[: len(stacked)]
     named = dict(zip(sums, totals, strict=True))
     named["clip_fraction"] = named["clip_fraction_low"] + named["clip_fraction_high"]
     named["ratio_mean"] += count
     metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in named.items()}
     if count:
         metrics |= {"ratio_max": Max(math.exp(greatest)), "ratio_min": Min(math.exp(least))}
+        metrics |= ratio_quantiles(found[len(stacked) :])
     return metrics
 
 
