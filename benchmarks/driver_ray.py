@@ -37,10 +37,8 @@ class ReadyEngine(_Process):
 class SilentTrainer(_Process):
     """Takes its share of a batch of several updates, and does nothing with it."""
 
-    def keep_batch(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> None:
+    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         self.num_updates = len(shares)
-
-    def annotate(self) -> dict[str, Metric]:
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
     def update(self) -> list[dict[str, Metric]]:

@@ -125,10 +125,7 @@ class TrainerGroup(RankGroup):
         """Recomputes log-probabilities on the ranks, where they and the batch stay for its updates. The only update
         of a batch finds them itself: nothing is sent then."""
         self._kept = None
-        if len(batch.updates) == 1:
-            return {}
-        self._keep(batch)
-        return merge_metrics(self.on_every_rank("annotate"))
+        return {} if len(batch.updates) == 1 else self._prepare(batch)
 
     def refer(self, batch: Batch) -> dict[str, Metric]:
         """Log-probabilities of the reference, which stay on the ranks for the batch's updates. Returns what
@@ -151,9 +148,9 @@ class TrainerGroup(RankGroup):
     def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
         """The batch with other advantages; what the ranks have found of its tokens stays."""
         assert self._kept is batch
-        changed = replace(batch, advantages=np.asarray(advantages, np.float32))
-        self._keep(changed)
-        return changed
+        self._kept = replace(batch, advantages=np.asarray(advantages, np.float32))
+        self.on_every_rank("replace_shares", [(shares,) for shares, *_ in self.shares_of(self._kept)])
+        return self._kept
 
     def refresh_reference(self) -> None:
         """The reference becomes the policy of now."""
@@ -170,25 +167,22 @@ class TrainerGroup(RankGroup):
         return metrics, TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
 
     def update(self, batch: Batch) -> dict[str, Metric]:
-        """One optimizer step per entry of batch.updates.
+        """One optimizer step per entry of batch.updates. A batch that nothing else has sent comes with the call.
 
         Raises: NonFiniteError before a non-finite step.
         """
-        prepared = self._prepare(batch)
+        arguments = None if self._kept is batch else self.shares_of(batch)
         self._kept = None
-        reports = self.on_every_rank("update")
-        return merge_metrics([prepared, *(report for reports_of_rank in reports for report in reports_of_rank)])
-
-    def _keep(self, batch: Batch) -> None:
-        self.on_every_rank("keep_batch", self.shares_of(batch))
-        self._kept = batch
+        reports = self.on_every_rank("update", arguments)
+        return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
     def _prepare(self, batch: Batch) -> dict[str, Metric]:
-        """A batch of one update comes to the ranks with the first call that needs it."""
+        """Sends the batch and has it annotated, unless the ranks have it."""
         if self._kept is batch:
             return {}
-        self._keep(batch)
-        return merge_metrics(self.on_every_rank("annotate"))
+        metrics = merge_metrics(self.on_every_rank("annotate", self.shares_of(batch)))
+        self._kept = batch
+        return metrics
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""

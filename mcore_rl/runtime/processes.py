@@ -110,13 +110,16 @@ class TrainerProcess(TrainedRankProcess):
             self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
         self.actor.memory.span = self.spans.span
 
-    def keep_batch(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> None:
-        """For the calls that follow, up to its update. Its trajectories lie in the object store until then."""
+    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        """Of a batch that is kept for the calls that follow, up to its update. Its trajectories lie in the object store
+        until then."""
         self._batch = shares, list(chunks)
-
-    def annotate(self) -> dict[str, Metric]:
         with self.spans.span("annotate"):
             return self.actor.annotate(*self._batch)
+
+    def replace_shares(self, shares: list[RankShare]) -> None:
+        """Other numbers of the same samples."""
+        self._batch = shares, self._batch[1]
 
     def refer(self) -> None:
         with self.spans.span("reference"):
@@ -145,11 +148,12 @@ class TrainerProcess(TrainedRankProcess):
             metrics, returns = self.actor.estimate(estimator, *self._batch, by_sample)
         return metrics, TokenColumn.of(returns)
 
-    def update(self) -> list[dict[str, Metric]]:
-        """Trains on the batch and lets it go."""
+    def update(self, *batch: Any) -> list[dict[str, Metric]]:
+        """Trains on the batch and lets it go; one that is given with the call (as `annotate` takes it) is annotated
+        first. Metrics of that, and of every update."""
+        reports = [self.annotate(*batch)] if batch else []
         shares, chunks = self._batch
         del self._batch
-        reports = []
         for index, share in enumerate(shares):
             with self.spans.span("update"):
                 reports.append(self.actor.update(share, chunks, index))
