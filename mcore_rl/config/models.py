@@ -114,6 +114,9 @@ class CriticConfig(ActorConfig):
     model with one label; null: model.hf_path."""
     clip_range: float | None = 0.2
     """How far an update may move a value from where it was before and still learn from it; null: no bound."""
+    update_epochs: int = 1
+    """How often the critic goes through the updates of a step, for each time that the policy does
+    (trainer.update_epochs): values may need more of them than a policy bears."""
 
 
 @dataclass

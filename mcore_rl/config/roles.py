@@ -15,9 +15,12 @@ Section = CriticConfig | RewardModelConfig
 
 
 def as_actor(config: Config, section: Section) -> Config:
-    """The configuration in which `section` stands where shared code looks for the actor, and its checkpoint where that
-    code looks for the model."""
-    return replace(config, actor=section, model=replace(config.model, hf_path=section.hf_path or config.model.hf_path))
+    """The configuration in which `section` stands where shared code looks for the actor, its checkpoint where that
+    code looks for the model, and its epochs where it counts the updates of the run."""
+    model, trainer = replace(config.model, hf_path=section.hf_path or config.model.hf_path), config.trainer
+    if isinstance(section, CriticConfig):
+        trainer = replace(trainer, update_epochs=trainer.update_epochs * section.update_epochs)
+    return replace(config, actor=section, model=model, trainer=trainer)
 
 
 @contextmanager

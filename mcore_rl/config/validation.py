@@ -154,6 +154,8 @@ def validate_critic(config: Config) -> None:
     Raises: ConfigError naming the key.
     """
     critic, default = config.critic, ActorConfig()
+    if critic.update_epochs < 1:
+        raise ConfigError(f"critic.update_epochs={critic.update_epochs} must be at least 1")
     with named_as("critic", critic):
         view = as_actor(config, critic)
         for check in (_check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):

@@ -38,7 +38,7 @@ class MegatronCritic:
 
     The value of a trained token is the head's output at the position that predicts it, where the policy has its
     log-probability. `old_values` maps a sample to those of all its trained tokens, [n], on every rank of the last
-    stage, as `values` last found them.
+    stage, as `values` last found them. `update_epochs` is how often the caller goes through the updates of a batch.
 
     `init_method` as of MegatronActor. Router replay does not apply: no routing of an engine or of an old policy is one
     of this model. Multi-token-prediction layers are left out.
@@ -47,7 +47,8 @@ class MegatronCritic:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.rank, self.world_size, self.clip_range = rank, world_size, config.critic.clip_range
+        self.rank, self.world_size = rank, world_size
+        self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
         with named_as("critic", config.critic):
             self.config = as_actor(config, config.critic)
             self.hf_config = read_value_config(self.config)

@@ -229,7 +229,7 @@ class CriticProcess(TrainedRankProcess):
         shares, chunks = self._batch
         del self._batch
         by_sample, reports = joined(returns), []
-        for index, share in enumerate(shares):
+        for index, share in enumerate(shares * self.critic.update_epochs):
             with self.spans.span("update"):
                 reports.append(self.critic.update(share, chunks, index, by_sample))
         self.critic.gather_parameters()

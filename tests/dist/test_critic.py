@@ -315,6 +315,29 @@ def test_a_causal_model_gets_a_small_head_that_is_the_same_in_every_layout(direc
         assert np.abs(values - expected.numpy()).max() <= VALUE_TOLERANCE
 
 
+LEARNING_STEPS = 40
+
+
+def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, Any]]:
+    """Metrics of steps on the same responses, of which each has one return."""
+    critic = _critic(rank, directories["causal"], {"pp": size}, ONE_MICROBATCH)
+    wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
+    chunks, shares, found = policy_batch.chunks(), _shares(critic), []
+    for _ in range(LEARNING_STEPS):
+        critic.values(shares, chunks)
+        found.append(merge_metrics([critic.update(share, chunks, i, wanted) for i, share in enumerate(shares)]))
+    return found
+
+
+def test_a_critic_learns_to_explain_returns_that_prompts_decide(directories: dict[str, str]) -> None:
+    found = launch(_learn, 1, directories, 1)[0]
+    explained = [step["critic/explained_variance"].value for step in found]
+    assert explained[0] < 0.05  # values start near 0 and are all alike
+    assert explained[-1] > 0.9
+    losses = [step["critic/loss"].value for step in found]
+    assert losses[-1] < 0.1 * losses[0]
+
+
 def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, Any]:
     """What goes wrong on one rank, and how it is said."""
     from mcore_rl.errors import McoreRLError

@@ -39,6 +39,9 @@ def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_a
     config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
     view = as_actor(config, config.critic)
     assert (view.actor.recompute, view.model.hf_path) == ("full", config.model.hf_path)
+    assert view.trainer == config.trainer
+    config.trainer.update_epochs, config.critic.update_epochs = 2, 3
+    assert as_actor(config, config.critic).trainer.update_epochs == 6  # its schedule counts all of them
     config.critic.hf_path = "/elsewhere"
     view = as_actor(config, config.critic)
     assert (view.model.hf_path, view.model.dtype) == ("/elsewhere", "bfloat16")
@@ -57,6 +60,7 @@ def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_a
         (["critic.mtp_loss_coefficient=0.1"], r"^critic\.mtp_loss_coefficient=0\.1 has no effect"),
         (["critic.moe.router_replay=policy"], r"^critic\.moe\.router_replay=policy has no effect"),
         (["critic.clip_range=0"], r"^critic\.clip_range=0\.0 must be above 0"),
+        (["critic.update_epochs=0"], r"^critic\.update_epochs=0 must be at least 1"),
         (["critic.clip_rnge=1"], r"unknown key critic\.clip_rnge; did you mean critic\.clip_range\?"),
     ],
 )
