@@ -56,9 +56,11 @@ def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, nam
 
 
 @contextmanager
-def meta_model(hf_config: dict[str, Any], layout: TrainLayout, rank: int) -> Iterator[list[PolicyModel]]:
-    """The chunks that `rank` of `layout` would build, in bfloat16 without memory; megatron's parallel state is that of
-    the rank within the block.
+def meta_model(
+    hf_config: dict[str, Any], layout: TrainLayout, rank: int, kind: type[PolicyModel] = PolicyModel
+) -> Iterator[list[PolicyModel]]:
+    """The chunks, of class `kind`, that `rank` of `layout` would build, in bfloat16 without memory; megatron's parallel
+    state is that of the rank within the block.
 
     Raises: as rank_state.
     """
@@ -67,7 +69,8 @@ def meta_model(hf_config: dict[str, Any], layout: TrainLayout, rank: int) -> Ite
     layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
     with _counted_world(layout, rank):
         with torch.device("meta"):
-            chunks = build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="bfloat16"), layout)
+            model = ModelConfig(hf_path="", dtype="bfloat16")
+            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind)
         yield chunks
 
 

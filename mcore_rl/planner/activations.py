@@ -295,8 +295,10 @@ def stage_activations(
     config: Config,
     microbatches: int,
     largest_weight_elements: int,
+    predicts_tokens: bool = True,
 ) -> StageActivations:
-    """The widest moment of an update on a rank of `stage`.
+    """The widest moment of an update on a rank of `stage`. The last one has the vocabulary's projection, or with
+    predicts_tokens=False a value head.
 
     Units: microbatches per update and rank.
     """
@@ -317,8 +319,10 @@ def stage_activations(
     components["recomputed"] = max(chunk.recomputed for chunk in found) * row
     components["gradients in flight"] = max(chunk.gradients for chunk in found) * row
     components["weight gradient"] = float(largest_weight_elements * b)
-    if last:
+    if last and predicts_tokens:
         components["logits"] = output_projection_bytes(arguments, run, config)
+    elif last:
+        components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients one layer's tensors live at a time, and the hidden states that it reads and writes.
     forward = max(chunk.gradients for chunk in found) * row + 2 * hidden * b * row
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))

@@ -17,6 +17,7 @@ from mcore_rl.planner.engine import EngineRank, engine_rank
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank, trained_model
 from mcore_rl.planner.phases import Phases, rank_phases
+from mcore_rl.planner.roles import Roles, roles_of
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_state
 from mcore_rl.planner.sync import WeightSync, weight_sync
@@ -98,13 +99,14 @@ def _rank_json(planned: PlannedRank) -> dict[str, Any]:
         "optimizer_bytes": state.optimizer_bytes,
         "activation_bytes": planned.activation_bytes,
         "peak_bytes": planned.phases.peak_bytes,
-        "phases": {name: getattr(planned.phases, name) for name in ("generate", "annotate", "update", "sync")},
+        "phases": planned.phases.by_name,
     }
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what every part of a plan asks of it. `cuda`: device=auto plans for GPUs."""
+    """A checked configuration with what every part of a plan asks of it. `cuda`: device=auto plans for GPUs; `roles`
+    are the models beside the policy."""
 
     config: Config
     hf_config: dict[str, Any]
@@ -112,6 +114,7 @@ class Job:
     layout: TrainLayout
     rows: list[BoundRow]
     cuda: bool
+    roles: Roles
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -120,7 +123,9 @@ class Job:
         hf_config = trained_model(config)
         layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
         rows = bound_rows(hf_config, DTYPES[config.model.dtype])
-        return cls(config, hf_config, model_arguments(hf_config), layout, rows, config.cluster.device != "cpu")
+        cuda = config.cluster.device != "cpu"
+        roles = roles_of(config, cuda=cuda)
+        return cls(config, hf_config, model_arguments(hf_config), layout, rows, cuda, roles)
 
     @property
     def element_bytes(self) -> int:
@@ -186,13 +191,12 @@ def planned_stage(
 ) -> list[PlannedRank]:
     """Every rank of a stage."""
     first = stage * job.layout.stage_size
-    total = int(activations.total_bytes)
-    return [
-        PlannedRank(
-            first + index, stage, state, total, rank_phases(job.config, state, activations, engine, shared=job.shared)
-        )
-        for index, state in enumerate(stage_state(chunks, job.layout, stage, job.numerics))
-    ]
+    total, found = int(activations.total_bytes), []
+    for rank, state in enumerate(stage_state(chunks, job.layout, stage, job.numerics), first):
+        beside = job.roles.at(rank)
+        phases = rank_phases(job.config, state, activations, engine, shared=job.shared, beside=beside)
+        found.append(PlannedRank(rank, stage, state, total, phases))
+    return found
 
 
 def _check_counts(built: list[int], by_table: np.ndarray) -> None:

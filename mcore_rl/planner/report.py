@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.planner.engine import GIB
+from mcore_rl.planner.phases import PHASES
 from mcore_rl.planner.plan import Plan, PlannedRank
 from mcore_rl.planner.suggest import Suggestions
-
-PHASES = ("generate", "annotate", "update", "sync")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -84,13 +83,14 @@ def _seconds(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> Table:
     table = Table(title="Pipeline stages, GiB of the fullest rank of each")
-    for column in ("stage", "10⁹ params", "weights", "grads", "optim", "activ", *PHASES):
+    names = [name for name in PHASES if any(name in planned.phases.by_name for planned in plan.ranks)]
+    for column in ("stage", "10⁹ params", "weights", "grads", "optim", "activ", *names):
         table.add_column(column, justify="right", no_wrap=True)
     size = plan.layout.stage_size
     lines = []
     for stage in range(plan.layout.pp):
         fullest = max(plan.ranks[stage * size : (stage + 1) * size], key=lambda planned: planned.phases.peak_bytes)
-        figures = [f"{value / GIB:.1f}" for value in _figures(fullest)]
+        figures = [f"{value / GIB:.1f}" for value in _figures(fullest, names)]
         lines.append((stage, (f"{fullest.state.parameters / 1e9:.3f}", *figures)))
     for figures, alike in groupby(lines, key=lambda line: line[1]):
         stages = [stage for stage, _ in alike]
@@ -98,10 +98,10 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
-def _figures(planned: PlannedRank) -> list[int]:
+def _figures(planned: PlannedRank, phases: list[str]) -> list[int]:
     state = planned.state
     parts = [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes, planned.activation_bytes]
-    return parts + [getattr(planned.phases, name) for name in PHASES]
+    return parts + [getattr(planned.phases, name) for name in phases]
 
 
 def _fullest(plan: Plan) -> Table:

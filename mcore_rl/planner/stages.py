@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.sharded import meta_model
 from mcore_rl.planner.state import HeldParameter
 from model_converters.layout import TrainLayout
 
 
-def stage_parameters(hf_config: dict[str, Any], layout: TrainLayout, stage: int) -> list[list[HeldParameter]]:
-    """What the ranks of a pipeline stage hold, by chunk and in megatron's order.
+def stage_parameters(
+    hf_config: dict[str, Any], layout: TrainLayout, stage: int, kind: type[PolicyModel] = PolicyModel
+) -> list[list[HeldParameter]]:
+    """What the ranks of a pipeline stage hold of a model of class `kind`, by chunk and in megatron's order.
 
     Raises: ConfigError for a model that cannot be built.
     """
     # Context parallelism divides tokens, no weights; its ranks share gradients like data-parallel ones.
-    with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size) as chunks:
+    with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size, kind) as chunks:
         return [
             [
                 HeldParameter(

@@ -194,7 +194,8 @@ class _Search:
                     largest_weight_elements=max(self._vocabulary(layout), self._expert_weight(layout)),
                 )
             state = self.state(layout, stage, job.numerics)
-            found.append(rank_phases(config, state, cache[key], self.engine, shared=job.shared))
+            phases = rank_phases(config, state, cache[key], self.engine, shared=job.shared, beside=job.roles.widest)
+            found.append(phases)
         return found
 
     def _vocabulary(self, layout: TrainLayout) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
-from mcore_rl.planner.phases import FRAGMENTATION, RESERVE_BYTES, Phases, usable_bytes
+from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
 from model_converters.layout import TrainLayout
 
@@ -50,14 +51,14 @@ def host_bytes_per_node(config: Config, phases: Sequence[Phases], sync: WeightSy
 def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases], engine: EngineRank) -> Iterator[str]:
     usable = usable_bytes(config)
     reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are kept back"
-    for name in ("generate", "annotate", "update", "sync"):
+    for name in PHASES:
         rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
         needed = getattr(phases[rank], name)
         if needed > usable:
             yield (
                 f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} is too little for phase {name}: "
                 f"rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({reserve}); "
-                f"{_remedy(config, layout, name)}"
+                f"{_remedy(config, layout, name, phases[rank])}"
             )
     engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config, layout)
     if engines > slots:
@@ -72,10 +73,16 @@ def _engine_slots(config: Config, layout: TrainLayout) -> int:
     return offered if config.cluster.placement == "colocated" else offered - layout.world_size
 
 
-def _remedy(config: Config, layout: TrainLayout, phase: str) -> str:
-    offload = config.actor.offload
-    away = [f"actor.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
-    if phase in ("generate", "sync"):
+def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> str:
+    away = _not_offloaded("actor", config.actor.offload)
+    if phases.critic and phase != "critic":
+        away += _not_offloaded("critic", config.critic.offload)
+    if phase in ("critic", "score"):
+        section: ActorConfig
+        role, section = ("critic", config.critic) if phase == "critic" else ("reward_model", config.reward_model)
+        steps = away if phase == "score" or section.recompute == "full" else ["critic.recompute=full", *away]
+        steps.append(f"a higher {role}.parallel.ep, pp or tp")
+    elif phase in ("generate", "sync"):
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     else:
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -87,6 +94,10 @@ def _remedy(config: Config, layout: TrainLayout, phase: str) -> str:
         steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))
         steps.append("a higher cluster.nodes")
     return "set " + ", or ".join(steps)
+
+
+def _not_offloaded(role: str, offload: OffloadConfig) -> list[str]:
+    return [f"{role}.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
 
 
 def _engine_errors(config: Config, engine: EngineRank) -> Iterator[str]:

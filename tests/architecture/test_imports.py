@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "weights": {"types", "config", "model_converters"},
     "megatron": {"types", "config", "algorithms", "data", "model_converters", "weights"},
     "rollout": {"types", "config", "data", "rewards", "ports", "weights"},
-    "planner": {"config", "model_converters", "megatron", "weights"},
+    "planner": {"config", "algorithms", "model_converters", "megatron", "weights"},
     "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},

@@ -82,6 +82,59 @@ def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
             )
 
 
+ROLES = [("dense", {}), ("tied", {"pp": 2}), ("moe", {"ep": 2}), ("odd", {"tp": 2})]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict[str, str], dtype: str) -> None:
+    from mcore_rl.planner.roles import role_ranks
+
+    cases = [(directories[model], layout, dtype) for model, layout in ROLES]
+    held = launch(role_bytes, 2, cases)
+    for index, (directory, parallel, _) in enumerate(cases):
+        config = role_config(directory, parallel, dtype)
+        trained = role_ranks(config, config.critic, "critic", 2, trained=True, cuda=False)
+        frozen = role_ranks(config, config.reward_model, "reward_model", 2, trained=False, cuda=False)
+        planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
+        assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
+        assert all(rank.working > rank.resident for rank in (*trained, *frozen))
+
+
+def role_config(directory: str, parallel: dict[str, Any], dtype: str) -> Any:
+    from mcore_rl.config.models import ParallelConfig
+
+    config = policy_batch.config(directory, {}, 64)
+    config.model.dtype = dtype
+    for section in (config.critic, config.reward_model):
+        section.hf_path, section.parallel = directory, ParallelConfig(**parallel)
+    return config
+
+
+def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, int]]:
+    """Of a critic after an update, and of a frozen model of the same kind."""
+    from mcore_rl.config.roles import as_actor
+    from mcore_rl.megatron.critic import MegatronCritic
+    from mcore_rl.megatron.model import build_model
+    from mcore_rl.megatron.optimizer import in_bfloat16
+    from mcore_rl.megatron.value_model import ValueModel
+
+    found = []
+    for case in cases:
+        config = role_config(*case)
+        critic = MegatronCritic(config, rank, 2, None)
+        samples = policy_batch.UPDATES[0]
+        share = policy_batch.share(samples, critic.layout.coordinates(rank).dp, critic.layout.dp)
+        values = critic.values([share], policy_batch.chunks())
+        critic.update(share, policy_batch.chunks(), 0, {sample: own + 1 for sample, own in values.items()})
+        _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
+        view = as_actor(config, config.reward_model)
+        chunks = build_model(critic.hf_config, view.actor, view.model, critic.layout, kind=ValueModel)
+        bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
+        found.append((sum(sizes), frozen))
+    return found
+
+
 def plan_states(
     directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
 ) -> list[tuple[int, ...]]:
@@ -115,8 +168,6 @@ def after_an_update(
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.host_optimizer import HostOptimizer
-    from mcore_rl.megatron.main_params import optimizer_parts
 
     config = policy_batch.config(directory, parallel, 64)
     config.model.dtype = dtype
@@ -126,11 +177,18 @@ def after_an_update(
     share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
     actor.annotate([share], policy_batch.chunks())
     actor.update(share, policy_batch.chunks(), 0)
-    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    return allocated(actor.chunks, actor.optimizer)
+
+
+def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
+    from mcore_rl.megatron.host_optimizer import HostOptimizer
+    from mcore_rl.megatron.main_params import optimizer_parts
+
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = storages(parameters)
     gradients = storages(parameter.main_grad for parameter in parameters)
     optimizer, host = {}, {}
-    for inner in (part.optimizer for part in optimizer_parts(actor.optimizer)):
+    for inner in (part.optimizer for part in optimizer_parts(optimizer_of_all)):
         for main in (parameter for group in inner.param_groups for parameter in group["params"]):
             moments = {name: value for name, value in inner.state[main].items() if name != "step"}
             if isinstance(inner, HostOptimizer):

@@ -1,0 +1,169 @@
+"""What models beside the policy hold of the GPUs that they share with it: critic, reference, reward model.
+
+The ranks of the critic and of the reward model are processes of their own, rank i on the GPU of trainer rank i. Each
+loads what a call needs and afterwards sends away what its offload section names. Their parameters are megatron's own,
+as in stages.py; what a value head leaves for the backward pass is its input in float32.
+
+The reference has the policy's layout and parameters, in the same process. On CPU every process has its own memory, so
+there is nothing to share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
+from mcore_rl.config.reference import uses_reference
+from mcore_rl.config.reward_model import uses_reward_model
+from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.megatron.layout import model_arguments, train_layout
+from mcore_rl.megatron.model import DTYPES
+from mcore_rl.megatron.value_model import ValueModel, read_value_config
+from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.batches import batch_arithmetic
+from mcore_rl.planner.stages import stage_parameters
+from mcore_rl.planner.state import Numerics, RankState, stage_state
+
+if TYPE_CHECKING:
+    from mcore_rl.config.roles import Section
+
+
+@dataclass(frozen=True)
+class RoleRank:
+    """Bytes of a GPU that a rank of another model holds: between its calls (`resident`), and the most within them
+    (`working`); `host_bytes` in host memory between them."""
+
+    resident: int
+    working: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The other models on the GPU of one trainer rank. `reference`: the policy's weights a second time, which with
+    `reference_leaves` lie in host memory but for their own pass."""
+
+    critic: RoleRank | None = None
+    reward_model: RoleRank | None = None
+    reference: bool = False
+    reference_leaves: bool = True
+
+    @property
+    def resident(self) -> int:
+        return sum(role.resident for role in (self.critic, self.reward_model) if role is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(role.host_bytes for role in (self.critic, self.reward_model) if role is not None)
+
+
+ALONE = Beside()
+
+
+@dataclass(frozen=True)
+class Roles:
+    """All ranks of the other models, in their order; empty where there is no such model or nothing is shared."""
+
+    critic: tuple[RoleRank, ...] = ()
+    reward_model: tuple[RoleRank, ...] = ()
+    reference: bool = False
+    reference_leaves: bool = True
+
+    def at(self, rank: int) -> Beside:
+        """What is beside trainer rank `rank`."""
+        critic, model = (ranks[rank] if rank < len(ranks) else None for ranks in (self.critic, self.reward_model))
+        return Beside(critic, model, self.reference, self.reference_leaves)
+
+    @property
+    def widest(self) -> Beside:
+        """The fullest rank of each: what no GPU exceeds."""
+        critic, model = (
+            max(ranks, key=lambda role: role.working, default=None) for ranks in (self.critic, self.reward_model)
+        )
+        return Beside(critic, model, self.reference, self.reference_leaves)
+
+
+def roles_of(config: Config, *, cuda: bool) -> Roles:
+    """The models that the configuration has beside the policy, checked as a run checks them.
+
+    Raises: ConfigError, by the role's own keys.
+    """
+    critic: tuple[RoleRank, ...] = ()
+    model: tuple[RoleRank, ...] = ()
+    if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
+        validate_critic(config)
+        critic = role_ranks(config, config.critic, "critic", num_critic_ranks(config), trained=True, cuda=cuda)
+    if uses_reward_model(config):
+        validate_reward_model(config)
+        ranks = num_reward_model_ranks(config)
+        model = role_ranks(config, config.reward_model, "reward_model", ranks, trained=False, cuda=cuda)
+    reference = uses_reference(config)
+    if not cuda:
+        return Roles(reference=reference, reference_leaves=config.reference.offload)
+    return Roles(critic, model, reference, config.reference.offload)
+
+
+def role_ranks(
+    config: Config, section: Section, role: str, num_ranks: int, *, trained: bool, cuda: bool
+) -> tuple[RoleRank, ...]:
+    """Every rank of a value model that is `trained`, or scores.
+
+    Raises: ConfigError.
+    """
+    with named_as(role, section):
+        view = as_actor(config, section)
+        hf_config = read_value_config(view)
+        layout = train_layout(section.parallel, num_ranks, hf_config)
+        arguments, dtype = model_arguments(hf_config), DTYPES[config.model.dtype]
+        numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
+        run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=cuda)
+        microbatches = batch_arithmetic(view, layout).most_microbatches
+        found: list[RoleRank] = []
+        for stage in range(layout.pp):
+            chunks = stage_parameters(hf_config, layout, stage, kind=ValueModel)
+            activations = stage_activations(
+                arguments,
+                stage,
+                run,
+                config=view,
+                microbatches=microbatches,
+                largest_weight_elements=max(parameter.elements for chunk in chunks for parameter in chunk),
+                predicts_tokens=False,
+            )
+            states = stage_state(chunks, layout, stage, numerics)
+            if trained:
+                found += [_trained(section, state, activations) for state in states]
+            else:
+                found += [_frozen(section, state.parameters * dtype.itemsize, activations) for state in states]
+        return tuple(found)
+
+
+def _trained(section: Section, state: RankState, activations: StageActivations) -> RoleRank:
+    offload = section.offload
+    away = sum(
+        size
+        for leaves, size in (
+            (offload.params, state.weights_bytes),
+            (offload.grads, state.gradients_bytes),
+            (offload.optimizer, state.optimizer_bytes),
+        )
+        if leaves
+    )
+    kept = (state.weights_bytes if offload.params else 0) + (state.optimizer_bytes if offload.optimizer else 0)
+    return RoleRank(
+        resident=state.total_bytes - away,
+        working=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes),
+        host_bytes=state.host_bytes + kept,
+    )
+
+
+def _frozen(section: Section, weights_bytes: int, activations: StageActivations) -> RoleRank:
+    """Outside megatron's buffers, so without their padding."""
+    leaves = section.offload.params
+    return RoleRank(
+        resident=0 if leaves else weights_bytes,
+        working=weights_bytes + int(activations.forward_only_bytes),
+        host_bytes=weights_bytes if leaves else 0,
+    )

@@ -1,0 +1,75 @@
+"""Who holds a GPU in each phase, worked out by hand: a policy, its engine, and the models beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.models import ActorConfig, OffloadConfig
+from mcore_rl.config.schema import Config
+from mcore_rl.planner.activations import StageActivations
+from mcore_rl.planner.engine import EngineRank
+from mcore_rl.planner.phases import ASLEEP_BYTES, Phases, rank_phases
+from mcore_rl.planner.roles import Beside, RoleRank, Roles
+from mcore_rl.planner.state import RankState
+from mcore_rl.planner.verdict import _remedy
+from model_converters.layout import TrainLayout
+
+STATE = RankState(10, weights_bytes=20, gradients_bytes=40, optimizer_bytes=120)
+ACTIVATIONS = StageActivations({"all": 300.0}, forward_only_bytes=50.0)
+ENGINE = EngineRank(1000, 200, 4000, 1, 10.0)
+CRITIC = RoleRank(resident=7, working=700, host_bytes=70)
+REWARD = RoleRank(resident=3, working=30, host_bytes=33)
+
+
+def phases(beside: Beside, *, offloaded: bool = False, shared: bool = True) -> Phases:
+    actor = ActorConfig(offload=OffloadConfig(params=offloaded, grads=offloaded, optimizer=offloaded))
+    return rank_phases(Config(actor=actor), STATE, ACTIVATIONS, ENGINE, shared=shared, beside=beside)
+
+
+def test_a_policy_alone() -> None:
+    alone = phases(Beside())
+    assert alone.by_name == {
+        "generate": 180 + 5200,
+        "annotate": 180 + 50 + ASLEEP_BYTES,
+        "update": 180 + 300 + ASLEEP_BYTES,
+        "sync": 180 + 1000,
+    }
+    assert alone.host_bytes == 0
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded: bool) -> None:
+    alone, found = (phases(beside, offloaded=offloaded) for beside in (Beside(), Beside(CRITIC, REWARD)))
+    for name in ("generate", "annotate", "update", "sync"):
+        assert found.by_name[name] == alone.by_name[name] + 7 + 3
+    kept = 0 if offloaded else 160
+    # The policy's weights are there after its own pass, and not yet before it.
+    assert found.critic == 20 + kept + ASLEEP_BYTES + 700 + 3
+    assert found.score == (0 if offloaded else 180) + ASLEEP_BYTES + 30 + 7
+    assert found.host_bytes == alone.host_bytes + 70 + 33
+    assert list(found.by_name) == ["generate", "score", "annotate", "critic", "update", "sync"]
+
+
+@pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
+def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
+    alone, found = phases(Beside()), phases(Beside(reference=True, reference_leaves=leaves))
+    assert found.annotate == alone.annotate + 20
+    assert found.host_bytes == host
+    for name in ("generate", "update", "sync"):
+        assert found.by_name[name] == alone.by_name[name] + elsewhere
+
+
+def test_a_model_of_fewer_ranks_is_beside_the_first() -> None:
+    roles = Roles(critic=(CRITIC, RoleRank(1, 2, 3)), reward_model=(REWARD,))
+    assert [roles.at(rank).critic for rank in range(3)] == [CRITIC, RoleRank(1, 2, 3), None]
+    assert [roles.at(rank).reward_model for rank in range(2)] == [REWARD, None]
+    assert roles.widest == Beside(CRITIC, REWARD)
+
+
+def test_what_to_set_names_the_role() -> None:
+    config, layout = Config(), TrainLayout(1)
+    found = phases(Beside(CRITIC, REWARD))
+    assert _remedy(config, layout, "critic", found).startswith("set critic.recompute=full, or actor.offload.optimizer")
+    assert "critic.offload.params=true" in _remedy(config, layout, "generate", found)
+    assert "critic.offload" not in _remedy(config, layout, "generate", phases(Beside()))
+    assert "reward_model.parallel" in _remedy(config, layout, "score", found)
