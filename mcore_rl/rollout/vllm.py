@@ -145,7 +145,8 @@ class VllmEngine:
             released = sum(self._call("free_device_bytes")) - free
         else:
             self._reset_prefix_cache()
-            released = sum(self._call("release_kv_cache"))
+            # Between a sync and the next generation weights are awake alone: a checkpoint then sends them to sleep.
+            released = 0 if "kv_cache" in self._asleep else sum(self._call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
         return released
 

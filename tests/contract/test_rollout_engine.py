@@ -295,6 +295,21 @@ def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
         assert completion.logp.tolist() == after[request_id].logp.tolist()
 
 
+def test_an_engine_whose_weights_alone_woke_sleeps_again(engine: RemoteEngine) -> None:
+    """As a checkpoint after a sync has it, with no generation between the two."""
+    requests = make_requests(SamplingOptions(8))
+    before = engine.generate(requests)
+    engine.call(_sleep, True)
+    engine.call("wake_up", "weights")
+    engine.call(_sleep, True)
+    for part in ("weights", "kv_cache"):
+        with pytest.raises(RuntimeError, match=part):
+            engine.generate(requests)
+        engine.call("wake_up", part)
+    after = engine.generate(requests)
+    assert all(after[i].token_ids.tolist() == completion.token_ids.tolist() for i, completion in before.items())
+
+
 def _norms(engine: Any, build: Any) -> dict[str, Any]:
     """Results of vLLM's norm operations as this engine dispatches them, and as eager torch computes them."""
     import torch
