@@ -35,6 +35,19 @@ GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_
 """Group-limited routing as in DeepSeek V3: the two best groups, ranked by the sum of their two best scores."""
 
 
+def write_tiny_classifier(directory: Path | str, kind: str, **changes: Any) -> Path:
+    """A sequence classification model with one label, as transformers saves it."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = tiny_config(kind, num_labels=1, **changes)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        model.model.load_state_dict(tiny_model(kind, **changes).model.state_dict())
+        model.score.weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(directory)
+    return Path(directory)
+
+
 def checkpoint_tensors(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights or gradients by the names of `model`'s modules -> by those of its checkpoint: transformers 5 fuses a
     layer's experts in memory, and takes them apart here as when it saves them."""

@@ -6,7 +6,6 @@ One launch per number of ranks runs all its cases.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from mcore_rl.errors import ConfigError
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import VOCABULARY, tiny_config, tiny_model, write_tiny_model
+from tests.tiny_models import VOCABULARY, write_tiny_classifier, write_tiny_model
 
 # Float32 against float64, in another order for each layout. A neighbouring token's value is off by 1e-1.
 TOLERANCE = 1e-5  # scores are of size 1
@@ -61,25 +60,12 @@ def sequence(number: int) -> np.ndarray:
     return tokens
 
 
-def write_classifier(directory: Path, kind: str, **changes: Any) -> None:
-    """A sequence classification model with one label, as transformers saves it."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = tiny_config(kind, num_labels=1, **changes)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        model.model.load_state_dict(tiny_model(kind).model.state_dict())
-        model.score.weight.normal_(0, 0.2, generator=generator)
-    model.save_pretrained(directory)
-
-
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("reward_models")
-    write_classifier(root / "dense", "qwen3")
-    write_classifier(root / "moe", "qwen3_moe")
-    write_classifier(root / "padded", "llama", pad_token_id=PADDING)
+    write_tiny_classifier(root / "dense", "qwen3")
+    write_tiny_classifier(root / "moe", "qwen3_moe")
+    write_tiny_classifier(root / "padded", "llama", pad_token_id=PADDING)
     write_tiny_model(root / "causal", "qwen3")
     return {path.name: str(path) for path in root.iterdir()}
 
