@@ -29,7 +29,8 @@ HEADER = """\
 
 Written by `python scripts/algorithms_page.py` from the registry (`mcore_rl/algorithms/registry.py`); a test compares.
 Options are those of `algorithm.*` (advantages) and `algorithm.policy_loss.*`; a name refuses options it does not take.
-A name can also be `module_or_file.py:function`, a function of your own.
+A name can also be `module_or_file.py:function`, a function of your own. It gets those of these options that are set,
+and any others as `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`.
 """
 
 

@@ -13,6 +13,7 @@ from mcore_rl.algorithms.registry import (
     estimator,
     policy_loss,
     policy_loss_needs,
+    policy_loss_options,
 )
 from mcore_rl.algorithms.value_loss import ValueLossResult, compute_value_loss
 
@@ -37,4 +38,5 @@ __all__ = [
     "loss_weights",
     "policy_loss",
     "policy_loss_needs",
+    "policy_loss_options",
 ]

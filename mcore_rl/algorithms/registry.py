@@ -43,8 +43,8 @@ from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.reinforce import Reinforce
 from mcore_rl.algorithms.losses.sft import SFT
 from mcore_rl.algorithms.losses.user import UserLoss
-from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.functions import names_function
+from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
+from mcore_rl.config.functions import FORM, names_function
 from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
@@ -74,7 +74,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 }
 
 
-def estimator(name: str, **options: Any) -> Estimator:
+def estimator(name: str, /, **options: Any) -> Estimator:
     """The advantage estimator `name`, one of ours or module_or_file.py:function; options that are None take its
     defaults.
 
@@ -86,12 +86,17 @@ def estimator(name: str, **options: Any) -> Estimator:
 
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
-    """Every option of an estimator that the configuration has a key for; None where it is not set."""
-    names = ("normalize_by_std", "gamma", "lam", "whiten")
-    return {name: getattr(config, name) for name in names}
+    """Every option of an estimator that the configuration has a key for, None where it is not set; and those that a
+    user's function has of its own.
+
+    Raises: ConfigError for the latter where the name is one of ours, or where there is a key.
+    """
+    named = {name: getattr(config, name) for name in ("normalize_by_std", "gamma", "lam", "whiten")}
+    chosen = f"algorithm.advantage={config.advantage}"
+    return _with_own(named, config.advantage_kwargs, "algorithm.advantage_kwargs", chosen)
 
 
-def policy_loss(name: str, **options: Any) -> PolicyLoss:
+def policy_loss(name: str, /, **options: Any) -> PolicyLoss:
     """The policy loss `name`, one of ours or module_or_file.py:function; options that are None take its defaults.
 
     Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
@@ -99,6 +104,13 @@ def policy_loss(name: str, **options: Any) -> PolicyLoss:
     if names_function(name):
         return UserLoss.load(name, {option: value for option, value in options.items() if value is not None})
     return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, options)
+
+
+def policy_loss_options(config: PolicyLossConfig) -> dict[str, Any]:
+    """As advantage_options, of a policy loss."""
+    named = {name: value for name, value in vars(config).items() if name not in ("name", "kwargs")}
+    chosen = f"algorithm.policy_loss.name={config.name}"
+    return _with_own(named, config.kwargs, "algorithm.policy_loss.kwargs", chosen)
 
 
 def advantage_needs(name: str) -> Needs:
@@ -167,6 +179,19 @@ def compute_policy_loss(
     if chosen.needs.whole_sequence and logp.dim() != 2:
         raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)
+
+
+def _with_own(named: dict[str, Any], own: dict[str, Any], kwargs_key: str, chosen: str) -> dict[str, Any]:
+    """Options that have keys, and those in `kwargs_key`, which are for the function that `chosen` (key=value) names."""
+    if own and not names_function(chosen):
+        raise ConfigError(
+            f"{kwargs_key}={own} is for a function of your own, and {chosen} is none; remove it, or set "
+            f"{chosen.partition('=')[0]} to {FORM}"
+        )
+    both = [f"{kwargs_key.rpartition('.')[0]}.{option}" for option in own if option in named]
+    if both:
+        raise ConfigError(f"{kwargs_key}: {', '.join(both)} has a key; set that instead")
+    return named | own
 
 
 def _check_given(name: str, needs: Needs, inputs: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_rl.errors import ConfigError
 
@@ -24,6 +25,8 @@ class PolicyLossConfig:
     kl_coef: float | None = None
     prox: str | None = None
     """recomputed | loglinear | metrics: where decoupled_ppo's proximal policy is from."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments of a user's function."""
 
 
 @dataclass
@@ -101,6 +104,8 @@ class AlgorithmConfig:
     """Of gae; null: its default, 1."""
     whiten: bool | None = None
     """Of gae; null: its default, true."""
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments of a user's function."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     loss_aggregation: str = "token-mean"

@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty, policy_loss
+from mcore_rl.algorithms import (
+    Correction,
+    PolicyLossInputs,
+    PolicyLossResult,
+    kl_penalty,
+    policy_loss,
+    policy_loss_options,
+)
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
-from mcore_rl.config.algorithm import PolicyLossConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.context import ALONE, ContextPart
@@ -62,7 +68,7 @@ class Objective:
         """Raises: ConfigError for an unknown loss or option, one that needs what the actor does not have, or a
         correction of a loss that leaves no place for it."""
         section = config.algorithm.policy_loss
-        loss = policy_loss(section.name, **loss_options(section))
+        loss = policy_loss(section.name, **policy_loss_options(section))
         lacking = [name for name, needed in vars(loss.needs).items() if needed and name not in PROVIDED]
         if lacking:
             raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(lacking)}: not available")
@@ -247,11 +253,6 @@ class Objective:
         result = self._corrected(rows)
         own = _flat(result.loss, batch)[batch.owners == self.context.rank]
         return PolicyLossResult(own, result.metrics if self.context.rank == 0 else {})
-
-
-def loss_options(section: PolicyLossConfig) -> dict[str, Any]:
-    """Every option of a policy loss that the configuration has a key for; None where it is not set."""
-    return {field.name: getattr(section, field.name) for field in fields(section) if field.name != "name"}
 
 
 def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,10 @@
 
     f(token_rewards=, mask=, group_ids=, values=, baseline_rewards=, **options) -> advantages or (advantages, returns)
 
-Tensors are shaped as in AdvantageInputs and those that nothing provides are None. What the function needs beside
-rewards and mask it says in an attribute, f.needs = Needs(values=True); without one it gets group_ids. It is called per
-token, with all that the batch holds.
+with the options that algorithm (gamma, lam, whiten, normalize_by_std) and algorithm.advantage_kwargs set. Tensors are
+shaped as in AdvantageInputs and those that nothing provides are None. What the function needs beside rewards and mask
+it says in an attribute, f.needs = Needs(values=True); without one it gets group_ids. It is called per token, with all
+that the batch holds.
 """
 
 from __future__ import annotations

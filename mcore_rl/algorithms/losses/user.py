@@ -2,9 +2,9 @@
 
     f(logp=, old_logp=, advantages=, mask=, rollout_logp=, **options) -> loss or (loss, {metric: mean over tokens})
 
-with the options that algorithm.policy_loss sets. Only logp carries gradient, everything is 0 where mask is, and tensors
-that nothing provides are None. What the function needs it says in an attribute, f.needs = Needs(rollout_logp=True);
-without one it gets advantages and old_logp, and tokens in any shape.
+with the options that algorithm.policy_loss and algorithm.policy_loss.kwargs set. Only logp carries gradient, everything
+is 0 where mask is, and tensors that nothing provides are None. What the function needs it says in an attribute,
+f.needs = Needs(rollout_logp=True); without one it gets advantages and old_logp, and tokens in any shape.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mcore_rl.algorithms import compute_policy_loss, policy_loss
+from mcore_rl.algorithms import compute_policy_loss, policy_loss, policy_loss_options
+from mcore_rl.config.algorithm import PolicyLossConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Mean
 
@@ -96,6 +99,27 @@ def test_needs_are_the_functions_own_or_those_of_a_policy_gradient(spec):
         compute_policy_loss(spec("spread"), logp=given["logp"], mask=given["mask"])
     loss = compute_policy_loss(spec("spread"), logp=given["logp"], mask=given["mask"], rollout_logp=given["old_logp"])
     assert loss.loss.shape == (2, 5)
+
+
+def test_options_of_its_own_come_from_kwargs_and_a_name_of_ours_takes_none(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def margin(logp, old_logp, advantages, mask, rollout_logp, *, margin, clip_low=0.0, power=1):\n"
+        "    return (margin - clip_low - logp) ** power\n"
+    )
+    section = PolicyLossConfig(name=f"{tmp_path / 'own.py'}:margin", clip_low=0.5, kwargs={"margin": 2, "power": None})
+    given = {**make(), "mask": torch.ones(2, 5)}
+    result = compute_policy_loss(section.name, **given, **policy_loss_options(section))
+    torch.testing.assert_close(result.loss, 1.5 - given["logp"])
+    for changes, message in (
+        ({"kwargs": {"margins": 1}}, r"own\.py:margin cannot be called as f\(logp=.*margin"),
+        ({"kwargs": {"margin": 1, "logp": 1}}, r"own\.py:margin cannot be called as f\(logp=.*logp"),
+        ({"kwargs": {"margin": 1, "name": 1}}, r"own\.py:margin cannot be called as f\(logp=.*'name'"),
+        ({"kwargs": {"margin": 1, "clip_low": 1}}, r"policy_loss\.kwargs: algorithm\.policy_loss\.clip_low has a key"),
+        ({"name": "cispo"}, r"policy_loss\.kwargs=.*'margin': 2.*algorithm\.policy_loss\.name=cispo is none"),
+    ):
+        refused = replace(section, **changes)
+        with pytest.raises(ConfigError, match=message):
+            policy_loss(refused.name, **policy_loss_options(refused))
 
 
 def test_a_module_is_as_good_as_a_file():

@@ -25,6 +25,15 @@ def test_overrides_win_over_the_file_and_are_typed(minimal: str) -> None:
     assert config.actor.optimizer.lr == pytest.approx(1e-4)
 
 
+def test_keyword_arguments_of_a_function_keep_their_types_and_come_back(minimal: str, tmp_path: Path) -> None:
+    overrides = ["algorithm.advantage_kwargs.scale=1e-3", "algorithm.policy_loss.kwargs={steps: 2, kinds: [a, b]}"]
+    config = load_config(minimal, [*overrides, "algorithm.policy_loss.kwargs.on=true"])
+    assert config.algorithm.advantage_kwargs == {"scale": pytest.approx(1e-3)}
+    assert config.algorithm.policy_loss.kwargs == {"steps": 2, "kinds": ["a", "b"], "on": True}
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml")) == config
+
+
 def test_an_exponent_without_a_point_is_a_number_in_files_too(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(MINIMAL + "actor: {optimizer: {lr: 3e-5}}\n")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
-from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
@@ -76,6 +77,28 @@ def test_options_come_from_their_keys_and_those_of_others_are_refused():
     assert estimator("gae", **advantage_options(AlgorithmConfig(advantage="gae"))) == GAE()
     with pytest.raises(ConfigError, match=r"algorithm\.gamma, algorithm\.lam, algorithm\.whiten: not an option of"):
         batch_builder(Config(algorithm=replace(algorithm, advantage="grpo")), 1)
+
+
+def test_a_function_has_options_of_its_own_and_a_name_of_ours_has_none(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def scaled(token_rewards, mask, group_ids, values, baseline_rewards, *, gamma=1.0, scale, centre=True):\n"
+        "    return gamma * scale * token_rewards + centre\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:scaled"
+    algorithm = AlgorithmConfig(advantage=name, gamma=0.5, advantage_kwargs={"scale": 4, "centre": None})
+    inputs = {
+        "token_rewards": torch.tensor([[1.0], [3.0]]),
+        "mask": torch.ones(2, 1),
+        "group_ids": torch.zeros(2).long(),
+    }
+    found = compute_advantages(name, **inputs, **advantage_options(algorithm))
+    assert found.advantages.tolist() == [[3.0], [7.0]]
+    with pytest.raises(ConfigError, match=r"mine\.py:scaled cannot be called .*scal"):
+        batch_builder(Config(algorithm=replace(algorithm, advantage_kwargs={"scal": 4})), 1)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs: algorithm\.gamma has a key"):
+        batch_builder(Config(algorithm=replace(algorithm, advantage_kwargs={"scale": 4, "gamma": 0.1})), 1)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs=.*'scale': 4.*advantage=grpo is none"):
+        batch_builder(Config(algorithm=AlgorithmConfig(advantage_kwargs={"scale": 4})), 1)
 
 
 def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
