@@ -65,7 +65,7 @@ class Completion:
 
     Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation; routed_experts
     uint8 or int16 [S - 1, layers with experts, k], what the engine chose for every token of prompt and response but the
-    last, where it was asked to say.
+    last, where it was asked to say and did not abort the request.
     Units: logp in nats.
     finish_reason is "stop", "length" or "abort".
     """

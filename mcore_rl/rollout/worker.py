@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
+from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder, RolloutEngine
 from mcore_rl.types import (
     Completion,
@@ -25,6 +26,9 @@ from mcore_rl.types import (
     Score,
     TrajectoryBuffers,
 )
+
+MAX_NAMED = 10
+"""Requests that an error names."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,10 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
 
 
 def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TrajectoryBuffers:
-    """Flat buffers of prompts followed by their responses; every response token is trained on."""
+    """Flat buffers of prompts followed by their responses; every response token is trained on.
+
+    Raises: McoreRLError naming the requests that came without experts where others have them.
+    """
     prompt_tokens = np.array([len(r.token_ids) for r in requests], np.int32)
     response_tokens = np.array([len(c.token_ids) for c in completions], np.int32)
     pieces = [piece for r, c in zip(requests, completions, strict=True) for piece in (r.token_ids, c.token_ids)]
@@ -134,10 +141,20 @@ def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequen
 
 
 def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:
-    """A row per token, as TrajectoryBuffers has them; None where a completion has none."""
+    """A row per token, as TrajectoryBuffers has them; None where the engine was not asked for them.
+
+    A response without them cannot be trained on with its own routing, and with another its policy is not the one that
+    sampled: the run ends where the request is known, as nothing but a fault of the engine ends one so.
+    """
     given = [c.routed_experts for c in completions if c.routed_experts is not None]
-    if not given or len(given) < len(completions):
+    if not given:
         return None
+    lacking = [f"{c.request_id} ({c.finish_reason})" for c in completions if c.routed_experts is None]
+    if lacking:
+        raise McoreRLError(
+            f"actor.moe.router_replay=engine: {len(lacking)} of {len(completions)} requests ended without the experts "
+            f"of their tokens: {', '.join(lacking[:MAX_NAMED])}"
+        )
     ends = np.cumsum([len(experts) + 1 for experts in given])
     rows = np.zeros((int(ends[-1]), *given[0].shape[1:]), given[0].dtype)
     for experts, end in zip(given, ends, strict=True):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, pack_trajectories, request_seeds
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions, Score
 
@@ -106,19 +109,24 @@ def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
     assert seeds.max() < 2**31
 
 
-def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
-    prompts, responses = [3, 1], [2, 3]
+def of_two_responses(
+    prompts: Sequence[int], responses: Sequence[int]
+) -> tuple[list[GenerationRequest], list[Completion]]:
+    """With two layers, one expert of each token: 10 * sample + place, and that plus 100."""
     requests = [
-        GenerationRequest(str(i), np.full(p, i, np.int32), 0, SamplingOptions(4)) for i, p in enumerate(prompts)
+        GenerationRequest(f"8.{i}", np.full(p, i, np.int32), 0, SamplingOptions(4)) for i, p in enumerate(prompts)
     ]
-    # Two layers, one expert of each token: 10 * sample + place, and that plus 100.
     rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
     experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
     completions = [
-        Completion(str(i), np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", 0, experts[i])
+        Completion(f"8.{i}", np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", 0, experts[i])
         for i, r in enumerate(responses)
     ]
-    buffers = pack_trajectories(requests, completions)
+    return requests, completions
+
+
+def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
+    buffers = pack_trajectories(*of_two_responses([3, 1], [2, 3]))
     assert buffers.routed_experts is not None
     assert buffers.routed_experts.dtype == np.uint8
     assert buffers.routed_experts.shape == (len(buffers.tokens), 2, 1)
@@ -126,6 +134,13 @@ def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
     assert buffers.routed_experts[:, 1, 0].tolist() == [100, 101, 102, 103, 0, 110, 111, 112, 0]
 
 
-def test_without_experts_of_every_response_there_are_none(tmp_path: Path) -> None:
+def test_a_request_without_experts_among_others_is_named() -> None:
+    requests, (first, second) = of_two_responses([3, 1], [2, 3])
+    aborted = replace(second, finish_reason="abort", routed_experts=None)
+    with pytest.raises(McoreRLError, match=r"router_replay=engine: 1 of 2 requests .* experts .*: 8\.1 \(abort\)$"):
+        pack_trajectories(requests, [first, aborted])
+
+
+def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> None:
     buffers, _ = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
     assert buffers.routed_experts is None
