@@ -345,6 +345,22 @@ class Correlation(_Sums):
 
 
 @dataclass(frozen=True)
+class Deviation(_Sums):
+    """Standard deviation, of sums of numbers and of their squares."""
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        if not self.count:
+            return 0.0
+        variance = self.squares / self.count - (self.total / self.count) ** 2
+        return float(max(variance, 0.0) ** 0.5)
+
+
+@dataclass(frozen=True)
 class Root(_Sums):
     """A norm: squares add up over ranks, the root is taken of their sum."""
 
@@ -355,7 +371,7 @@ class Root(_Sums):
         return float(self.squares**0.5)
 
 
-Metric = Mean | Max | Min | Quantile | Total | EffectiveFraction | ExplainedVariance | Correlation | Root
+Metric = Mean | Max | Min | Quantile | Total | EffectiveFraction | ExplainedVariance | Correlation | Deviation | Root
 
 
 def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mcore_rl.algorithms.interface import AdvantageInputs, Estimator
 from mcore_rl.algorithms.whitening import Moments, whiten
 from mcore_rl.errors import McoreRLError
-from mcore_rl.types import Max, Mean, Metric, RankShare, TrajectoryBuffers
+from mcore_rl.types import Deviation, Max, Mean, Metric, Min, RankShare, TrajectoryBuffers
 
 BLOCK_TOKENS = 1 << 22
 """Of padded rows that are estimated at one time."""
@@ -37,7 +37,9 @@ class TokenEstimates:
             flat = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float64)
             if len(flat):
                 found[f"{name}/mean"] = Mean(float(flat.sum()), len(flat))
+                found[f"{name}/std"] = Deviation(float(flat.sum()), float(flat @ flat), len(flat))
                 found[f"{name}/max"] = Max(float(flat.max()))
+                found[f"{name}/min"] = Min(float(flat.min()))
                 found[f"{name}/abs_max"] = Max(float(np.abs(flat).max()))
         return found
 

@@ -276,14 +276,18 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """How far the policy's log-probabilities are from those that the engine sampled with."""
+    """How far the policy's log-probabilities are from those that the engine sampled with; kl and kl_low_var estimate
+    KL(rollout || policy) by k1 and k3."""
     ours, theirs = logp.double(), batch.logp_rollout.double()
     difference = (ours - theirs).abs()
     largest = difference.max() if len(difference) else difference.sum()
-    sums = [difference.sum(), largest, ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
+    sums = [difference.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
+    sums += [ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
     # One transfer for all of them: each would wait for the device.
-    total, most, *moments = torch.stack(sums).tolist()
+    total, low_var, most, *moments = torch.stack(sums).tolist()
     return {
+        "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
+        "rollout/kl_low_var": Mean(low_var, len(difference)),
         "rollout/logp_diff_mean": Mean(total, len(difference)),
         "rollout/logp_diff_max": Max(most),
         "rollout/logp_pearson": Correlation(len(difference), *moments),

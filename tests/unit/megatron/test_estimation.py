@@ -12,7 +12,7 @@ from mcore_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import estimation
 from mcore_rl.megatron.estimation import estimate_tokens
-from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types import RankShare, TrajectoryBuffers, merge_metrics
 
 # Responses in two chunks; a hole (a tool's output) in the second, nothing trained in the third.
 TRAINED = [[[1, 1, 1], [1, 0, 0, 1, 1], [0, 0]], [[1], [1, 1, 1, 1]]]
@@ -86,6 +86,22 @@ def test_blocks_of_rows_are_the_whole_batch(monkeypatch, block_tokens, name, est
     for field, by_sample in (("advantages", found.advantages), ("returns", found.returns)):
         assert {sample: len(part) for sample, part in by_sample.items()} == COUNTS
         assert torch.allclose(padded(by_sample), expected[field], atol=1e-6)
+
+
+def test_figures_add_up_over_ranks_and_count_trained_tokens_only() -> None:
+    options = {"gamma": 1.0, "lam": 0.9, "whiten": False}
+    found = estimate_tokens(GAE(**options), share(), CHUNKS, values=VALUES, penalties=None, group=None)
+    flat = np.concatenate(list(found.returns.values())).astype(np.float64)
+    assert len(flat) == sum(COUNTS.values())
+    halves = [
+        type(found)({s: found.advantages[s] for s in half}, {s: found.returns[s] for s in half}).describe()
+        for half in ([4, 9, 2], [7, 5])
+    ]
+    metrics = {name: metric.value for name, metric in merge_metrics(halves).items()}
+    expected = {"mean": flat.mean(), "std": flat.std(), "max": flat.max(), "min": flat.min()}
+    for name, value in expected.items():
+        assert metrics[f"returns/{name}"] == pytest.approx(value, rel=1e-9)
+    assert metrics["advantages/std"] > 0
 
 
 def test_penalties_come_off_the_rewards_of_their_tokens() -> None:

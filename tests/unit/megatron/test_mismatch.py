@@ -25,6 +25,9 @@ def measured(cuts: list[int]) -> dict[str, float]:
     difference = np.abs(ours.astype(float) - theirs)
     assert found["rollout/logp_diff_mean"] == pytest.approx(difference.mean(), rel=1e-6)
     assert found["rollout/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-6)
+    gap = theirs.astype(float) - ours  # of tokens that the engine drew
+    assert found["rollout/kl"] == pytest.approx(gap.mean(), rel=1e-9)
+    assert found["rollout/kl_low_var"] == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-9)
     assert found["rollout/logp_pearson"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1], rel=1e-9)
     return found
 
