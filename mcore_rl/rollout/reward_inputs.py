@@ -42,11 +42,11 @@ class RewardInputs:
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")
         self._budget = config.reward_model.tokens_per_microbatch
-        known, vocabulary = len(self._tokenizer), hf_config.get("vocab_size")
-        if vocabulary is not None and known > vocabulary:
+        known, self._vocabulary = len(self._tokenizer), int(hf_config["vocab_size"])
+        if known > self._vocabulary:
             raise ConfigError(
-                f"reward_model.hf_path={path}: its tokenizer knows {known} tokens, its model vocab_size={vocabulary}; "
-                "set it to a checkpoint with the model's own tokenizer"
+                f"reward_model.hf_path={path}: its tokenizer knows {known} tokens, its model vocab_size="
+                f"{self._vocabulary}; set it to a checkpoint with the model's own tokenizer"
             )
         longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
         if not self.reencoded and self._positions and longest > self._positions:
@@ -75,10 +75,14 @@ class RewardInputs:
         `prompts` may be None unless responses are `reencoded`.
 
         Shapes: rows [b]; prompt_rows [B] as in RolloutScalars.
-        Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens.
+        Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens, or
+        has a token that the reward model does not have.
         """
         if not self.reencoded:
-            return [trajectory_ids(buffers, int(row)) for row in rows]
+            found = [trajectory_ids(buffers, int(row)) for row in rows]
+            for row, ids in zip(rows, found, strict=True):
+                self._check_known(int(ids.max()), f"{key}, row {prompt_rows[row]}")
+            return found
         assert prompts is not None
         return self._encode(transcripts(buffers, rows, prompt_rows, prompts, self._policy_tokenizer), key)
 
@@ -96,6 +100,14 @@ class RewardInputs:
         answer = {"role": "assistant", "content": transcript.response}
         messages, where = [*transcript.prompt.messages, answer], f"{key}, row {transcript.prompt.row}: reward_model"
         return render_chat(self._tokenizer, messages, where, add_generation_prompt=False)
+
+    def _check_known(self, token: int, where: str) -> None:
+        """A policy's vocabulary may go on behind what its tokenizer writes, up to a round number of its own."""
+        if token >= self._vocabulary:
+            raise DataError(
+                f"{where}: the response has token {token}, which the reward model with vocab_size={self._vocabulary} "
+                "does not have; set reward_model.hf_path to a checkpoint with the policy's vocabulary"
+            )
 
     def _check_length(self, length: int, where: str) -> None:
         if length == 0:

@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.cli import main
 from tests.e2e.runs import write_task
+from tests.tiny_models import write_tiny_classifier
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,44 @@ def test_a_reference_that_is_not_whole(refused: Callable[..., str], base: Path, 
     message = refused("algorithm.kl.in_reward=0.1", f"reference.hf_path={directory}")
     assert message.startswith(f"error: reference.hf_path={directory}: ")
     assert "truncated" in message
+
+
+def test_a_reward_model_that_has_no_score(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    policy = base.parent / "model"
+    message = refused(f"reward_model.hf_path={policy}")
+    assert message.startswith(f"error: reward_model.hf_path={policy}: there is no score head (score.weight)")
+    assert "set reward_model.hf_path to a sequence classification checkpoint with one label" in message
+    assert "algorithm.policy_loss.name=sft is supervised" in refused(f"reward_model.hf_path={policy}", *SFT)
+    unknown = model_with(base, tmp_path, model_type="gpt_oss")
+    assert "reward_model.hf_path: model_type 'gpt_oss'" in refused(f"reward_model.hf_path={unknown}")
+
+
+@pytest.fixture(scope="module")
+def classifier(base: Path) -> Path:
+    return write_tiny_classifier(base.parent / "classifier", "qwen3", vocab_size=40)
+
+
+def test_a_reward_model_that_does_not_fit(
+    classifier: Path, refused: Callable[..., str], base: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    directory = shutil.copytree(classifier, tmp_path / "classifier")
+    path = f"reward_model.hf_path={directory}"
+    assert "reward_model.parallel.ep=2" in refused(path, "reward_model.parallel.ep=2")
+    assert "reward_model.moe.aux_loss_coefficient" in refused(path, "reward_model.moe.aux_loss_coefficient=0.1")
+    assert refused(path).startswith("error: reward_model.hf_path: ")  # no tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(base.parent / "model")
+    tokenizer.add_tokens([f"<{i}>" for i in range(20)])
+    tokenizer.save_pretrained(directory)
+    assert "its model vocab_size=40" in refused(path)
+    tokenizer = AutoTokenizer.from_pretrained(base.parent / "model")
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    tokenizer.save_pretrained(directory)
+    assert "data.train, row 0: reward_model: the tokenizer's chat template refuses" in refused(path)
+    shard = Path(directory, "model.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "truncated" in refused(path)
 
 
 def test_an_export_that_would_overwrite(refused: Callable[..., str], base: Path) -> None:

@@ -98,6 +98,17 @@ def test_with_the_policys_tokenizer_tokens_are_those_of_the_trajectory(tmp_path:
     assert second.tolist()[: len(prompts[0].token_ids)] == prompts[0].token_ids.tolist()
 
 
+def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=TEMPLATE)
+    prompts = prompts_of(config, tmp_path)
+    buffers = trajectories(config, prompts)
+    buffers.tokens[buffers.token_offsets[2] - 1] = 300  # the last of the second response
+    inputs = RewardInputs(config)
+    inputs.of(buffers, np.array([0, 2]), PROMPT_ROWS, None, "data.train")
+    with pytest.raises(DataError, match=r"data\.train, row 0: the response has token 300.*reward_model\.hf_path"):
+        inputs.of(buffers, np.array([0, 1]), PROMPT_ROWS, None, "data.train")
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_another_template_renders_the_conversation_with_the_answer(tmp_path: Path, reverse: bool) -> None:
     config = config_of(tmp_path, template=OTHER_TEMPLATE, reverse=reverse)
