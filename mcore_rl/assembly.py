@@ -38,7 +38,7 @@ from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
-from mcore_rl.trainer.reference import Reference
+from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, Mean, TrajectoryBuffers
 from model_converters.layout import TrainLayout
@@ -138,7 +138,7 @@ class _Site:
 
         refresh = self.config.reference.refresh_every_steps
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
-        return reference, {"kl_controller": controller} if kl.controller == "adaptive" else {}
+        return reference, {KL_CONTROLLER: controller} if kl.controller == "adaptive" else {}
 
     def _scorers(self, in_phase: Callable[..., Any]) -> dict[str, WeightedScorer]:
         """Reward models, by the name that metrics and records give them."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mcore_rl.errors import CheckpointError, McoreRLError
-from mcore_rl.megatron.checkpoint_reader import agree, check_fit, fill, verify_files
+from mcore_rl.megatron.checkpoint_reader import agree, check_fit, check_reference_kept, fill, verify_files
 from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 from mcore_rl.megatron.format_files import read_common
 from mcore_rl.megatron.optimizer_state import set_updates_done
@@ -66,9 +66,10 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     except (ConversionError, CheckpointError) as error:
         problem = CheckpointError(str(error))
     agree(problem)
-    trained, model = role.trained, role.trained.model
+    trained, model, reference = role.trained, role.trained.model, role.trained.reference
+    check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
     trained.memory.load("params", "optimizer")
-    blocks, reference = blocks_to_load(model.chunks, trained.optimizer), trained.reference
+    blocks = blocks_to_load(model.chunks, trained.optimizer)
     if reference is not None:
         reference.memory.load("params")
         blocks += reference_blocks(reference.model.chunks, to_save=False)

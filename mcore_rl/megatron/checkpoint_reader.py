@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
-from mcore_rl.megatron.train_state import LiveBlock
+from mcore_rl.megatron.train_state import REFERENCE, LiveBlock
 from mcore_rl.types import SavedFile
 from model_converters.chunks import Box
 from model_converters.dcp_reader import DcpReader
@@ -58,6 +58,21 @@ def agree(problem: McoreRLError | None) -> None:
     for found in problems:
         if found is not None:
             raise found
+
+
+def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bool) -> None:
+    """Whether the checkpoint, by its keys, has weights of a reference just where this run keeps some in its own.
+
+    Raises: CheckpointError.
+    """
+    kept_there = any(key.startswith(REFERENCE) for key in stored)
+    if kept_there == kept_here:
+        return
+    held, wanted = ("the weights of a", "none") if kept_there else ("no", "one")
+    raise CheckpointError(
+        f"{directory} has {held} reference, and this run keeps {wanted} in its checkpoints: set algorithm.kl.in_loss, "
+        "algorithm.kl.in_reward and reference.* as they were, or run.dir to a new directory"
+    )
 
 
 def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.device) -> None:

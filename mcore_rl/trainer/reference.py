@@ -12,6 +12,9 @@ from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.ports import Actor
 from mcore_rl.types import Batch, Mean, Metric
 
+KL_CONTROLLER = "kl_controller"
+"""The adaptive coefficient among the positions that a checkpoint carries."""
+
 
 @dataclass(frozen=True)
 class Reference:

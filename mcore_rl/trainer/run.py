@@ -15,7 +15,7 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLErro
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
-from mcore_rl.trainer.reference import Reference
+from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.types import Batch, Metric, SavedFile
 
 
@@ -140,7 +140,14 @@ def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile
 
 
 def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
-    if set(state["positions"]) != set(run.positions):
+    held, wanted = set(state["positions"]), set(run.positions)
+    if held ^ wanted == {KL_CONTROLLER}:
+        there, here = ("an", "none") if KL_CONTROLLER in held else ("no", "one")
+        raise CheckpointError(
+            f"{path} has {there} adaptive coefficient of the KL, and this run {here}: set algorithm.kl.controller as "
+            "it was, or run.dir to a new directory"
+        )
+    if held != wanted:
         raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
 
 

@@ -6,6 +6,7 @@ One launch per number of ranks runs all its cases.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +261,29 @@ def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     load_checkpoint(str(path), actor)
     found["loaded"] = _weights(actor)
     found["resumed"] = distance()
+    plain = Path(f"{path} without")
+    if rank == 0:
+        plain.mkdir()
+    dist.barrier()
+    actor = _living(rank, directories, case, **keys, kept=False)
+    found["not kept"] = _refusal(lambda: load_checkpoint(str(path), actor))
+    save_checkpoint(str(plain), actor)
+    actor = _living(rank, directories, case, **keys)
+    found["not found"] = _refusal(lambda: load_checkpoint(str(plain), actor))
     return found
 
 
-def _living(rank: int, directories: dict[str, str], case: Case, dtype: str) -> Any:
+def _refusal(call: Callable[[], Any]) -> str:
+    from mcore_rl.errors import CheckpointError
+
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _living(rank: int, directories: dict[str, str], case: Case, dtype: str, *, kept: bool = True) -> Any:
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
@@ -272,7 +292,7 @@ def _living(rank: int, directories: dict[str, str], case: Case, dtype: str) -> A
     config = policy_batch.config(directories[model], parallel, tokens)
     config.model.dtype = dtype
     config.algorithm.kl.in_reward = IN_REWARD
-    config.reference.refresh_every_steps = 1
+    config.reference.refresh_every_steps = int(kept)
     config.actor.optimizer.lr = 4e-3
     return MegatronActor(config, rank, dist.get_world_size(), None)
 
@@ -313,6 +333,12 @@ def test_its_weights_leave_the_device_between_passes(lives: list[dict[str, Any]]
         assert rank["released"] == (rank["held"][1], 0)
         assert rank["held"][0] == 0
         assert "host memory" in rank["refusal"]
+
+
+def test_weights_of_a_reference_in_a_checkpoint_are_neither_left_out_nor_made_up(lives: list[dict[str, Any]]) -> None:
+    for rank in lives:
+        assert "has the weights of a reference, and this run keeps none" in rank["not kept"]
+        assert "without has no reference, and this run keeps one" in rank["not found"]
 
 
 def test_a_refreshed_reference_goes_on_in_another_layout(lives: list[dict[str, Any]], directories: Any) -> None:

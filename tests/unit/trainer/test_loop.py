@@ -270,6 +270,18 @@ def test_saving_between_steps_costs_nothing_where_the_step_is_saved(tmp_path: Pa
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     run = make(tmp_path, 2, Recorder())
-    run.positions["reference"] = Recorder()
+    run.positions["another"] = Recorder()
     with pytest.raises(CheckpointError, match="another kind of run"):
+        train(run)
+
+
+@pytest.mark.parametrize(("before", "message"), [(True, "has an adaptive .* run none"), (False, "has no .* run one")])
+def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
+    for steps, adaptive in ((2, before), (4, not before)):
+        run = make(tmp_path, steps, Recorder())
+        if adaptive:
+            run.positions["kl_controller"] = Recorder()
+        if steps == 2:
+            train(run)
+    with pytest.raises(CheckpointError, match=rf"{message}: set algorithm\.kl\.controller as it was, or run\.dir"):
         train(run)

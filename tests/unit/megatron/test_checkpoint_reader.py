@@ -1,0 +1,28 @@
+"""What of a checkpoint's keys is refused before a byte is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.checkpoint_reader import check_reference_kept
+
+POLICY = ["decoder.layers.0.weight", "optimizer.state.exp_avg.decoder.layers.0.weight"]
+BOTH = [*POLICY, "reference.decoder.layers.0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept_here", "message"),
+    [
+        (BOTH, False, "step_2 has the weights of a reference, and this run keeps none"),
+        (POLICY, True, "step_2 has no reference, and this run keeps one"),
+    ],
+)
+def test_a_reference_that_only_one_side_has_is_refused(stored: list[str], kept_here: bool, message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{message} .*algorithm\.kl\.in_loss.*reference\.\*.*run\.dir"):
+        check_reference_kept("step_2", stored, kept_here=kept_here)
+
+
+@pytest.mark.parametrize(("stored", "kept_here"), [(BOTH, True), (POLICY, False)])
+def test_where_both_or_neither_have_one_it_goes_on(stored: list[str], kept_here: bool) -> None:
+    check_reference_kept("step_2", stored, kept_here=kept_here)
