@@ -13,6 +13,7 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
+from mcore_rl.config.judge import uses_judge
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.schema import Config
@@ -29,6 +30,7 @@ from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
 from mcore_rl.runtime.health import stop_requested
+from mcore_rl.runtime.judge import judge_role
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
@@ -40,7 +42,7 @@ from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Mean, TrajectoryBuffers
+from mcore_rl.types import Batch, Mean, Metric, TrajectoryBuffers
 from model_converters.layout import TrainLayout
 
 MIB = 2**20
@@ -49,7 +51,7 @@ MIB = 2**20
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(prepared)) as processes:
+    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(config, prepared)) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
@@ -58,9 +60,9 @@ def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun
             run.journal.close()
 
 
-def _roles(prepared: Prepared) -> list[Role]:
+def _roles(config: Config, prepared: Prepared) -> list[Role]:
     """Processes beside the trainer ranks and the engines."""
-    roles = []
+    roles = [judge_role(config.judge)] if uses_judge(config) else []
     if prepared.critic is not None:
         own_batch = functools.partial(
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
@@ -118,7 +120,7 @@ class _Site:
             validator=self._validator(pool),
             positions={"sampler": sampler, "collector": collector, **kept},
             batch_of=self._batch_of(journal),
-            describe=describe,
+            describe=self._describe,
             token_estimator=None if self.prepared.estimator.per_response else self.prepared.estimator,
             critic=self._critic(in_phase),
             reference=reference,
@@ -142,11 +144,19 @@ class _Site:
 
     def _scorers(self, in_phase: Callable[..., Any]) -> dict[str, WeightedScorer]:
         """Reward models, by the name that metrics and records give them."""
-        group = self.processes.groups.get("reward_model")
-        if group is None:
-            return {}
-        scorer = self._timed(in_phase(group, score=Phase.KEEP), score="reward_model")
-        return {"model": WeightedScorer(scorer, self.config.reward_model.weight)}
+        groups, scorers = self.processes.groups, {}
+        if (model := groups.get("reward_model")) is not None:
+            own = self._timed(in_phase(model, score=Phase.KEEP), score="reward_model")
+            scorers["model"] = WeightedScorer(own, self.config.reward_model.weight)
+        if (judge := groups.get("judge")) is not None:
+            own = self._timed(in_phase(judge, score=Phase.KEEP), score="judge")
+            scorers["judge"] = WeightedScorer(own, self.config.judge.weight)
+        return scorers
+
+    def _describe(self, groups: Any) -> dict[str, Metric]:
+        """Figures of the step's responses, and of what the judge said of them."""
+        judge = self.processes.groups.get("judge")
+        return describe(groups) | (judge.take_figures() if judge is not None else {})
 
     def _critic(self, in_phase: Callable[..., Any]) -> Any:
         critic = self.processes.groups.get("critic")

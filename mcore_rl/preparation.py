@@ -24,7 +24,9 @@ from mcore_rl.config import (
     validate_reward_model,
     write_resolved,
 )
+from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
 from mcore_rl.config.reference import uses_reference
+from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.packing import SequenceCost
@@ -39,6 +41,8 @@ from mcore_rl.megatron.layout import check_experts, model_arguments, train_layou
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rollout.judge_prompts import JudgePrompts, check_room
+from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.reward_inputs import RewardInputs
 from mcore_rl.trainer.batches import response_filter
 from model_converters.completeness import check_complete
@@ -76,6 +80,7 @@ def prepare(config: Config) -> Prepared:
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
     validate(config)
+    validate_judge(config)
     _check_cluster(config)
     _check_export(config)
     _make_paths_absolute(config)
@@ -114,6 +119,7 @@ def prepare(config: Config) -> Prepared:
     else:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
+    _check_judge(config, needs, prompts)
     models = 1 if critic is None else 2
     checkpoint_bytes = models * parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
@@ -248,6 +254,23 @@ def _check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) ->
         )
 
 
+def _check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> None:
+    """What can be refused of a judge, if there is one, before its engines start."""
+    if not uses_judge(config):
+        return
+    if not needs.advantages:
+        raise ConfigError(
+            f"judge.hf_path={config.judge.hf_path} has nothing to read: algorithm.policy_loss.name="
+            f"{config.algorithm.policy_loss.name} samples no responses; set it to null"
+        )
+    score_reader(config.judge)
+    with named_as_judge():
+        view = as_policy(config)
+        _check_weights(view)
+        tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
+    check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
+
+
 def _check_cluster(config: Config) -> None:
     if config.cluster.nodes > 1 and config.cluster.address is None:
         raise ConfigError(
@@ -274,9 +297,25 @@ def _make_paths_absolute(config: Config) -> None:
         config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
     if config.trainer.export_hf is not None:
         config.trainer.export_hf = os.path.abspath(config.trainer.export_hf)
-    file, colon, function = config.reward.function.rpartition(":")
-    if colon and file.endswith(".py"):
-        config.reward.function = f"{os.path.abspath(file)}:{function}"
+    config.reward.function = _absolute_function(config.reward.function)
+    if uses_judge(config):
+        _make_judge_absolute(config.judge)
+
+
+def _make_judge_absolute(judge: JudgeConfig) -> None:
+    """Paths, and the text of a template that is a file's."""
+    assert judge.hf_path is not None
+    judge.hf_path = os.path.abspath(judge.hf_path)
+    judge.template = template_text(judge)
+    if judge.tokenizer_path is not None:
+        judge.tokenizer_path = os.path.abspath(judge.tokenizer_path)
+    if judge.parser is not None:
+        judge.parser = _absolute_function(judge.parser)
+
+
+def _absolute_function(spec: str) -> str:
+    file, colon, function = spec.rpartition(":")
+    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
 
 
 def make_run_dir(config: Config, checkpoint_bytes: int) -> None:

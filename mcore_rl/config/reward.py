@@ -1,4 +1,4 @@
-"""Section of the rewards."""
+"""Sections of the rewards: those of rules, and those of a language model that judges."""
 
 from __future__ import annotations
 
@@ -32,3 +32,48 @@ class RewardConfig:
     workers: int = 1
     """Grading processes beside each engine."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass
+class JudgeConfig:
+    """A frozen language model that reads every response and writes a score, on inference engines of its own."""
+
+    hf_path: str | None = None
+    """HF directory, of a supported family; null: no judge."""
+    tokenizer_path: str | None = None
+    """Directory or tokenizer.json file; null: judge.hf_path."""
+    dtype: str | None = None
+    """float32 or bfloat16; null: model.dtype."""
+    weight: float = 1.0
+    """Of the judge's score in the reward."""
+    template: str | None = None
+    """What the judge is asked, or a .txt file with it; {prompt}, {response} and {ground_truth} are replaced. Where its
+    tokenizer has a chat template, this is a user's message."""
+    score_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the number; its last match in the judge's answer is the score."""
+    parser: str | None = None
+    """`module_or_file.py:function` that finds the score instead, called as f(answer, finish_reason, data_source,
+    ground_truth, extra_info) in the judge's process; it returns a number, or None where it finds none."""
+    min_score: float | None = None
+    max_score: float | None = None
+    """A score beyond these bounds counts as none."""
+    unparsable: float = 0.0
+    """Score of an answer without one, and of a response too long for judge.max_prompt_tokens."""
+    samples: int = 1
+    """Answers to every response; the score is their mean."""
+    num_engines: int = 1
+    tp: int = 1
+    """Tensor-parallel ranks of one engine."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    max_prompt_tokens: int = 4096
+    """Of the rendered question, prompt and response included."""
+    max_response_tokens: int = 512
+    """An answer that reaches it is read as far as it goes, but a score at its very end, which may lack digits, counts
+    as none."""
+    max_concurrent_requests: int = 256
+    kv_cache_gib: float = 0.25
+    """As in rollout, for judges."""
+    gpu_memory_fraction: float = 0.6
+    enforce_eager: bool = True

@@ -48,10 +48,10 @@ def check_rewards(config: Config) -> None:
             f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
             "reward_model.hf_path to null"
         )
-    if config.reward.function == NO_RULE and not uses_reward_model(config):
+    if config.reward.function == NO_RULE and not uses_reward_model(config) and config.judge.hf_path is None:
         raise ConfigError(
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
-            "classification checkpoint, or reward.function to a rule"
+            "classification checkpoint, judge.hf_path to a model that judges, or reward.function to a rule"
         )
 
 

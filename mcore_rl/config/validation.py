@@ -129,7 +129,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     Raises: ConfigError for the first thing that cannot work.
     """
     for check in (
-        _check_values,
+        check_values,
         _check_batches,
         _check_lengths,
         _check_row,
@@ -145,7 +145,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
             check(config)
     _check_host_optimizer(config)
     _check_offload(config)
-    _check_model(config, read_hf_config(config))
+    check_model(config, read_hf_config(config))
 
 
 def validate_critic(config: Config) -> None:
@@ -158,7 +158,7 @@ def validate_critic(config: Config) -> None:
         raise ConfigError(f"critic.update_epochs={critic.update_epochs} must be at least 1")
     with named_as("critic", critic):
         view = as_actor(config, critic)
-        for check in (_check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
+        for check in (check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
             check(view)
         read_hf_config(view)
     unused = {
@@ -180,7 +180,7 @@ def validate_reward_model(config: Config) -> None:
     """
     with named_as("reward_model", config.reward_model):
         view = as_actor(config, config.reward_model)
-        for check in (_check_values, _check_row, _check_layout):
+        for check in (check_values, _check_row, _check_layout):
             check(view)
         read_hf_config(view)
 
@@ -211,7 +211,7 @@ def _value(config: Config, key: str) -> Any:
     return node
 
 
-def _check_values(config: Config) -> None:
+def check_values(config: Config) -> None:
     for key, allowed in CHOICES.items():
         if _value(config, key) not in allowed:
             raise ConfigError(f"{key}={_value(config, key)} must be one of {', '.join(allowed)}")
@@ -374,7 +374,7 @@ def _check_run_dir(config: Config) -> None:
         raise ConfigError(f"run.dir={path}: {parent} is not writable; set run.dir to a place that is")
 
 
-def _check_model(config: Config, hf: dict[str, Any]) -> None:
+def check_model(config: Config, hf: dict[str, Any]) -> None:
     """What generation needs of the model; whether the trainer's layout fits is megatron.layout's to say."""
     tp, heads = config.rollout.tp, hf.get("num_attention_heads")
     groups = hf.get("num_key_value_heads") or heads

@@ -7,8 +7,11 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+FIELDS = ".fields"
 
 
 def part_path(directory: Path, name: str, batch: int, engine: int) -> str:
@@ -30,17 +33,36 @@ def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
         os.unlink(part)
 
 
+def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
+    """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
+    lines of its own."""
+    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8") as file:
+        for line, own in zip(lines, fields, strict=True):
+            file.write(json.dumps([line, own], ensure_ascii=False) + "\n")
+
+
+def _take_fields(part: str) -> dict[int, dict[str, Any]]:
+    """What add_fields has kept, by line."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in Path(part).parent.glob(f"{Path(part).name}.*{FIELDS}"):
+        with open(path, encoding="utf-8") as source:
+            found |= dict(map(json.loads, source))
+        path.unlink()
+    return found
+
+
 def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:
-    """Puts the final rewards, and the scores that are in them, into a part, atomically.
+    """Puts the final rewards, the scores that are in them, and what add_fields has kept, into a part, atomically.
 
     Shapes: [B], in the order of the lines.
     """
-    temporary = f"{part}.amended"
+    temporary, fields = f"{part}.amended", _take_fields(part)
     with open(part, encoding="utf-8") as source, open(temporary, "w", encoding="utf-8") as target:
         for index, line in enumerate(source):
             record = json.loads(line)
             record |= {"reward": float(rewards[index]), "accuracy": float(accuracies[index])}
             record["scores"] = {name: float(values[index]) for name, values in scores.items()}
+            record |= fields.get(index, {})
             target.write(json.dumps(record, ensure_ascii=False) + "\n")
     os.replace(temporary, part)
 

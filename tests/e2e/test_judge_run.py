@@ -1,0 +1,125 @@
+"""A judge beside the rule: what the engines of another model write of every response is in its reward and its record,
+and is what transformers writes with the same weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.runs import ALPHABET, metrics, train
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{prompt}{response}|{ground_truth}:"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|judge|>{% endif %}"
+)
+ANSWER_TOKENS = 7
+OVERRIDES = (
+    "trainer.steps=1",
+    "trainer.validate_before=false",
+    "reward.weight=0.5",
+    "reward.overlong.enable=false",
+    "algorithm.dynamic_sampling.enable=false",
+    f"judge.template={json.dumps(TEMPLATE)}",
+    r"judge.score_pattern='([0-9])'",
+    "judge.weight=0.25",
+    "judge.unparsable=-3",
+    "judge.num_engines=2",
+    "judge.max_prompt_tokens=36",
+    f"judge.max_response_tokens={ANSWER_TOKENS}",
+    "judge.kv_cache_gib=0.03",
+)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model whose tokenizer has the policy's characters under other ids, and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", "<|user|>", "<|judge|>", *reversed(ALPHABET)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<|user|>", "<|judge|>"])
+    directory = tmp_path_factory.mktemp("judge")
+    sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 0}
+    write_tiny_model(directory, "qwen3", seed=5, std=0.2, **sizes)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def judged_run(task: Path, judge: Path) -> Path:
+    directory = task.parent / "judged"
+    train(task, directory, *OVERRIDES, f"judge.hf_path={judge}")
+    return directory
+
+
+def records(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def written_by_transformers(judge: Path, record: dict[str, Any]) -> tuple[list[int], str, bool]:
+    """The question, the greedy answer, and whether it was cut."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32, attn_implementation="eager").eval()
+    content = f"{record['prompt']}{record['response']}|{record['ground_truth']}:"
+    messages = [{"role": "user", "content": content}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    question = encoded["input_ids"]
+    given = torch.tensor([question])
+    with torch.no_grad():
+        answer = model.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=ANSWER_TOKENS, pad_token_id=0
+        )[0, len(question) :].tolist()
+    return question, tokenizer.decode(answer, skip_special_tokens=True), answer[-1] != tokenizer.eos_token_id
+
+
+def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: Path, judged_run: Path) -> None:
+    found = records(judged_run, "step_1")
+    assert len(found) == 8 * 4
+    scores = []
+    for record in found:
+        question, text, cut = written_by_transformers(judge, record)
+        (answer,) = record["judge"]
+        matches = list(re.finditer("[0-9]", text))
+        expected: float | None = float(matches[-1][0]) if matches else None
+        if matches and cut and matches[-1].end() == len(text):
+            expected = None
+        if len(question) > 36:
+            text, expected = "", None
+            assert "judge.max_prompt_tokens is 36" in answer["error"]
+        assert answer["text"] == text
+        assert answer["score"] == expected
+        scores.append(-3 if expected is None else expected)
+        share = sum(c.isdigit() for c in record["response"]) / max(len(record["response"]), 1)
+        assert record["scores"] == {"judge": scores[-1]}
+        assert record["reward"] == pytest.approx(0.5 * share + 0.25 * scores[-1], abs=1e-6)
+        assert record["accuracy"] == float(share > 0.4)
+    # Both kinds are among them, else half of the above was not looked at.
+    assert len(set(scores) - {-3}) > 1
+    assert -3 in scores
+    row = metrics(judged_run)[1]
+    assert row["reward/judge"] == pytest.approx(sum(scores) / len(scores))
+    assert row["judge/unparsable_fraction"] == scores.count(-3) / len(scores)
+
+
+def test_validation_is_judged_as_well(judge: Path, judged_run: Path) -> None:
+    found = records(judged_run, "val_step_1")
+    assert len(found) == 16
+    for record in found:
+        assert record["judge"][0]["text"] == written_by_transformers(judge, record)[1]
+    assert not list((judged_run / "rollouts").glob(".*"))
