@@ -1,0 +1,90 @@
+"""Keys of the judge that cannot work are refused by name; shared code sees its engines as a rollout section."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config
+from mcore_rl.config.judge import as_policy, template_text, validate_judge
+from mcore_rl.errors import ConfigError
+
+HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+GOOD = "judge.template='{prompt} {response}'"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    for name in ("model", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(HF))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n")
+    return str(path)
+
+
+@pytest.fixture
+def judge(base: str) -> str:
+    return f"judge.hf_path={Path(base).parent / 'judge'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"^judge\.template must be set with judge\.hf_path"),
+        (["judge.template='{prompt} {reponse}'"], r"^judge\.template has no \{response\}"),
+        (["judge.template='{response}'"], r"^judge\.template has no \{prompt\}"),
+        (["judge.template=nowhere.txt"], r"^judge\.template=nowhere\.txt cannot be read: .*No such file"),
+        ([GOOD, r"judge.score_pattern='score (\d+'"], r"^judge\.score_pattern=score \(\\d\+ is not a regular expr"),
+        ([GOOD, r"judge.score_pattern='\d+'"], r"^judge\.score_pattern=\\d\+ has 0 groups; put one"),
+        ([GOOD, r"judge.score_pattern='(\d+)/(\d+)'"], r"^judge\.score_pattern=\S+ has 2 groups; put one"),
+        ([GOOD, "judge.parser=mine.py:f", "judge.score_pattern='(x)'"], r"^judge\.score_pattern=\(x\) has no effect"),
+        ([GOOD, "judge.samples=2"], r"^judge\.samples=2 greedy answers .* set judge\.temperature above 0"),
+        ([GOOD, "judge.samples=0"], r"^judge\.samples=0 must be at least 1"),
+        ([GOOD, "judge.min_score=1", "judge.max_score=1"], r"^judge\.min_score=1\.0 must be below judge\.max_score"),
+        ([GOOD, "judge.unparsable=.nan"], r"^judge\.unparsable=nan must be a finite number"),
+        ([GOOD, "judge.weight=.inf"], r"^judge\.weight=inf must be a finite number"),
+        ([GOOD, "judge.dtype=float16"], r"^judge\.dtype=float16 must be one of float32, bfloat16, or null"),
+        ([GOOD, "judge.tp=3"], r"^judge\.tp=3 must divide the model's 4 attention heads"),
+        ([GOOD, "judge.num_engines=0"], r"^judge\.num_engines=0 must be at least 1"),
+        ([GOOD, "judge.temperature=-1"], r"^judge\.temperature=-1\.0 must be 0 or more"),
+        ([GOOD, "judge.top_p=1.5"], r"^judge\.top_p=1\.5 must be at most 1"),
+        ([GOOD, "judge.max_prompt_tokens=8000"], r"^judge\.max_prompt_tokens \+ judge\.max_response_tokens = 8512 exc"),
+        ([GOOD, "judge.hf_path=/nowhere"], r"^judge\.hf_path=/nowhere: no config\.json there"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_judges_key(
+    base: str, judge: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate_judge(load_config(base, [judge, *overrides]))
+
+
+@pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
+def test_without_a_judge_its_keys_have_no_effect(base: str, override: str) -> None:
+    validate_judge(load_config(base))
+    key = override.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(ConfigError, match=rf"^{key}=.* has no effect; set judge\.hf_path, or leave {key} at"):
+        validate_judge(load_config(base, [override]))
+
+
+def test_the_template_may_be_a_file(base: str, judge: str, tmp_path: Path) -> None:
+    (tmp_path / "ask.txt").write_text("Q: {prompt}\nA: {response}\n")
+    config = load_config(base, [judge, f"judge.template={tmp_path}/ask.txt"])
+    validate_judge(config)
+    assert template_text(config.judge) == "Q: {prompt}\nA: {response}\n"
+
+
+def test_shared_code_sees_the_judge_where_it_looks_for_the_model_and_its_engines(base: str, judge: str) -> None:
+    given = ["judge.tp=2", "judge.max_prompt_tokens=99", "judge.kv_cache_gib=3", "judge.temperature=0.5"]
+    config = load_config(base, [judge, GOOD, *given, "model.random_init=true", "model.tokenizer_path=/policy"])
+    view = as_policy(config)
+    assert (view.rollout.tp, view.rollout.max_prompt_tokens, view.rollout.kv_cache_gib) == (2, 99, 3)
+    assert view.rollout.temperature == 0.5
+    assert (view.model.hf_path, view.model.tokenizer_path) == (config.judge.hf_path, None)
+    assert (view.model.dtype, view.model.random_init) == ("float32", False)
+    config.judge.dtype = "bfloat16"
+    assert as_policy(config).model.dtype == "bfloat16"
+    assert (config.rollout.tp, config.model.dtype, config.model.tokenizer_path) == (1, "float32", "/policy")
