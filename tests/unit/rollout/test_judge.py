@@ -19,8 +19,9 @@ from mcore_rl.rollout.judge_prompts import JudgePrompts
 from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.judge_worker import JudgeWorker, shares
 from mcore_rl.rollout.records import amend_part
+from mcore_rl.rollout.task_parts import join_scores
 from mcore_rl.rollout.worker import RolloutTask, pack_trajectories
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, SamplingOptions, merge_metrics
+from mcore_rl.types import Completion, GenerationRequest, Mean, Prompt, RolloutScalars, SamplingOptions, merge_metrics
 from tests.unit.data.conftest import byte_tokenizer
 
 CONFIG = JudgeConfig(template="{prompt}={response}", unparsable=-1, max_prompt_tokens=12)
@@ -172,32 +173,32 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
 
 
 @pytest.mark.parametrize("num_judges", [1, 2, 5, 20])
-def test_judges_share_all_responses_evenly_and_each_is_scored_once(
-    tokenizer: Any, tmp_path: Path, num_judges: int
-) -> None:
+def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_path: Path, num_judges: int) -> None:
     tasks = [task_of(0, [3, 0], tmp_path), task_of(1, [], tmp_path), task_of(2, [1], tmp_path), task_of(3, [2])]
     results = [result_of(tokenizer, task) for task in tasks]
-    for task, (_, scalars) in zip(tasks, results, strict=True):
+    chunks, scalars = [chunk for chunk, _ in results], [of_task for _, of_task in results]
+    for task, of_task in zip(tasks, scalars, strict=True):
         if task.records is not None:
-            Path(task.records).write_text('{"response": "?"}\n' * len(scalars.group_ids))
-    given = shares(tasks, results, num_judges)
-    sizes = [sum(len(share.rows) for share in own) for own in given]
+            Path(task.records).write_text('{"response": "?"}\n' * len(of_task.group_ids))
+    given = shares(tasks, scalars, num_judges)
+    sizes = [sum(len(share.part.rows) for share in own) for own in given]
     assert sum(sizes) == 12
-    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= min(1, 12 // num_judges)
 
     prompts = {"train": [prompt_of(0), prompt_of(1, "2+2")]}
     worker = JudgeWorker(judge_of(tokenizer), prompts, tokenizer)
-    found = [np.full(len(scalars.group_ids), np.nan, np.float32) for _, scalars in results]
+    scores: dict[int, float] = {}
     metrics = []
     for own in filter(None, given):
-        scores, figures = worker.score(own, [results[share.task][0] for share in own])
+        found, figures = worker.score(own, [chunks[share.task] for share in own])
+        assert not scores.keys() & found.keys()
+        scores |= found
         metrics.append(figures)
-        for share, values in zip(own, scores, strict=True):
-            found[share.task][share.rows] = values
-    assert [values.tolist() for values in found] == [[3, 4, 5, 0, 1, 2], [], [1, 2, 3], [2, 3, 4]]
-    assert merge_metrics(metrics)["judge/unparsable_fraction"].value == 0
+    joined = join_scores(tasks, scalars, scores)
+    assert [values.tolist() for values in joined] == [[3, 4, 5, 0, 1, 2], [], [1, 2, 3], [2, 3, 4]]
+    assert merge_metrics(metrics)["judge/unparsable_fraction"] == Mean(0, 12)
 
-    for task, values in zip(tasks, found, strict=True):
+    for task, values in zip(tasks, joined, strict=True):
         if task.records is not None:
             amend_part(task.records, values, values, {"judge": values})
     lines = [json.loads(line) for line in Path(str(tasks[0].records)).read_text().splitlines()]
@@ -205,3 +206,20 @@ def test_judges_share_all_responses_evenly_and_each_is_scored_once(
     assert lines[0]["judge"][0]["text"] == "2+2=xxx Score: 3."
     assert lines[3]["judge"][0]["text"] == "1+1= Score: 0."
     assert sorted(path.name for path in tmp_path.glob(".*")) == [f".step_1.0.{i}.part" for i in (0, 1, 2)]
+
+
+def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(tokenizer: Any) -> None:
+    def asked(num_judges: int) -> dict[str, int]:
+        task = task_of(0, [4, 1])  # two prompts, and responses of different lengths
+        buffers, scalars = result_of(tokenizer, task)
+        found = {}
+        for own in shares([task], [scalars], num_judges):
+            judge = judge_of(tokenizer, replace(CONFIG, temperature=1.0))
+            JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(own, [buffers])
+            for request in judge.engine.calls[0]:  # type: ignore[attr-defined]
+                found[tokenizer.decode(request.token_ids)] = request.seed
+        return found
+
+    alone = asked(1)
+    assert alone == asked(2)
+    assert len(set(alone.values())) == 6
