@@ -73,8 +73,8 @@ def launch(
         for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
             section = role.guests.section
             of_role = role.set_up(around, started.beside[section], placement.guests[section])
-            if takes_turns and role.guests.tp is not None:
-                watch.get(of_role)
+            if (takes_turns or on_gpus) and role.guests.tp is not None:
+                watch.get(of_role)  # disaggregated, they share the GPUs of the ranks all the same
             starting += of_role
         starting += [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
         watch.get(starting)

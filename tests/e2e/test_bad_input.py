@@ -212,6 +212,23 @@ def test_a_reward_model_that_does_not_fit(
     assert "truncated" in refused(path)
 
 
+def test_a_judge_that_cannot_work(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
+    given = [f"judge.hf_path={base.parent / 'model'}", "judge.template='{prompt}{response}='"]
+    small = ["judge.max_prompt_tokens=60", "judge.max_response_tokens=20"]
+    assert "judge.score_pattern=(1 is not a regular expression" in refused(*given, *small, "judge.score_pattern=(1")
+    assert "judge.parser=/nowhere.py:f: there is no file" in refused(*given, *small, "judge.parser=/nowhere.py:f")
+    assert "judge.max_prompt_tokens + judge.max_response_tokens = 4608 exceeds" in refused(*given)
+    message = refused(*given, "judge.max_prompt_tokens=5", "judge.max_response_tokens=20")
+    assert "judge.max_prompt_tokens=5: judge.template with the longest prompt of data.train takes" in message
+    assert f"judge.tokenizer_path: {tmp_path} holds no" in refused(*given, *small, f"judge.tokenizer_path={tmp_path}")
+    assert "sft samples no responses; set it to null" in refused(*given, *small, *SFT)
+    directory = model_with(base, tmp_path, num_hidden_layers=5)
+    message = refused(f"judge.hf_path={directory}", given[1], *small)
+    assert message.startswith(f"error: judge.hf_path={directory}: ")
+    assert "model.layers.4" in message
+    assert "judge.hf_path" in refused("reward.function=none")
+
+
 def test_an_export_that_would_overwrite(refused: Callable[..., str], base: Path) -> None:
     assert "trainer.export_hf" in refused(f"trainer.export_hf={base.parent / 'model'}")
 

@@ -1,17 +1,19 @@
-"""A judge beside the rule: what the engines of another model write of every response is in its reward and its record,
-and is what transformers writes with the same weights."""
+"""A judge beside the rule, with engines that take turns: what another model writes of every response is in its reward
+and its record, and is what transformers writes with the same weights."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.runs import ALPHABET, metrics, train
+from tests.e2e.runs import ALPHABET, TrainProcess, metrics, train
+from tests.e2e.test_failures import SECONDS_TO_END
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -28,6 +30,7 @@ OVERRIDES = (
     "reward.weight=0.5",
     "reward.overlong.enable=false",
     "algorithm.dynamic_sampling.enable=false",
+    "actor.offload.grads=true",
     f"judge.template={json.dumps(TEMPLATE)}",
     r"judge.score_pattern='([0-9])'",
     "judge.weight=0.25",
@@ -123,3 +126,12 @@ def test_validation_is_judged_as_well(judge: Path, judged_run: Path) -> None:
     for record in found:
         assert record["judge"][0]["text"] == written_by_transformers(judge, record)[1]
     assert not list((judged_run / "rollouts").glob(".*"))
+
+
+def test_a_killed_judge_ends_the_run_by_name(task: Path, judge: Path, tmp_path: Path) -> None:
+    with TrainProcess(task, tmp_path / "run", (*OVERRIDES, f"judge.hf_path={judge}")) as run:
+        run.kill_one("ray::JudgeProcess")
+        killed = time.monotonic()
+        assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]
+        assert re.search(r"^error: judge engine [01] died", run.text(), re.MULTILINE), run.text()[-4000:]
+        assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
