@@ -23,7 +23,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|judge|>{% endif %}"
 )
-ANSWER_TOKENS = 7
+ANSWER_TOKENS = 12
+QUESTION_TOKENS = 23
 OVERRIDES = (
     "trainer.steps=1",
     "trainer.validate_before=false",
@@ -36,7 +37,7 @@ OVERRIDES = (
     "judge.weight=0.25",
     "judge.unparsable=-3",
     "judge.num_engines=2",
-    "judge.max_prompt_tokens=36",
+    f"judge.max_prompt_tokens={QUESTION_TOKENS}",
     f"judge.max_response_tokens={ANSWER_TOKENS}",
     "judge.kv_cache_gib=0.03",
 )
@@ -94,7 +95,7 @@ def written_by_transformers(judge: Path, record: dict[str, Any]) -> tuple[list[i
 def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: Path, judged_run: Path) -> None:
     found = records(judged_run, "step_1")
     assert len(found) == 8 * 4
-    scores = []
+    scores, too_long = [], []
     for record in found:
         question, text, cut = written_by_transformers(judge, record)
         (answer,) = record["judge"]
@@ -102,9 +103,10 @@ def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: P
         expected: float | None = float(matches[-1][0]) if matches else None
         if matches and cut and matches[-1].end() == len(text):
             expected = None
-        if len(question) > 36:
+        too_long.append(len(question) > QUESTION_TOKENS)
+        if too_long[-1]:
             text, expected = "", None
-            assert "judge.max_prompt_tokens is 36" in answer["error"]
+            assert f"judge.max_prompt_tokens is {QUESTION_TOKENS}" in answer["error"]
         assert answer["text"] == text
         assert answer["score"] == expected
         scores.append(-3 if expected is None else expected)
@@ -112,19 +114,21 @@ def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: P
         assert record["scores"] == {"judge": scores[-1]}
         assert record["reward"] == pytest.approx(0.5 * share + 0.25 * scores[-1], abs=1e-6)
         assert record["accuracy"] == float(share > 0.4)
-    # Both kinds are among them, else half of the above was not looked at.
+    # Every kind is among them, else part of the above was not looked at.
     assert len(set(scores) - {-3}) > 1
-    assert -3 in scores
+    assert scores.count(-3) > sum(too_long) > 0
     row = metrics(judged_run)[1]
     assert row["reward/judge"] == pytest.approx(sum(scores) / len(scores))
     assert row["judge/unparsable_fraction"] == scores.count(-3) / len(scores)
+    assert row["judge/too_long_fraction"] == sum(too_long) / len(scores)
 
 
 def test_validation_is_judged_as_well(judge: Path, judged_run: Path) -> None:
     found = records(judged_run, "val_step_1")
     assert len(found) == 16
     for record in found:
-        assert record["judge"][0]["text"] == written_by_transformers(judge, record)[1]
+        question, text, _ = written_by_transformers(judge, record)
+        assert record["judge"][0]["text"] == (text if len(question) <= QUESTION_TOKENS else "")
     assert not list((judged_run / "rollouts").glob(".*"))
 
 

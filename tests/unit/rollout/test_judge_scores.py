@@ -72,8 +72,9 @@ def test_bounds_are_part_of_what_counts() -> None:
 
 
 def test_a_number_that_no_reward_can_hold_is_no_score() -> None:
-    with pytest.raises(NoScoreError, match="is not between"):
-        read(score_reader(JudgeConfig()), "Score: " + "9" * 60)
+    for sign in ("", "-"):
+        with pytest.raises(NoScoreError, match="is not between"):
+            read(score_reader(JudgeConfig()), f"Score: {sign}" + "9" * 60)
     with pytest.raises(NoScoreError, match="is no finite number"):
         read(score_reader(JudgeConfig()), "Score: " + "9" * 5000)
 
