@@ -109,7 +109,7 @@ class _Site:
         )
         training = ("annotate", "refer", "penalize", "estimate", "update", "refresh_reference")
         updating = dict.fromkeys(training, Phase.REPLACE)
-        keeping = {"start_save": Phase.KEEP, "load": Phase.KEEP, "export_hf": Phase.KEEP}
+        keeping = dict.fromkeys(("start_save", "load", "export_hf", "export_adapter"), Phase.KEEP)
         reference, kept = self._reference(journal)
         return Run(
             **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),

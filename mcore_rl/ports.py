@@ -145,6 +145,9 @@ class Actor(Protocol):
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory, with configuration and tokenizer copied from `source`."""
 
+    def export_adapter(self, directory: str, source: str) -> None:
+        """Writes the adapters of a LoRA run in PEFT's format; `source` is the model under them."""
+
 
 class Critic(Protocol):
     """The value model, spread over ranks of its own."""

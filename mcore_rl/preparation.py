@@ -25,6 +25,7 @@ from mcore_rl.config import (
     write_resolved,
 )
 from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
+from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.reward_model import uses_reward_model
@@ -38,6 +39,7 @@ from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.implementation import choose, wanted
 from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
+from mcore_rl.megatron.lora_table import bound_adapters, check_adapter, check_peft_names
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
@@ -89,6 +91,7 @@ def prepare(config: Config) -> Prepared:
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
     _check_implementation(config, hf_config, layout)
     parameters = _check_weights(config)
+    own = _check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
     chosen, needs = _check_algorithm(config)
     critic = None
     if needs.advantages and chosen.needs.critic:
@@ -120,8 +123,8 @@ def prepare(config: Config) -> Prepared:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     _check_judge(config, needs, prompts)
-    models = 1 if critic is None else 2
-    checkpoint_bytes = models * parameters * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    trained = own if critic is None else own + parameters
+    checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
         checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
     cost = sequence_cost(hf_config)
@@ -230,6 +233,17 @@ def _check_weights(config: Config) -> int:
         raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
 
 
+def _check_adapters(config: Config, hf_config: dict[str, Any]) -> int:
+    """Number of parameters of the adapters, and whether those to start from fit."""
+    lora = config.actor.lora
+    bound = bound_adapters(lora, hf_config, torch.float32)
+    if lora.path is not None:
+        check_adapter(lora, hf_config)
+    if config.trainer.export_adapter is not None:
+        check_peft_names(lora, hf_config)
+    return sum(math.prod(shape) for row in bound for shape in row.row.shapes)
+
+
 def _check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> None:
     """What can be refused of a reference before it is built."""
     if not needs.advantages:
@@ -280,9 +294,10 @@ def _check_cluster(config: Config) -> None:
 
 
 def _check_export(config: Config) -> None:
-    target = config.trainer.export_hf
-    if target is not None and Path(target).exists():
-        raise ConfigError(f"trainer.export_hf={target} exists already; remove it or name another directory")
+    for key in ("export_hf", "export_adapter"):
+        target = getattr(config.trainer, key)
+        if target is not None and Path(target).exists():
+            raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
 
 
 def _make_paths_absolute(config: Config) -> None:
@@ -295,8 +310,12 @@ def _make_paths_absolute(config: Config) -> None:
         config.reward_model.hf_path = os.path.abspath(config.reward_model.hf_path)
     if config.model.tokenizer_path is not None:
         config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
-    if config.trainer.export_hf is not None:
-        config.trainer.export_hf = os.path.abspath(config.trainer.export_hf)
+    for key in ("export_hf", "export_adapter"):
+        target = getattr(config.trainer, key)
+        if target is not None:
+            setattr(config.trainer, key, os.path.abspath(target))
+    if config.actor.lora.path is not None:
+        config.actor.lora.path = os.path.abspath(config.actor.lora.path)
     config.reward.function = _absolute_function(config.reward.function)
     if uses_judge(config):
         _make_judge_absolute(config.judge)

@@ -28,6 +28,8 @@ def train(config: Config) -> int:
         finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
         if finished and config.trainer.export_hf is not None:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
+        if finished and config.trainer.export_adapter is not None:
+            run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
     if not finished:
         print(f"stopped as asked after step {run.state.step}, which is saved; the same command goes on from there")
         return os.EX_TEMPFAIL

@@ -144,5 +144,55 @@ class GroupedQKV:
         return tuple(found)
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """The HF parts, whole, one behind the other; every rank holds them all.
+
+    Worked example, three parts of 2: a0 a1 b0 b1 c0 c1
+    """
+
+    num_parts: int
+
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return "is never divided"
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return sum(shape[dim] for shape in shapes)
+
+    def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
+        found, start = [], 0
+        for part, shape in enumerate(shapes):
+            found.append(Segment(part, 0, start, shape[dim]))
+            start += shape[dim]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some `parts` of a tensor that `whole` composes of parts of `all_shapes`, each in its place; that of the others is
+    padding.
+
+    Worked example, q and v of GroupedQKV with two heads in one group: q0 q1 . v0
+    """
+
+    whole: Transform
+    all_shapes: tuple[Shape, ...]
+    parts: tuple[int, ...]
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.parts)
+
+    def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
+        return self.whole.refusal(self.all_shapes, dim, num_shards)
+
+    def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        return self.whole.local_length(self.all_shapes, dim, num_shards)
+
+    def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
+        every = self.whole.segments(self.all_shapes, dim, shard, num_shards)
+        return tuple(s._replace(part=self.parts.index(s.part)) for s in every if s.part in self.parts)
+
+
 def _indivisible(units: int, num_shards: int) -> str:
     return f"{units} is not a multiple of {{axis}} {num_shards}" if units % num_shards else ""

@@ -104,7 +104,7 @@ class HFWriter:
         """Makes this process's pieces durable and tells the owner which they are. Not for the owner."""
         self._sync_files()
         note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
-        _write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
+        write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
 
     def finish(self, source: Path | str | None = None, config: Mapping[str, Any] | None = None) -> None:
         """Checks that every piece was written, adds the index, config.json and tokenizer files, and renames.
@@ -209,7 +209,7 @@ class HFWriter:
             return
         total = sum(stored.num_bytes for stored in self._stored.values())
         weight_map = {name: stored.file.name for name, stored in sorted(self._stored.items())}
-        _write_json(self.partial / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(self.partial / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _add_files(self, source: Path | str | None, config: Mapping[str, Any] | None) -> None:
         if source is not None:
@@ -217,7 +217,7 @@ class HFWriter:
             config = config or read_hf_config(Path(source))
         if config is not None:
             exported = exported_config(config, self._plans.values())
-            _write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
+            write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
 
 
 def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[TensorPlan]]:
@@ -233,7 +233,7 @@ def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[lis
     return groups
 
 
-def _write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any) -> None:
     with file.open("w", encoding="utf-8") as opened:
         json.dump(value, opened, indent=2)
         opened.write("\n")

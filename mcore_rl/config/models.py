@@ -76,6 +76,22 @@ class OffloadConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) in the place of full training: a projection W becomes W + scale B A, of which A and B
+    are trained and W is frozen. scale is alpha / rank, or alpha / sqrt(rank) with rslora."""
+
+    rank: int = 0
+    """Rows of A and columns of B; 0: no adapters, all weights are trained."""
+    alpha: float = 32.0
+    rslora: bool = False
+    target_modules: list[str] = field(default_factory=list)
+    """PEFT's names of the projections that get an adapter, such as q_proj; empty: all of attention, dense MLPs and
+    shared experts."""
+    path: str | None = None
+    """Adapter in PEFT's format to start from; null: A at random, B zero, so that training starts with the base."""
+
+
+@dataclass
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_ranks: int | None = None
@@ -99,6 +115,7 @@ class ActorConfig:
     """Above 0 the model's multi-token-prediction layers are trained with this weight; at 0 they are left out."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     fp8: str = "none"
     """none | delayed | tensorwise | blockwise | mxfp8: TransformerEngine's recipe (CUDA only)."""
 

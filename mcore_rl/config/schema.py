@@ -105,7 +105,9 @@ class TrainerConfig:
     """0: only before and after training."""
     validate_before: bool = True
     export_hf: str | None = None
-    """Directory that receives the final weights as an HF checkpoint."""
+    """Directory that receives the final weights as an HF checkpoint; of a LoRA run merged."""
+    export_adapter: str | None = None
+    """Directory that receives the final adapters of a LoRA run in PEFT's format."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reference import check_reference
 from mcore_rl.config.reward_model import check_rewards
@@ -139,6 +140,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_replay,
         check_reference,
         check_rewards,
+        check_lora,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:
@@ -156,6 +158,7 @@ def validate_critic(config: Config) -> None:
     critic, default = config.critic, ActorConfig()
     if critic.update_epochs < 1:
         raise ConfigError(f"critic.update_epochs={critic.update_epochs} must be at least 1")
+    check_no_critic_lora(critic.lora)
     with named_as("critic", critic):
         view = as_actor(config, critic)
         for check in (check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):

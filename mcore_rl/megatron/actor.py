@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.interface import Estimator
+from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -21,6 +22,7 @@ from mcore_rl.megatron.estimation import estimate_tokens
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
+from mcore_rl.megatron.lora_weights import attach_adapters
 from mcore_rl.megatron.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.mtp import MTPObjective
@@ -28,7 +30,7 @@ from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, n
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
-from mcore_rl.megatron.reference import FrozenPolicy, whole_kl
+from mcore_rl.megatron.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.replay import engine_routing
 from mcore_rl.megatron.trained_model import TrainedModel
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
@@ -180,7 +182,7 @@ class MegatronActor:
 
     def refresh_reference(self) -> None:
         """The reference becomes the policy of now."""
-        assert self.reference is not None
+        assert isinstance(self.reference, FrozenPolicy)
         self.gather_parameters()
         self.reference.copy_from(self.chunks)
 
@@ -254,7 +256,7 @@ class MegatronActor:
         """As TrainedModel.gather_parameters."""
         self.trained.gather_parameters()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor]:
         """As TrainedModel.tensors."""
         return self.trained.tensors()
 
@@ -271,7 +273,9 @@ class MegatronActor:
         """Leaves the process groups."""
         parallel.destroy()
 
-    def _reference(self) -> FrozenPolicy:
+    def _reference(self) -> FrozenPolicy | BasePolicy:
+        if uses_lora(self.config.actor) and self.config.reference.hf_path is None:
+            return BasePolicy(self.model, self.memory, self.objective)
         frozen = FrozenPolicy(
             self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks
         )
@@ -334,7 +338,7 @@ class MegatronActor:
 
 
 def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
-    """This rank's chunks of the policy, with the weights of model.hf_path unless model.random_init.
+    """This rank's chunks of the policy, with the weights of model.hf_path unless model.random_init, and adapters.
 
     Raises: ConfigError.
     Collective: all ranks, after join_ranks.
@@ -343,6 +347,8 @@ def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout
     chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes)
     if not config.model.random_init:
         load_hf(chunks, config.model.hf_path, layout)
+    if uses_lora(config.actor):
+        attach_adapters(chunks, config, hf_config, layout)
     return chunks
 
 

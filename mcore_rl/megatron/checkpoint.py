@@ -5,7 +5,7 @@ any layout saved, ranks of any other load: tp, pp, vpp, ep, etp, cp, dp, with or
 |---|---|
 | `__<rank>_<n>.distcp` | the blocks that a rank owns (train_state.py), in torch.distributed.checkpoint's format |
 | `.metadata`, `metadata.json` | where each block of each tensor is; that it is a checkpoint of megatron's |
-| `common.pt` | the layout, the number of updates, the schedule |
+| `common.pt` | the layout, the number of updates, the schedule, which adapters |
 | `hf/` | configuration and tokenizer files, so that `python -m model_converters to-hf` makes a model of it |
 
 Megatron's own `dist_checkpointing.load` reads the model; its optimizers' state_dict depends on their number, which
@@ -22,9 +22,17 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mcore_rl.errors import CheckpointError, McoreRLError
-from mcore_rl.megatron.checkpoint_reader import agree, check_fit, check_reference_kept, fill, verify_files
+from mcore_rl.megatron.checkpoint_reader import (
+    agree,
+    check_adapters,
+    check_fit,
+    check_reference_kept,
+    fill,
+    verify_files,
+)
 from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 from mcore_rl.megatron.format_files import read_common
+from mcore_rl.megatron.lora_table import adapter_identity
 from mcore_rl.megatron.optimizer_state import set_updates_done
 from mcore_rl.megatron.random_state import restore_random_state
 from mcore_rl.megatron.train_state import blocks_to_load, load_extra_states, reference_blocks
@@ -68,6 +76,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     agree(problem)
     trained, model, reference = role.trained, role.trained.model, role.trained.reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
+    check_adapters(directory, common.get("adapters"), adapter_identity(model.config.actor.lora, model.hf_config))
     trained.memory.load("params", "optimizer")
     blocks = blocks_to_load(model.chunks, trained.optimizer)
     if reference is not None:

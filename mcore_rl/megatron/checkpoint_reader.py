@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,18 @@ def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bo
         f"{directory} has {held} reference, and this run keeps {wanted} in its checkpoints: set algorithm.kl.in_loss, "
         "algorithm.kl.in_reward and reference.* as they were, or run.dir to a new directory"
     )
+
+
+def check_adapters(directory: str, held: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    """Raises: CheckpointError when what a checkpoint says of its adapters is not what the configuration wants; None:
+    all weights are trained."""
+    if held == wanted:
+        return
+    saved, remedy = "without adapters", "set actor.lora.rank=0"
+    if held is not None:
+        saved = "with adapters"
+        remedy = "set " + ", ".join(f"actor.lora.{key}={value}" for key, value in held.items())
+    raise CheckpointError(f"{directory} was saved {saved}; {remedy}, or continue in another run.dir")
 
 
 def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.device) -> None:

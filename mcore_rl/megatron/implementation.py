@@ -36,6 +36,7 @@ class Wanted:
     once; without gpus_per_node they count as those of one node."""
 
     experts: bool = False
+    adapters: bool = False
     latent_attention: bool = False
     dtype: str = "bfloat16"
     fp8: str = "none"
@@ -110,6 +111,7 @@ def wanted(
     """What a configuration wants for a model in a layout."""
     return Wanted(
         experts=bool(arguments.transformer.get("num_moe_experts")),
+        adapters=actor.lora.rank > 0,
         latent_attention=bool(arguments.transformer.get("multi_latent_attention")),
         dtype=model.dtype,
         fp8=actor.fp8,
@@ -132,7 +134,7 @@ def choose(installed: Installed, wanted: Wanted) -> Implementation:
 
     Raises: ConfigError naming the key.
     """
-    layers = _layers(installed)
+    layers = _layers(installed, wanted)
     engine = layers.value == "TransformerEngine"
     return Implementation(
         layers=layers,
@@ -149,11 +151,13 @@ def choose(installed: Installed, wanted: Wanted) -> Implementation:
     )
 
 
-def _layers(installed: Installed) -> Choice:
+def _layers(installed: Installed, wanted: Wanted) -> Choice:
     if not installed.cuda:
         return Choice("local", "TransformerEngine's layers need a CUDA device")
     if installed.transformer_engine is None:
         return Choice("local", "transformer-engine is not installed")
+    if wanted.adapters:
+        return Choice("local", "adapters read a projection's input, which TransformerEngine normalises inside of it")
     return Choice("TransformerEngine", f"transformer-engine {installed.transformer_engine} is installed")
 
 

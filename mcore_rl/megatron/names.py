@@ -62,7 +62,7 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
     for chunk in chunks:
         model = unwrap(chunk)
         for live_name, tensor in _live_tensors(model):
-            name = _canonical_name(model, live_name)
+            name = canonical_name(model, live_name)
             if name in named:
                 raise KeyError(f"{live_name}: a second tensor is called {name}")
             named[name] = tensor.data
@@ -70,13 +70,15 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
 
 
 def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
+    # Adapters are no part of the model's own weights; lora.adapter_tensors has them.
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
     for name, buffer in model.named_buffers():
         if name.endswith("router.expert_bias"):
             yield name, buffer
 
 
-def _canonical_name(model: PolicyModel, live_name: str) -> str:
+def canonical_name(model: PolicyModel, live_name: str) -> str:
+    """Raises: KeyError for a tensor whose name this table does not know."""
     if live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
         return live_name
     canonical = None

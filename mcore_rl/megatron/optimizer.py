@@ -72,7 +72,7 @@ def _overlap(chunks: list[DistributedDataParallel], config: TransformerConfig) -
         if settings.align_param_gather:
             config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         for chunk in chunks:
-            if unwrap(chunk).post_process:
+            if unwrap(chunk).post_process and output_weight(chunk).requires_grad:
                 _gather_output_weight(chunk)
 
 

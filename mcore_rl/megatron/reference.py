@@ -16,6 +16,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.loading import load_hf
+from mcore_rl.megatron.lora import base_only
 from mcore_rl.megatron.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.names import canonical_tensors
@@ -72,11 +73,9 @@ class FrozenPolicy:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.memory.load("params")
-        found = self.model.infer(self.model.microbatches(share, chunks), self._logp)
+        found = _logp(self.model, self.objective, share, chunks)
         self.memory.offload()
-        bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
-        require_finite(describe_samples("log-probability of the reference", bad, share), self.model.device)
-        return by_sample(found)
+        return found
 
     def copy_from(self, policy: Sequence[PolicyModel]) -> None:
         """Becomes the policy, whose parameters are whole and in place. Not collective."""
@@ -88,8 +87,38 @@ class FrozenPolicy:
                 tensor.copy_(given[name])
         self.memory.offload()
 
-    def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
-        return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+class BasePolicy:
+    """The model under the adapters of a LoRA run: the policy's own chunks with the adapters off, for a pass at a time.
+    It has no weights of its own, so `memory` holds nothing and checkpoints need nothing of it.
+
+    `model` and `policy_memory` are the policy's. Every method is collective over all ranks.
+    """
+
+    is_saved = False
+
+    def __init__(self, model: RankModel, policy_memory: Offloader, objective: Objective) -> None:
+        self.model, self.objective, self._policy_memory = model, objective, policy_memory
+        self.memory = Offloader((), None, OffloadConfig())
+
+    def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
+        """As FrozenPolicy.logp; it routes by its own scores, whatever the policy replays."""
+        self._policy_memory.load("params")
+        with base_only(self.model.chunks):
+            return _logp(self.model, self.objective, share, chunks)
+
+
+def _logp(
+    model: RankModel, objective: Objective, share: RankShare, chunks: Sequence[TrajectoryBuffers]
+) -> dict[int, torch.Tensor]:
+    def logp_of(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+        return batch, objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+    batches = model.microbatches(share, chunks)
+    found = model.infer(batches, logp_of, [model.routing.row(batch, free=True) for batch in batches])
+    bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+    require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
+    return by_sample(found)
 
 
 def whole_kl(

@@ -1,6 +1,7 @@
 """Which blocks of a checkpoint's tensors a rank of any layout holds, and where in its live tensors they lie.
 
-Model weights have megatron's keys, global shapes and offsets. Optimizer state is sharded like the parameter it belongs
+Model weights have megatron's keys, global shapes and offsets; of a LoRA run there are only the adapters, under PEFT's
+names. Optimizer state is sharded like the parameter it belongs
 to, under megatron's keys too: `optimizer.state.exp_avg.<key of the parameter>`. The distributed optimizer owns a range
 of a flattened parameter; a range of a matrix is part of a row, whole rows, and part of a row, so it is stored as up to
 three blocks. Nothing is gathered: what a rank owns it writes itself, weights included, and the ranks of a
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from mcore_rl.megatron import cpu
+from mcore_rl.megatron.lora import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.optimizer_state import HeldState, held_state
 from mcore_rl.megatron.output import PolicyModel
-from model_converters.chunks import Box, Chunk, StateObject, flat_index, range_boxes
+from model_converters.chunks import Box, Chunk, StateObject, flat_index, range_boxes, run
 from model_converters.dcp_reader import DcpReader
 
 cpu.install()
@@ -151,6 +153,10 @@ def _share(placed: _Placed) -> tuple[int, int]:
 
 
 def _all_placed(models: list[PolicyModel]) -> Iterator[_Placed]:
+    if has_adapters(models):
+        # Under them nothing is trained, and model.hf_path has it.
+        yield from (_placed_factor(factor, parameter) for factor, parameter in adapter_parameters(models))
+        return
     for model in models:
         # With parameters themselves (megatron's sharded_state_dict keeps them), not what they hold.
         state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
@@ -159,6 +165,18 @@ def _all_placed(models: list[PolicyModel]) -> Iterator[_Placed]:
                 yield _placed(entry, list(nested_values(entry.build())))
             elif isinstance(entry, ShardedTensor):
                 yield _placed(entry, [entry])
+
+
+def _placed_factor(factor: Factor, parameter: torch.Tensor) -> _Placed:
+    """Under PEFT's names, in which no layout shows."""
+    shape = tuple(parameter.shape)
+    chunks = tuple(
+        Chunk(part, whole, run(whole, dim, start, length), part, run(shape, dim, local_start, length))
+        for part, whole, dim, (start, local_start, length) in factor.parts()
+    )
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return _Placed(parameter, chunks, (0, tensor_rank, data_rank))
 
 
 def _placed(entry: Any, parts: list[ShardedTensor]) -> _Placed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,8 +11,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.gradient_norms import gradient_norms
+from mcore_rl.megatron.lora_weights import merged_tensors
 from mcore_rl.megatron.microbatches import MicroBatch
-from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.objective import MicroBatchReport
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.optimizer import (
@@ -131,12 +131,13 @@ class TrainedModel:
         self.memory.load("params")
         gather_parameters(self.ddp)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank holds, live, by canonical name; loads parameters that are offloaded. Not collective.
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What this rank holds, live, by canonical name; loads parameters that are offloaded. Where there are adapters
+        it is the weights with them, merged as they are read. Not collective.
 
         Raises: McoreRLError when `gather_parameters` has not been called since the last update.
         """
         if not parameters_are_gathered(self.ddp):
             raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
         self.memory.load("params")
-        return canonical_tensors(self.model.chunks)
+        return merged_tensors(self.model.chunks)

@@ -188,6 +188,10 @@ class TrainerGroup(RankGroup):
         """Writes the weights as an HF directory; collective over all ranks."""
         self.on_every_rank("export_hf", [(directory, source)] * len(self.handles))
 
+    def export_adapter(self, directory: str, source: str) -> None:
+        """Writes the adapters of a LoRA run in PEFT's format; collective over all ranks."""
+        self.on_every_rank("export_adapter", [(directory, source)] * len(self.handles))
+
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> Any:
         """A reference for Batch.chunks of trajectories that were made on the driver."""

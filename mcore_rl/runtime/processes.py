@@ -198,6 +198,13 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("export"):
             export_hf(self.actor, directory, source)
 
+    def export_adapter(self, directory: str, source: str) -> None:
+        """Collective over all ranks."""
+        from mcore_rl.megatron.lora_weights import export_adapter
+
+        with self.spans.span("export"):
+            export_adapter(self.actor, directory, source)
+
 
 @ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
 class CriticProcess(TrainedRankProcess):

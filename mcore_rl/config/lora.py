@@ -1,0 +1,77 @@
+"""When a run trains adapters, and what of their keys contradicts the rest."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from mcore_rl.config.models import ActorConfig, LoraConfig
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def uses_lora(actor: ActorConfig) -> bool:
+    """Whether adapters are trained in the place of the weights."""
+    return actor.lora.rank > 0
+
+
+def check_lora(config: Config) -> None:
+    """Raises: ConfigError for a key that has no effect, or one that adapters cannot go with."""
+    lora = config.actor.lora
+    if lora.rank < 0:
+        raise ConfigError(f"actor.lora.rank={lora.rank} must be 0 (no adapters) or more")
+    if not uses_lora(config.actor):
+        _refuse_without_adapters(config)
+        return
+    if lora.alpha <= 0:
+        raise ConfigError(f"actor.lora.alpha={lora.alpha} must be above 0: it scales what the adapters add")
+    if len(set(lora.target_modules)) != len(lora.target_modules):
+        raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
+    refused = {
+        "model.random_init": (
+            config.model.random_init,
+            "checkpoints hold adapters only, and what is under them is read from model.hf_path again; set it to false",
+        ),
+        "actor.mtp_loss_coefficient": (
+            config.actor.mtp_loss_coefficient,
+            "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
+        ),
+        "actor.moe.bias_update_rate": (
+            config.actor.moe.bias_update_rate,
+            "the bias belongs to the frozen weights, and no adapter could carry it; set it to 0",
+        ),
+        "actor.fp8": (
+            config.actor.fp8 if config.actor.fp8 != "none" else None,
+            "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
+        ),
+        "reference.refresh_every_steps": (
+            config.reference.refresh_every_steps,
+            "the reference is the model under the adapters; a refreshed one would need its own; set it to 0",
+        ),
+    }
+    for key, (value, reason) in refused.items():
+        if value:
+            raise ConfigError(f"{key}={value} does not go with actor.lora.rank={lora.rank}: {reason}")
+
+
+def check_no_critic_lora(lora: LoraConfig) -> None:
+    """Raises: ConfigError naming the `critic` key."""
+    for field in fields(LoraConfig):
+        value, default = getattr(lora, field.name), getattr(LoraConfig(), field.name)
+        if value != default:
+            raise ConfigError(
+                f"critic.lora.{field.name}={value}: a value head starts from nothing and is trained whole, with the "
+                f"model that it reads; leave critic.lora.{field.name} at {'null' if default is None else default}"
+            )
+
+
+def _refuse_without_adapters(config: Config) -> None:
+    lora, default = config.actor.lora, LoraConfig()
+    keys = {f"actor.lora.{field.name}": field.name for field in fields(LoraConfig) if field.name != "rank"}
+    given = {key: (getattr(lora, name), getattr(default, name)) for key, name in keys.items()}
+    given["trainer.export_adapter"] = (config.trainer.export_adapter, None)
+    for key, (value, only) in given.items():
+        if value != only:
+            raise ConfigError(
+                f"{key}={value} has no effect without adapters; set actor.lora.rank above 0, or leave {key} at "
+                f"{'null' if only is None else only}"
+            )

@@ -1,0 +1,189 @@
+"""Low-rank adapters beside frozen projections: y = W x + scale * B (A x).
+
+| W is divided along | A | B | what tensor-parallel ranks exchange, r numbers per token and module |
+|---|---|---|---|
+| rows (column-parallel) | whole | as W | A x of their own rows, where sequences are split; else its gradient |
+| columns (row-parallel) | as W | whole | A x, a partial sum on each rank |
+| nothing | whole | whole | nothing |
+
+Where sequences are split, a whole matrix meets the tokens of one rank only: its gradient is a sum over the ranks, as
+that of a norm is, and is marked so. A projection that fuses several HF modules has one adapter with their A stacked and
+their B in the order of its rows (model_converters.adapter_rows): a row of B multiplies with the A of its own module.
+
+Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1; rsLoRA (2312.03732); initial values as in peft's LoraLayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.names import canonical_name
+from mcore_rl.megatron.output import PolicyModel, unwrap
+from model_converters.adapter_rows import A, B
+from model_converters.placement import local_shape, segments_of
+from model_converters.table import BoundRow
+from model_converters.transforms import Shape
+
+cpu.install()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+Read = Callable[[str, Shape], torch.Tensor]
+"""The whole of an adapter's tensor, by PEFT's name and its shape."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Shard `shard` of one of an adapter's matrices, as this rank holds it."""
+
+    bound: BoundRow
+    shard: int
+    num_shards: int
+
+    @property
+    def shape(self) -> Shape:
+        return local_shape(self.bound.row, self.num_shards)
+
+    def parts(self) -> Iterator[tuple[str, Shape, int, tuple[int, int, int]]]:
+        """(PEFT's name, its whole shape, dim, (start in it, start here, length)) of what the shard is made of."""
+        row = self.bound.row
+        for part, start, local_start, length in segments_of(row, self.shard, self.num_shards):
+            yield self.bound.hf[part], row.shapes[part], row.dim, (start, local_start, length)
+
+    def make(self, like: torch.Tensor) -> torch.nn.Parameter:
+        """Zeros, in the dtype and on the device of the weight `like`."""
+        made = torch.nn.Parameter(torch.zeros(self.shape, dtype=like.dtype, device=like.device))
+        if self.bound.row.axis != "none":
+            tensor_parallel.set_tensor_model_parallel_attributes(made, True, self.bound.row.dim, 1)
+        return made
+
+    @torch.no_grad()
+    def fill(self, parameter: torch.Tensor, read: Read) -> None:
+        """Takes the shard's parts of what `read` returns."""
+        for name, shape, dim, (start, local_start, length) in self.parts():
+            parameter.narrow(dim, local_start, length).copy_(read(name, shape).narrow(dim, start, length))
+
+
+class Adapter(torch.nn.Module):
+    """What is added to the output of one projection.
+
+    Parameters: a [P r, n], of the P modules that have an adapter; b [m, r]; n and m as of the weight on this rank.
+    """
+
+    def __init__(self, a: Factor, b: Factor, config: TransformerConfig, scale: float, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.factors = {"a": a, "b": b}
+        self.scale, self.enabled = scale, True
+        self.a, self.b = a.make(weight), b.make(weight)
+        self.split_sequence = config.sequence_parallel
+        self.by_rows, self.by_columns = b.bound.row.axis != "none", a.bound.row.axis != "none"
+        for parameter, divided in ((self.a, self.by_columns), (self.b, self.by_rows)):
+            parameter.sequence_parallel = self.split_sequence and not divided  # type: ignore[attr-defined]
+        self.register_buffer("owners", _owners(b, len(a.bound.hf), weight.device), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shapes: the projection's input -> its output."""
+        return F.linear(self._exchange(F.linear(inputs, self.a)) * self.scale, self._wide_b())
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """W + scale * B A in memory of its own: added in float32, rounded once."""
+        wide, a = self._wide_b().detach().float(), self.a.detach().float()
+        return torch.addmm(weight.detach().float(), wide, a, alpha=self.scale).to(weight.dtype)
+
+    def _wide_b(self) -> torch.Tensor:
+        """[m, P r]: every row of b in the columns of its module, zeros in the others."""
+        if self.owners is None:
+            return self.b
+        return torch.where(self.owners, self.b.unsqueeze(1), 0).flatten(1)
+
+    def _exchange(self, low: torch.Tensor) -> torch.Tensor:
+        """Shapes: A x of this rank, [s, ..., P r] -> as the rows or the partial sums of B's input want it."""
+        if self.by_rows and self.split_sequence:
+            return tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        if self.by_rows:
+            return tensor_parallel.copy_to_tensor_model_parallel_region(low)
+        if self.by_columns and self.split_sequence:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(low) if self.by_columns else low
+
+
+def _owners(b: Factor, num_modules: int, device: torch.device) -> torch.Tensor | None:
+    """[m, P, 1]: whether a row of b belongs to a module; None where there is one, with all rows."""
+    owners = torch.zeros(b.shape[0], num_modules, 1, dtype=torch.bool)
+    for part, _, local_start, length in segments_of(b.bound.row, b.shard, b.num_shards):
+        owners[local_start : local_start + length, part] = True
+    return None if owners.all() else owners.to(device)
+
+
+def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: float, read: Read) -> None:
+    """Freezes the chunks and gives every projection of which `factors` have a pair, by canonical name, an adapter with
+    the values that `read` returns. Before the chunks are wrapped."""
+    waiting = dict(factors)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_start_graph)
+        for live_name, module in list(chunk.named_modules()):
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.nn.Parameter):
+                continue
+            name = canonical_name(chunk, f"{live_name}.weight").removesuffix(".weight")
+            if name + A in waiting:
+                a, b = waiting.pop(name + A), waiting.pop(name + B)
+                module.adapter = Adapter(a, b, chunk.config, scale, weight)
+                a.fill(module.adapter.a, read)
+                b.fill(module.adapter.b, read)
+                module.register_forward_hook(_add)
+    assert not waiting, f"the model has no projection for {sorted(waiting)}"
+
+
+def _add(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    if not module.adapter.enabled:
+        return output
+    return output[0] + module.adapter(inputs[0]), *output[1:]
+
+
+def _start_graph(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Recomputation records a gradient only where one of its inputs asks for it, and under frozen weights the first
+    layer's would not."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Adapter]]:
+    """(canonical name of the weight, its adapter) of all projections that have one."""
+    for chunk in map(unwrap, chunks):
+        for live_name, module in chunk.named_modules():
+            if isinstance(module, Adapter):
+                yield canonical_name(chunk, live_name.removesuffix("adapter") + "weight"), module
+
+
+def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
+    return next(adapters(chunks), None) is not None
+
+
+def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
+    """Every trained matrix of this rank with what it is."""
+    for _, adapter in adapters(chunks):
+        for name, factor in adapter.factors.items():
+            yield factor, getattr(adapter, name)
+
+
+@contextmanager
+def base_only(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block the chunks are the model under the adapters."""
+    found = [adapter for _, adapter in adapters(chunks)]
+    for adapter in found:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.enabled = True

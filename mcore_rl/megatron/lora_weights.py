@@ -1,0 +1,140 @@
+"""Where a LoRA run's weights come from and what others see of them: initial adapters, merged tensors, PEFT's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.schema import Config
+from mcore_rl.megatron.lora import Adapter, Factor, Read, adapter_parameters, adapters, attach
+from mcore_rl.megatron.lora_table import base_rows, bound_adapters, check_adapter, scale_of, targets_of
+from mcore_rl.megatron.names import canonical_tensors
+from mcore_rl.megatron.output import PolicyModel
+from model_converters.adapter_rows import PREFIX
+from model_converters.files import TensorFiles
+from model_converters.layout import TrainLayout
+from model_converters.lora import LoraAdapter
+from model_converters.lora_writer import LoraDescription, write_adapter
+from model_converters.placement import Placement, TensorPlan
+from model_converters.plan import export_pieces, export_plan
+from model_converters.table import bind
+from model_converters.transforms import Shape
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.actor import MegatronActor
+
+
+class MergedTensors(Mapping[str, torch.Tensor]):
+    """Tensors by canonical name, live, but those under an adapter merged with it when they are asked for, in memory of
+    their own. The last one is kept: a fused projection is read once for every module in it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter]) -> None:
+        self._tensors, self._adapters = tensors, adapters
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            return self._tensors[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before its successor needs memory
+            self._last = name, adapter.merged(self._tensors[name])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tensor]:
+    """As names.canonical_tensors, with the adapters merged into what they adapt."""
+    found = dict(adapters(chunks))
+    tensors = canonical_tensors(chunks)
+    return MergedTensors(tensors, found) if found else tensors
+
+
+def attach_adapters(
+    chunks: Sequence[PolicyModel], config: Config, hf_config: dict[str, Any], layout: TrainLayout
+) -> None:
+    """Freezes the chunks and gives them the adapters of actor.lora: those of its path, or new ones, the same in every
+    layout. Not collective.
+
+    Raises: ConfigError.
+    """
+    lora, at = config.actor.lora, layout.coordinates(dist.get_rank())
+    dtype = next(chunks[0].parameters()).dtype
+    bound = bound_adapters(lora, hf_config, dtype)
+    placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
+    held = ((row, placement.shard_at(row, at)) for row in bound)
+    factors = {row.mcore: Factor(row, *shard) for row, shard in held if shard is not None}
+    files = TensorFiles()
+    read = _initial(config.run.seed) if lora.path is None else _stored(check_adapter(lora, hf_config), files)
+    try:
+        attach(chunks, factors, scale_of(lora), read)
+    finally:
+        files.close()
+
+
+def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
+    """Every tensor of the adapters by PEFT's name with the writers of its slices. Not collective."""
+    dtype = next(actor.chunks[0].parameters()).dtype
+    bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype)
+    names = {name for row in bound for name in row.hf}
+    plans = export_plan([*bind(base_rows(actor.hf_config), actor.hf_config, dtype), *bound], actor.layout)
+    return [plan for plan in plans if plan.hf_name in names]
+
+
+def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
+    """Writes the adapters as PEFT does, atomically; rank 0 gathers them, which are few. `source` is the HF directory of
+    the model under them.
+
+    Collective: all ranks.
+    Raises: ConversionError.
+    """
+    actor.gather_parameters()
+    plans, lora = adapter_plan(actor), actor.config.actor.lora
+    held = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
+    own = [
+        (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
+        for plan, piece, tensor in export_pieces(plans, held, actor.rank)
+    ]
+    gathered: list[Any] | None = [None] * actor.world_size if actor.rank == 0 else None
+    dist.gather_object(own, gathered)
+    if gathered is None:
+        return
+    tensors = {plan.hf_name: torch.empty(plan.shape, dtype=plan.dtype) for plan in plans}
+    for name, dim, start, part in (piece for pieces in gathered for piece in pieces):
+        tensors[name].narrow(dim, start, part.shape[dim]).copy_(part)
+    targets = targets_of(lora, actor.hf_config)
+    write_adapter(directory, tensors, LoraDescription(lora.rank, lora.alpha, lora.rslora, targets, source))
+
+
+def _initial(seed: int) -> Read:
+    """A as PEFT draws it, uniform in +-1 / sqrt(n), by a stream of its own; B zero."""
+
+    def read(name: str, shape: Shape) -> torch.Tensor:
+        drawn = torch.zeros(shape)
+        if ".lora_A." in name:
+            digest = blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+            stream = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            torch.nn.init.kaiming_uniform_(drawn, a=sqrt(5), generator=stream)
+        return drawn
+
+    return read
+
+
+def _stored(adapter: LoraAdapter, files: TensorFiles) -> Read:
+    pairs = {"A": "a", "B": "b"}
+    stored = {
+        f"{PREFIX}{update.module}.lora_{side}.weight": getattr(update, field)
+        for update in adapter.updates.values()
+        for side, field in pairs.items()
+    }
+    return lambda name, shape: files.read(name, stored[name])
