@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from model_converters.adapter_rows import PREFIX
 from model_converters.chunks import Box, Chunk, run
 from model_converters.dcp_reader import DcpReader
 from model_converters.errors import ConversionError, listing
@@ -62,6 +63,11 @@ class McoreCheckpoint:
 
     def require_complete(self) -> None:
         """Raises: ConversionError, ONE, listing all that cannot be read and all that has no row."""
+        if any(key.startswith(PREFIX) for key in self.unknown):
+            raise ConversionError(
+                f"{self._reader.directory} holds the adapters of a LoRA run and not the model under them; the run "
+                "writes both merged with trainer.export_hf, and the adapters with trainer.export_adapter"
+            )
         problems = [f"{name}: {problem}" for name, problem in self.problems.items()]
         problems += [f"{key} has no row in the weight table" for key in self.unknown]
         if problems:

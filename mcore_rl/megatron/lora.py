@@ -129,6 +129,7 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
     waiting = dict(factors)
     for chunk in chunks:
         chunk.requires_grad_(False)
+        chunk.has_adapters = True
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_start_graph)
         for live_name, module in list(chunk.named_modules()):
@@ -166,7 +167,8 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Adapter]]
 
 
 def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
-    return next(adapters(chunks), None) is not None
+    """Whether adapters are trained, which a rank without a layer has none of."""
+    return any(unwrap(chunk).has_adapters for chunk in chunks)
 
 
 def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Factor, torch.nn.Parameter]]:

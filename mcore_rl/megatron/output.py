@@ -56,10 +56,12 @@ class PolicyModel(GPTModel):
     Tensor-parallel ranks hold equal shares of the vocabulary, so it is padded; `unpadded_vocab_size` are the real
     entries, None: all. The padding has no part in log-probabilities.
 
+    With `has_adapters` its parameters are frozen but for those of adapters (lora.py), of which a chunk may have none.
+
     With `emit_logits` it behaves as GPTModel does: logits [B, S, V / tp], the padding's included.
     """
 
-    emit_logits = False
+    emit_logits = has_adapters = False
     unpadded_vocab_size: int | None = None
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mcore_rl.config.models import OffloadConfig
 from tests.dist import lora, policy_batch
 from tests.dist.launch import launch
+from tests.dist.two_steps import train_two_steps
 
 Layout = tuple[int, dict[str, Any]]
 SMALL = 24
@@ -44,6 +46,14 @@ CASES = [
     Case("v3", (2, {"tp": 2, "ep": 2}), ((1, {}), (2, {"pp": 2}))),
     Case("dense", (2, {"tp": 2}), ((2, {}),), dtype="bfloat16"),
 ]
+EMBEDDING_APART = Case("dense", (2, {"pp": 2, "pipeline_layout": "E|ttttL"}))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded": {"offload": OffloadConfig(params=True, grads=True, optimizer=True)},
+    "optimizer on the host": {"cpu_offload": True},
+    "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "replicated": {"distributed_optimizer": False},
+}
 ALL_CASES = [pytest.param(case, id=str(case)) for case in CASES]
 RESUMED = [pytest.param(case, into, id=f"{case} to {describe(into)}") for case in CASES for into in case.into]
 
@@ -227,6 +237,33 @@ def test_a_checkpoint_goes_on_in_another_layout(case: Case, into: Layout, saved:
         assert errors[key].abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
+def test_memory_and_overlap_change_nothing(root: Path) -> None:
+    ranks = launch(_with_settings, 2, str(root), timeout_seconds=150)
+    found = {
+        name: tuple(policy_batch.assemble([rank[name][kind] for rank in ranks]) for kind in (0, 1)) for name in SETTINGS
+    }
+    start = policy_batch.assemble([rank["start"] for rank in ranks])
+    for name, (adapters, merged) in found.items():
+        for kind, tensors in enumerate((adapters, merged)):
+            for key, tensor in tensors.items():
+                if name != "replicated":
+                    assert torch.equal(tensor, found["plain"][kind][key]), f"{name}: {key}"
+                    continue
+                # The norm that clips is summed in another order, and bfloat16 rounds.
+                torch.testing.assert_close(tensor, found["plain"][kind][key], rtol=2**-6, atol=1e-3)
+        assert all(not torch.equal(tensor, start[key]) for key, tensor in adapters.items())
+
+
+def test_a_rank_without_a_layer_has_nothing_to_train(root: Path, saved: Any) -> None:
+    """The stage of the embedding alone: it steps and saves with the others."""
+    ranks = launch(_train, 2, str(root), [EMBEDDING_APART], timeout_seconds=100)
+    found, one = _joined([rank[0] for rank in ranks]), saved[str(CASES[0])]
+    assert all(found["base is unchanged"])
+    for key, tensor in one["adapters"].items():
+        assert (found["adapters"][key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
+    assert found["state"].keys() == one["state"].keys()
+
+
 def test_a_checkpoint_of_other_adapters_is_refused(root: Path, saved: Any) -> None:
     (found,) = launch(_refusals, 1, str(root))
     assert found["rank"].endswith(
@@ -295,11 +332,9 @@ def _state(actor: Any) -> list[Any]:
 
 
 def _base(actor: Any) -> list[Any]:
-    from mcore_rl.megatron.lora import adapters
     from mcore_rl.megatron.names import canonical_tensors
     from model_converters.plan import export_pieces
 
-    assert dict(adapters(actor.chunks))
     held = canonical_tensors(actor.chunks)
     return [
         (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
@@ -406,6 +441,24 @@ def _resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dic
         first = {"state": _state(actor), "merged": policy_batch.hf_pieces(actor)}
         _update(actor, 2)
         found.append(first | {"state later": _state(actor)})
+    return found
+
+
+def _with_settings(rank: int, root: str) -> dict[str, Any]:
+    """Two steps on two data-parallel ranks with each of SETTINGS: adapters, and what they are merged to."""
+    from mcore_rl.megatron.actor import MegatronActor
+
+    found: dict[str, Any] = {}
+    for name, settings in SETTINGS.items():
+        config = lora.lora_config("dense", f"{root}/dense", {}, SMALL, path=False)
+        config.model.dtype, config.actor.optimizer.lr = "bfloat16", 4e-2
+        for key, value in settings.items():
+            setattr(config.actor.optimizer if key == "cpu_offload" else config.actor, key, value)
+        actor = MegatronActor(config, rank, 2, None)
+        found.setdefault("start", lora.adapter_pieces(actor))
+        train_two_steps(actor, actor.memory.offload)
+        merged = policy_batch.hf_pieces(actor)
+        found[name] = lora.adapter_pieces(actor), merged
     return found
 
 

@@ -54,6 +54,14 @@ def test_a_gpu_with_everything_uses_everything() -> None:
     }
 
 
+def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
+    chosen = choose(EVERYTHING, replace(SPREAD, adapters=True))
+    assert chosen.layers.value == "local"
+    assert "adapters read a projection's input" in chosen.layers.why
+    assert not chosen.grouped_gemm
+    assert chosen.norm.value == "torch RMSNorm"
+
+
 @pytest.mark.parametrize(
     ("absent", "line", "value", "why"),
     [

@@ -1,0 +1,71 @@
+"""Keys of LoRA training that contradict each other, or the rest, are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config, validate, validate_critic
+from mcore_rl.config.lora import uses_lora
+from mcore_rl.errors import ConfigError
+
+ON = ["actor.lora.rank=8"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", **heads}))
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.lora.rank=-1"], r"^actor\.lora\.rank=-1 must be 0 \(no adapters\) or more"),
+        (["actor.lora.alpha=8"], r"^actor\.lora\.alpha=8\.0 has no effect.*set actor\.lora\.rank above 0"),
+        (["actor.lora.rslora=true"], r"^actor\.lora\.rslora=True has no effect"),
+        (["actor.lora.target_modules=[q_proj]"], r"^actor\.lora\.target_modules=\['q_proj'\] has no effect"),
+        (["actor.lora.path=/adapter"], r"^actor\.lora\.path=/adapter has no effect.*or leave .* at null"),
+        (["trainer.export_adapter=/out"], r"^trainer\.export_adapter=/out has no effect"),
+        ([*ON, "actor.lora.alpha=0"], r"^actor\.lora\.alpha=0\.0 must be above 0"),
+        ([*ON, "actor.lora.target_modules=[a,b,a]"], r"^actor\.lora\.target_modules=.* names a module twice"),
+        (
+            [*ON, "model.random_init=true"],
+            r"^model\.random_init=True does not go with actor\.lora\.rank=8.*to false$",
+        ),
+        ([*ON, "actor.mtp_loss_coefficient=0.1"], r"^actor\.mtp_loss_coefficient=0\.1 does not go with .*to 0$"),
+        ([*ON, "actor.moe.bias_update_rate=0.1"], r"^actor\.moe\.bias_update_rate=0\.1 does not go with .*to 0$"),
+        ([*ON, "actor.fp8=blockwise"], r"^actor\.fp8=blockwise does not go with .*to none$"),
+        (
+            [*ON, "algorithm.kl.in_loss=0.1", "reference.refresh_every_steps=2"],
+            r"^reference\.refresh_every_steps=2 does not go with .*to 0$",
+        ),
+        (["actor.lora.ranks=1"], r"unknown key actor\.lora\.ranks; did you mean actor\.lora\.rank\?"),
+    ],
+)
+def test_what_contradicts_is_refused_by_name(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(base, overrides))
+
+
+@pytest.mark.parametrize("override", ["rank=8", "alpha=8", "path=/adapter", "target_modules=[q_proj]"])
+def test_a_critic_is_trained_whole(base: str, override: str) -> None:
+    config = load_config(base, [f"critic.lora.{override}"])
+    with pytest.raises(ConfigError, match=rf"^critic\.lora\.{override.partition('=')[0]}=.*a value head starts from"):
+        validate_critic(config)
+
+
+def test_what_goes_together_passes(base: str) -> None:
+    assert not uses_lora(load_config(base, []).actor)
+    given = ["actor.lora.target_modules=[q_proj,v_proj]", "actor.lora.rslora=true", "trainer.export_adapter=/out"]
+    config = load_config(base, [*ON, *given, "algorithm.kl.in_loss=0.1", "actor.lora.path=/adapter"])
+    validate(config)
+    validate_critic(config)
+    assert uses_lora(config.actor)
+    assert config.actor.lora.target_modules == ["q_proj", "v_proj"]

@@ -1,0 +1,171 @@
+"""Which modules of a family can have an adapter, where the two matrices of each lie, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model_converters import lora_writer
+from model_converters.adapter_rows import adapter_rows, default_targets, shared_with_experts
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.layout import TrainLayout
+from model_converters.lora_writer import LoraDescription, write_adapter
+from model_converters.placement import Placement, local_shape, segments_of
+from model_converters.table import BoundRow, Row, bind
+from tests.tiny_models import tiny_fields
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+RANK = 3
+DESCRIPTION = LoraDescription(3, 6.0, rslora=False, target_modules=["q_proj"], base="/base")
+
+
+def rows_of(kind: str, **changes: Any) -> tuple[list[Row], dict[str, Any]]:
+    config = tiny_fields(kind, **changes)
+    return family_for(config).rows(config), config
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "targets"),
+    [
+        ("llama", {}, ATTENTION + MLP),
+        ("qwen2", {}, ATTENTION + MLP),
+        ("qwen3_moe", {}, ATTENTION),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ATTENTION + MLP),
+        ("mixtral", {}, ATTENTION),
+        ("glm4_moe", {}, ATTENTION + MLP),
+        ("deepseek_v3", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
+        ("deepseek_v3", {"q_lora_rank": None}, ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
+    ],
+)
+def test_attention_dense_mlps_and_shared_experts_can_have_adapters(
+    kind: str, changes: dict[str, Any], targets: list[str]
+) -> None:
+    rows, _ = rows_of(kind, **changes)
+    found = default_targets(rows)
+    assert sorted(found) == sorted(targets)
+    # Mixtral's routed experts have other names; those of Qwen3-MoE are alone with theirs unless some layers are dense.
+    shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3") else []
+    assert shared_with_experts(rows, found) == shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "why"),
+    [
+        ("qwen3_moe", "gate_proj", "gate_proj: only routed experts have it, and their grouped products"),
+        ("qwen3_moe", "gate", "gate: routers are no linear layers"),
+        ("mixtral", "w1", "w1: only routed experts have it"),
+        ("qwen3", "lm_head", "lm_head: embeddings multiply with nothing, and the loss reads"),
+        ("qwen3", "embed_tokens", "embed_tokens: embeddings multiply with nothing"),
+        ("qwen3", "q_norm", "q_norm: it is no matrix"),
+        ("qwen3", "qkv_proj", "qkv_proj: the model has no such module; possible are q_proj, k_proj, v_proj, o_proj"),
+    ],
+)
+def test_what_can_have_none_is_refused_with_the_reason(kind: str, target: str, why: str) -> None:
+    with pytest.raises(ConversionError, match=why):
+        adapter_rows(rows_of(kind)[0], ["q_proj", target], RANK)
+
+
+def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: Any) -> Iterator[Any]:
+    """(adapter row, shard, shards, base row) of what a rank holds."""
+    rows, config = rows_of(kind, **changes)
+    base = bind(rows, config, torch.float32)
+    bound = bind(adapter_rows(rows, targets, RANK), config, torch.float32)
+    placement, by_name = Placement([*base, *bound], layout), {row.mcore: row for row in base}
+    for row in bound:
+        shard = placement.shard_at(row, layout.coordinates(rank))
+        if shard is not None:
+            yield row, *shard, by_name[row.mcore.rpartition(".adapter.")[0] + ".weight"]
+
+
+def put_together(row: BoundRow, shard: int, num_shards: int, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    local = torch.zeros(local_shape(row.row, num_shards))
+    for part, start, local_start, length in segments_of(row.row, shard, num_shards):
+        local.narrow(row.row.dim, local_start, length).copy_(whole[row.hf[part]].narrow(row.row.dim, start, length))
+    return local
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "layout", "changes"),
+    [
+        ("qwen3", [], TrainLayout(2, tp=2), {}),
+        ("qwen3", [], TrainLayout(2, tp=2), {"num_key_value_heads": 1}),
+        ("qwen3", ["q_proj", "v_proj", "up_proj"], TrainLayout(2, tp=2), {}),
+        ("qwen3_moe", [], TrainLayout(4, tp=2, pp=2, ep=2), {}),
+        ("deepseek_v3", [], TrainLayout(4, tp=2, pp=2, ep=2), {}),
+    ],
+)
+def test_on_every_rank_a_and_b_multiply_to_its_shard_of_the_update(
+    kind: str, targets: list[str], layout: TrainLayout, changes: dict[str, Any]
+) -> None:
+    """The update's own shard is cut as the weight's is, from whole modules' B A; that of others is zero."""
+    seen: set[str] = set()
+    for rank in range(layout.world_size):
+        found = list(held(kind, targets, layout, rank, **changes))
+        generator = torch.Generator().manual_seed(0)
+        for (a, *a_shard, base), (b, *b_shard, _) in zip(found[::2], found[1::2], strict=True):
+            modules = [name.removesuffix(".lora_A.weight") for name in a.hf]
+            whole = {
+                name: torch.randn(shape, generator=generator)
+                for row in (a, b)
+                for name, shape in zip(row.hf, row.row.shapes, strict=True)
+            }
+            seen |= whole.keys()
+            update = {m: whole[f"{m}.lora_B.weight"] @ whole[f"{m}.lora_A.weight"] for m in modules}
+            every = [f"base_model.model.{name.removesuffix('.weight')}" for name in base.hf]
+            shapes = dict(zip(every, base.row.shapes, strict=True))
+            num_shards = layout.tp if base.row.axis == "tp" else 1
+            tp = layout.coordinates(rank).tp if num_shards > 1 else 0
+            wanted = torch.zeros(local_shape(base.row, num_shards))
+            for part, start, local_start, length in segments_of(base.row, tp, num_shards):
+                source = update.get(every[part], torch.zeros(shapes[every[part]]))
+                dim = base.row.dim
+                wanted.narrow(dim, local_start, length).copy_(source.narrow(dim, start, length))
+            local_a, local_b = put_together(a, *a_shard, whole), put_together(b, *b_shard, whole)
+            product = torch.zeros_like(wanted)
+            for part, _, local_start, length in segments_of(b.row, *b_shard):
+                own = local_a[part * RANK : (part + 1) * RANK]
+                product[local_start : local_start + length] = local_b[local_start : local_start + length] @ own
+            torch.testing.assert_close(product, wanted)
+    rows, config = rows_of(kind, **changes)
+    assert seen == {name for row in bind(adapter_rows(rows, targets, RANK), config, torch.float32) for name in row.hf}
+
+
+def test_peft_reads_the_description_that_is_written(tmp_path: Path) -> None:
+    tensors = {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(3, 8).bfloat16(),
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": torch.randn(4, 6).t()[:, :3],
+    }
+    write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+    read = peft.PeftConfig.from_pretrained(tmp_path / "out")
+    assert (read.r, read.lora_alpha, read.use_rslora, read.bias) == (3, 6, False, "none")
+    assert (set(read.target_modules), read.base_model_name_or_path) == ({"q_proj"}, "/base")
+    assert read.task_type == "CAUSAL_LM"
+    assert set(json.loads((tmp_path / "out" / "adapter_config.json").read_text())) <= set(read.to_dict())
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_adapter_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"base_model.model.q_proj.lora_A.weight": torch.zeros(3, 8)}
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lora_writer, "write_exactly", fail)
+        with pytest.raises(ConversionError, match=r"out cannot be written: .*No space left"):
+            write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+    assert list(tmp_path.iterdir()) == []
+    write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+    with pytest.raises(ConversionError, match="out exists already"):
+        write_adapter(tmp_path / "out", tensors, DESCRIPTION)
