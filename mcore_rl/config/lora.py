@@ -53,6 +53,16 @@ def check_lora(config: Config) -> None:
             raise ConfigError(f"{key}={value} does not go with actor.lora.rank={lora.rank}: {reason}")
 
 
+def refuse_suggestions(config: Config) -> None:
+    """Raises: ConfigError where adapters are trained."""
+    if uses_lora(config.actor):
+        raise ConfigError(
+            f"--suggest counts gradients and optimizer state of all weights, and actor.lora.rank="
+            f"{config.actor.lora.rank} has few; plan a layout of your own without it, or set actor.lora.rank to 0 for "
+            "layouts that fit in any case"
+        )
+
+
 def check_no_critic_lora(lora: LoraConfig) -> None:
     """Raises: ConfigError naming the `critic` key."""
     for field in fields(LoraConfig):

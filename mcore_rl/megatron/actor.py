@@ -348,7 +348,7 @@ def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout
     if not config.model.random_init:
         load_hf(chunks, config.model.hf_path, layout)
     if uses_lora(config.actor):
-        attach_adapters(chunks, config, hf_config, layout)
+        attach_adapters(chunks, config.actor.lora, hf_config, layout, seed=config.run.seed)
     return chunks
 
 

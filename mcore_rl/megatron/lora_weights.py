@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.models import LoraConfig
 from mcore_rl.megatron.lora import Adapter, Factor, Read, adapter_parameters, adapters, attach
 from mcore_rl.megatron.lora_table import base_rows, bound_adapters, check_adapter, scale_of, targets_of
 from mcore_rl.megatron.names import canonical_tensors
@@ -61,21 +61,21 @@ def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tens
 
 
 def attach_adapters(
-    chunks: Sequence[PolicyModel], config: Config, hf_config: dict[str, Any], layout: TrainLayout
+    chunks: Sequence[PolicyModel], lora: LoraConfig, hf_config: dict[str, Any], layout: TrainLayout, *, seed: int
 ) -> None:
-    """Freezes the chunks and gives them the adapters of actor.lora: those of its path, or new ones, the same in every
+    """Freezes the chunks and gives them the adapters of `lora`: those of its path, or new ones, the same in every
     layout. Not collective.
 
     Raises: ConfigError.
     """
-    lora, at = config.actor.lora, layout.coordinates(dist.get_rank())
+    at = layout.coordinates(dist.get_rank())
     dtype = next(chunks[0].parameters()).dtype
     bound = bound_adapters(lora, hf_config, dtype)
     placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
     held = ((row, placement.shard_at(row, at)) for row in bound)
     factors = {row.mcore: Factor(row, *shard) for row, shard in held if shard is not None}
     files = TensorFiles()
-    read = _initial(config.run.seed) if lora.path is None else _stored(check_adapter(lora, hf_config), files)
+    read = _initial(seed) if lora.path is None else _stored(check_adapter(lora, hf_config), files)
     try:
         attach(chunks, factors, scale_of(lora), read)
     finally:

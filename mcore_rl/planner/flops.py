@@ -2,8 +2,8 @@
 
 A token costs 2 FLOP per weight that it is multiplied with (embedding lookups are none; the output projection only
 where a token is predicted), and causal attention 2 x heads x (query size + value size) per token before it, so half a
-sequence on average. A backward pass is two forward passes; full recomputation adds one, selective recomputation of
-core_attn adds attention.
+sequence on average. A backward pass is two forward passes, under LoRA adapters one and a second of attention; full
+recomputation adds one, selective recomputation of core_attn adds attention.
 
 Seconds: training phases take FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the guess contains bubbles and
 communication. Prompts likewise with plan.mfu_prefill. Decoding is bound by memory: every pass reads the engine's
@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.costs import attention_flops
 from mcore_rl.planner.batches import BatchArithmetic
@@ -57,7 +58,8 @@ def step_flops(config: Config, arguments: ModelArguments, size: ModelSize, batch
     predicted = batch.mean_response / batch.mean_tokens
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
     attention = attention_flops(arguments.transformer) * batch.mean_tokens / 2
-    passes = 3 * forward
+    # Frozen weights have no gradient; that of the adapters is small.
+    passes = 2 * forward + attention if uses_lora(config.actor) else 3 * forward
     if config.actor.recompute == "full":
         passes += forward
     elif config.actor.recompute == "selective" and "core_attn" in config.actor.recompute_modules:

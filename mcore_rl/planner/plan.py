@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config import Config, num_trainer_ranks, validate
+from mcore_rl.config.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.layout import model_arguments, train_layout
+from mcore_rl.megatron.lora_table import bound_adapters
 from mcore_rl.megatron.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
@@ -105,14 +107,15 @@ def _rank_json(planned: PlannedRank) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what every part of a plan asks of it. `cuda`: device=auto plans for GPUs; `roles`
-    are the models beside the policy."""
+    """A checked configuration with what every part of a plan asks of it. `adapters`: the table of what is trained in
+    the place of `rows`, if anything is. `cuda`: device=auto plans for GPUs; `roles` are the models beside the policy."""
 
     config: Config
     hf_config: dict[str, Any]
     arguments: ModelArguments
     layout: TrainLayout
     rows: list[BoundRow]
+    adapters: list[BoundRow]
     cuda: bool
     roles: Roles
 
@@ -122,10 +125,12 @@ class Job:
         validate(config, run_here=False)
         hf_config = trained_model(config)
         layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
-        rows = bound_rows(hf_config, DTYPES[config.model.dtype])
+        dtype, lora = DTYPES[config.model.dtype], config.actor.lora
+        rows = bound_rows(hf_config, dtype)
+        adapters = bound_adapters(lora, hf_config, dtype) if uses_lora(config.actor) else []
         cuda = config.cluster.device != "cpu"
         roles = roles_of(config, cuda=cuda)
-        return cls(config, hf_config, model_arguments(hf_config), layout, rows, cuda, roles)
+        return cls(config, hf_config, model_arguments(hf_config), layout, rows, adapters, cuda, roles)
 
     @property
     def element_bytes(self) -> int:
@@ -141,7 +146,8 @@ class Job:
         return self.cuda and self.config.cluster.placement == "colocated"
 
     def execution(self) -> Execution:
-        return Execution.of(self.config, self.layout, element_bytes=self.element_bytes, engine=self.cuda)
+        engine = self.cuda and not self.adapters
+        return Execution.of(self.config, self.layout, element_bytes=self.element_bytes, engine=engine)
 
 
 def make_plan(config: Config) -> Plan:
@@ -151,7 +157,7 @@ def make_plan(config: Config) -> Plan:
     """
     job = Job.of(config)
     try:
-        held = parameters_by_rank(job.rows, job.layout)
+        held = parameters_by_rank([*job.rows, *job.adapters], job.layout)
     except LayoutError as error:
         raise ConfigError(f"actor.parallel: {error}") from error
     batch = batch_arithmetic(config, job.layout)
@@ -159,7 +165,7 @@ def make_plan(config: Config) -> Plan:
     ranks: list[PlannedRank] = []
     stages = []
     for stage in range(job.layout.pp):
-        chunks = stage_parameters(job.hf_config, job.layout, stage)
+        chunks = stage_parameters(job.hf_config, job.layout, stage, lora=config.actor.lora)
         stages.append(planned_activations(job, stage, chunks, batch))
         ranks += planned_stage(job, stage, chunks, stages[-1], engine)
     _check_counts([planned.state.parameters for planned in ranks], held)
@@ -175,7 +181,7 @@ def planned_activations(
     job: Job, stage: int, chunks: list[list[HeldParameter]], batch: BatchArithmetic
 ) -> StageActivations:
     """The widest moment of an update on the ranks of a stage."""
-    largest = max(parameter.elements for chunk in chunks for parameter in chunk)
+    largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
     return stage_activations(
         job.arguments,
         stage,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mcore_rl.config.models import LoraConfig
+from mcore_rl.megatron.lora_weights import attach_adapters
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.sharded import meta_model
 from mcore_rl.planner.state import HeldParameter
@@ -12,20 +14,29 @@ from model_converters.layout import TrainLayout
 
 
 def stage_parameters(
-    hf_config: dict[str, Any], layout: TrainLayout, stage: int, kind: type[PolicyModel] = PolicyModel
+    hf_config: dict[str, Any],
+    layout: TrainLayout,
+    stage: int,
+    kind: type[PolicyModel] = PolicyModel,
+    *,
+    lora: LoraConfig | None = None,
 ) -> list[list[HeldParameter]]:
-    """What the ranks of a pipeline stage hold of a model of class `kind`, by chunk and in megatron's order.
+    """What the ranks of a pipeline stage hold of a model of class `kind`, by chunk and in megatron's order, with the
+    adapters of `lora`.
 
     Raises: ConfigError for a model that cannot be built.
     """
     # Context parallelism divides tokens, no weights; its ranks share gradients like data-parallel ones.
     with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size, kind) as chunks:
+        if lora is not None and lora.rank:
+            attach_adapters(chunks, replace(lora, path=None), hf_config, replace(layout, cp=1), seed=0)
         return [
             [
                 HeldParameter(
                     parameter.numel(),
                     not getattr(parameter, "allreduce", True),
                     bool(getattr(parameter, "shared_embedding", False)),
+                    trained=parameter.requires_grad,
                 )
                 for parameter in chunk.parameters()
             ]

@@ -15,6 +15,7 @@ What is allocated for them follows megatron-core 0.16.1:
   over the expert-data-parallel ranks. Without the distributed optimizer every rank has the whole.
 - With actor.optimizer.cpu_offload the optimizer's state is in host memory instead, and a piece of it (or the largest
   parameter's, if that is more) on the device during a step.
+- Weights under LoRA adapters are neither: they have no gradient and no optimizer state.
 - torch's AdamW counts steps in a float32 scalar per parameter; apex's and TransformerEngine's count per group.
 
 Source: core/distributed/{distributed_data_parallel,param_and_grad_buffer}.py, core/optimizer/distrib_optimizer.py.
@@ -43,11 +44,12 @@ STEP_BYTES = 4
 @dataclass(frozen=True)
 class HeldParameter:
     """`expert`: reduced and owned over the expert-data-parallel group. `own_bucket`: a tied embedding of several
-    stages."""
+    stages. `trained`: with a gradient and optimizer state; else it lies by itself, outside of megatron's buffers."""
 
     elements: int
     expert: bool = False
     own_bucket: bool = False
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def stage_state(
 ) -> list[RankState]:
     """The state of every rank of a stage, from what `stage_parameters` says of it."""
     size, dense_ranks = layout.stage_size, layout.dp * layout.cp
-    elements = 0
+    elements = frozen = 0
     owned, shards, largest = (np.zeros(size, np.int64) for _ in range(3))
     inner = np.arange(size)
     # The place of a rank among those that share its gradients; see TrainLayout for the order of ranks.
@@ -154,8 +156,9 @@ def stage_state(
         bucket = None
         if numerics.overlap_grad_reduce and stage == 0 and index == 0:
             bucket = max(SMALLEST_BUCKET, BUCKET_PER_RANK * dense_ranks)
+        frozen += sum(parameter.elements for parameter in chunk if not parameter.trained)
         for expert, ranks, place in groups:
-            held = [parameter for parameter in chunk if parameter.expert == expert]
+            held = [parameter for parameter in chunk if parameter.trained and parameter.expert == expert]
             if not held:
                 continue
             buffer = lay_out(held, ranks, bucket, aligned=numerics.distributed_optimizer)
@@ -171,7 +174,7 @@ def stage_state(
     return [
         RankState(
             parameters,
-            elements * numerics.weight_bytes,
+            (elements + frozen) * numerics.weight_bytes,
             elements * 4,
             int(optimizer[rank]),
             host_bytes=int(owned[rank]) * numerics.host_bytes,

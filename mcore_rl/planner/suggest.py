@@ -26,6 +26,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from mcore_rl.config.lora import refuse_suggestions
 from mcore_rl.config.models import OffloadConfig, ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations, stage_activations
@@ -223,6 +224,7 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
 
     Raises: ConfigError for settings that no layout mends.
     """
+    refuse_suggestions(config)
     base = deepcopy(config)
     base.actor.parallel = ParallelConfig(sequence_parallel=config.actor.parallel.sequence_parallel)
     extra = _fit_engines(base)

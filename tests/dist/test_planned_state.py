@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config.models import OptimizerSettings
+from mcore_rl.config.models import LoraConfig, OptimizerSettings
 from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import write_tiny_model
@@ -44,6 +44,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     ],
 }
 
+ADAPTERS = {"lora": LoraConfig(rank=3)}
 WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": True}
 ON_HOST = {"optimizer": OptimizerSettings(cpu_offload=True)}
 SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
@@ -55,6 +56,11 @@ SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
         ("odd", {}, "bfloat16", OVERLAPPED),
         ("odd", {}, "float32", ON_HOST),
         ("moe", {"ep": 2}, "bfloat16", ON_HOST),
+        ("odd", {"tp": 2}, "float32", ADAPTERS),
+        ("odd", {}, "bfloat16", ADAPTERS | OVERLAPPED),
+        ("tied", {"pp": 2}, "bfloat16", ADAPTERS),
+        ("moe", {"ep": 2}, "bfloat16", ADAPTERS | ON_HOST),
+        ("v3", {"tp": 2}, "bfloat16", ADAPTERS | {"lora": LoraConfig(rank=3, target_modules=["kv_b_proj", "up_proj"])}),
     ],
 }
 
@@ -152,7 +158,9 @@ def plan_states(
     states = [
         state
         for stage in range(layout.pp)
-        for state in stage_state(stage_parameters(hf_config, layout, stage), layout, stage, numerics)
+        for state in stage_state(
+            stage_parameters(hf_config, layout, stage, lora=config.actor.lora), layout, stage, numerics
+        )
     ]
     return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
 
@@ -186,7 +194,7 @@ def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = storages(parameters)
-    gradients = storages(parameter.main_grad for parameter in parameters)
+    gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
     optimizer, host = {}, {}
     for inner in (part.optimizer for part in optimizer_parts(optimizer_of_all)):
         for main in (parameter for group in inner.param_groups for parameter in group["params"]):

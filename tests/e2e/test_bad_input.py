@@ -233,6 +233,18 @@ def test_an_export_that_would_overwrite(refused: Callable[..., str], base: Path)
     assert "trainer.export_hf" in refused(f"trainer.export_hf={base.parent / 'model'}")
 
 
+def test_adapters_that_the_model_cannot_have(refused: Callable[..., str], base: Path) -> None:
+    lora = "actor.lora.rank=4"
+    message = refused(lora, "actor.lora.target_modules=[q_proj,gate_proj]")
+    assert "actor.lora.target_modules=['q_proj', 'gate_proj']: gate_proj: only routed experts have it" in message
+    assert "possible are q_proj, k_proj, v_proj, o_proj" in message
+    assert "actor.lora.path=/nowhere: /nowhere/adapter_config.json does not exist" in refused(
+        lora, "actor.lora.path=/nowhere"
+    )
+    assert "trainer.export_adapter" in refused(lora, f"trainer.export_adapter={base.parent / 'model'}")
+    assert "model.random_init=True does not go with actor.lora.rank=4" in refused(lora, "model.random_init=true")
+
+
 def test_a_wrong_command_line_exits_with_2_as_well() -> None:
     command = [sys.executable, "-m", "mcore_rl.cli"]
     for arguments in ([], ["trian"], ["train"]):
