@@ -14,6 +14,11 @@ def uses_lora(actor: ActorConfig) -> bool:
     return actor.lora.rank > 0
 
 
+def base_is_reference(config: Config) -> bool:
+    """Whether the model under the adapters is the reference that a KL term compares with."""
+    return uses_lora(config.actor) and config.reference.hf_path is None
+
+
 def check_lora(config: Config) -> None:
     """Raises: ConfigError for a key that has no effect, or one that adapters cannot go with."""
     lora = config.actor.lora

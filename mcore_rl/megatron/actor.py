@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.interface import Estimator
-from mcore_rl.config.lora import uses_lora
+from mcore_rl.config.lora import base_is_reference, uses_lora
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -274,7 +274,7 @@ class MegatronActor:
         parallel.destroy()
 
     def _reference(self) -> FrozenPolicy | BasePolicy:
-        if uses_lora(self.config.actor) and self.config.reference.hf_path is None:
+        if base_is_reference(self.config):
             return BasePolicy(self.model, self.memory, self.objective)
         frozen = FrozenPolicy(
             self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks

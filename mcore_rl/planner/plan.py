@@ -108,7 +108,8 @@ def _rank_json(planned: PlannedRank) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Job:
     """A checked configuration with what every part of a plan asks of it. `adapters`: the table of what is trained in
-    the place of `rows`, if anything is. `cuda`: device=auto plans for GPUs; `roles` are the models beside the policy."""
+    the place of `rows`, if anything is. `cuda`: device=auto plans for GPUs; `roles` are the models beside the policy.
+    """
 
     config: Config
     hf_config: dict[str, Any]

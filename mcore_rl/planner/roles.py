@@ -4,8 +4,8 @@ The ranks of the critic and of the reward model are processes of their own, rank
 loads what a call needs and afterwards sends away what its offload section names. Their parameters are megatron's own,
 as in stages.py; what a value head leaves for the backward pass is its input in float32.
 
-The reference has the policy's layout and parameters, in the same process. On CPU every process has its own memory, so
-there is nothing to share.
+The reference has the policy's layout and parameters, in the same process, or is the policy without its adapters. On
+CPU every process has its own memory, so there is nothing to share.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
+from mcore_rl.config.lora import base_is_reference
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
@@ -99,7 +100,7 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
         validate_reward_model(config)
         ranks = num_reward_model_ranks(config)
         model = role_ranks(config, config.reward_model, "reward_model", ranks, trained=False, cuda=cuda)
-    reference = uses_reference(config)
+    reference = uses_reference(config) and not base_is_reference(config)
     if not cuda:
         return Roles(reference=reference, reference_leaves=config.reference.offload)
     return Roles(critic, model, reference, config.reference.offload)
