@@ -22,6 +22,8 @@ from model_converters.placement import local_shape
 from model_converters.table import BoundRow
 
 GIB = 2**30
+ASLEEP_BYTES = GIB
+"""What a sleeping engine keeps: graphs, buffers and whatever is not in its pools."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's default of max_num_batched_tokens for a server on current GPUs."""
 

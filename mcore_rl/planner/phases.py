@@ -3,7 +3,7 @@
 | phase | trainer rank | colocated engine rank | other models |
 |---|---|---|---|
 | generate | what is not offloaded | weights, workspace, KV cache | what is not offloaded |
-| score | what is not offloaded | asleep | a reward model's pass |
+| score | what is not offloaded | asleep | a reward model's pass, or a judge awake |
 | annotate | weights, and what is not offloaded; one forward pass | asleep | the reference's weights |
 | critic | weights, and what is not offloaded | asleep | the critic's update |
 | update | everything, and activations | asleep | what is not offloaded |
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
-from mcore_rl.planner.engine import GIB, EngineRank
+from mcore_rl.planner.engine import ASLEEP_BYTES, GIB, EngineRank
 from mcore_rl.planner.roles import ALONE, Beside, RoleRank
 from mcore_rl.planner.state import RankState
 
@@ -30,8 +30,6 @@ FRAGMENTATION = 0.05
 """Of the memory, which the allocator cannot hand out: measured figures lie between 2 and 8 % with expandable
 segments."""
 PHASES = ("generate", "score", "annotate", "critic", "update", "sync")
-ASLEEP_BYTES = GIB
-"""What a sleeping engine keeps: graphs, buffers and whatever is not in its pools."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def rank_phases(
 
     return Phases(
         generate=resident + others + (engine.total_bytes if shared else 0),
-        score=at_work(beside.reward_model, resident),
+        score=max(at_work(beside.reward_model, resident), at_work(beside.judge, resident)),
         annotate=state.weights_bytes
         + stay
         + int(activations.forward_only_bytes)

@@ -1,8 +1,10 @@
-"""What models beside the policy hold of the GPUs that they share with it: critic, reference, reward model.
+"""What models beside the policy hold of the GPUs that they share with it: critic, reference, reward model, judge.
 
 The ranks of the critic and of the reward model are processes of their own, rank i on the GPU of trainer rank i. Each
 loads what a call needs and afterwards sends away what its offload section names. Their parameters are megatron's own,
 as in stages.py; what a value head leaves for the backward pass is its input in float32.
+
+A judge is an engine that sleeps but while it scores. It counts on every GPU, though it may be on some only.
 
 The reference has the policy's layout and parameters, in the same process, or is the policy without its adapters. On
 CPU every process has its own memory, so there is nothing to share.
@@ -10,20 +12,24 @@ CPU every process has its own memory, so there is nothing to share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
+from mcore_rl.config.judge import as_policy, named_as_judge, uses_judge, validate_judge
 from mcore_rl.config.lora import base_is_reference
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.layout import model_arguments, train_layout
 from mcore_rl.megatron.model import DTYPES
 from mcore_rl.megatron.value_model import ValueModel, read_value_config
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
+from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
+from mcore_rl.planner.model_size import bound_rows, trained_model
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
 
@@ -48,16 +54,21 @@ class Beside:
 
     critic: RoleRank | None = None
     reward_model: RoleRank | None = None
+    judge: RoleRank | None = None
     reference: bool = False
     reference_leaves: bool = True
 
     @property
     def resident(self) -> int:
-        return sum(role.resident for role in (self.critic, self.reward_model) if role is not None)
+        return sum(role.resident for role in self._roles)
 
     @property
     def host_bytes(self) -> int:
-        return sum(role.host_bytes for role in (self.critic, self.reward_model) if role is not None)
+        return sum(role.host_bytes for role in self._roles)
+
+    @property
+    def _roles(self) -> list[RoleRank]:
+        return [role for role in (self.critic, self.reward_model, self.judge) if role is not None]
 
 
 ALONE = Beside()
@@ -65,17 +76,17 @@ ALONE = Beside()
 
 @dataclass(frozen=True)
 class Roles:
-    """All ranks of the other models, in their order; empty where there is no such model or nothing is shared."""
+    """All ranks of the other models, in their order; empty where there is no such model or nothing is shared.
+    `everywhere`: what is beside every trainer rank."""
 
     critic: tuple[RoleRank, ...] = ()
     reward_model: tuple[RoleRank, ...] = ()
-    reference: bool = False
-    reference_leaves: bool = True
+    everywhere: Beside = ALONE
 
     def at(self, rank: int) -> Beside:
         """What is beside trainer rank `rank`."""
         critic, model = (ranks[rank] if rank < len(ranks) else None for ranks in (self.critic, self.reward_model))
-        return Beside(critic, model, self.reference, self.reference_leaves)
+        return replace(self.everywhere, critic=critic, reward_model=model)
 
     @property
     def widest(self) -> Beside:
@@ -83,7 +94,7 @@ class Roles:
         critic, model = (
             max(ranks, key=lambda role: role.working, default=None) for ranks in (self.critic, self.reward_model)
         )
-        return Beside(critic, model, self.reference, self.reference_leaves)
+        return replace(self.everywhere, critic=critic, reward_model=model)
 
 
 def roles_of(config: Config, *, cuda: bool) -> Roles:
@@ -100,10 +111,31 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
         validate_reward_model(config)
         ranks = num_reward_model_ranks(config)
         model = role_ranks(config, config.reward_model, "reward_model", ranks, trained=False, cuda=cuda)
+    judge = judge_rank(config, cuda=cuda) if uses_judge(config) else None
     reference = uses_reference(config) and not base_is_reference(config)
-    if not cuda:
-        return Roles(reference=reference, reference_leaves=config.reference.offload)
-    return Roles(critic, model, reference, config.reference.offload)
+    everywhere = Beside(judge=judge if cuda else None, reference=reference, reference_leaves=config.reference.offload)
+    return Roles(critic, model, everywhere) if cuda else Roles(everywhere=everywhere)
+
+
+def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
+    """A rank of a judge engine, asleep and at work.
+
+    Raises: ConfigError for one that cannot work, or has no room for one question.
+    """
+    validate_judge(config)
+    with named_as_judge():
+        view = as_policy(config)
+        hf_config = trained_model(view)
+        dtype = DTYPES[view.model.dtype]
+        engine = engine_rank(
+            view, bound_rows(hf_config, dtype), model_arguments(hf_config), element_bytes=dtype.itemsize, cuda=cuda
+        )
+    if engine.sequences < 1:
+        raise ConfigError(
+            f"judge.gpu_memory_fraction={config.judge.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
+            "room for one question and its answer; raise it, or judge.tp"
+        )
+    return RoleRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
 def role_ranks(

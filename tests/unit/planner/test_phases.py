@@ -7,8 +7,8 @@ import pytest
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
-from mcore_rl.planner.engine import EngineRank
-from mcore_rl.planner.phases import ASLEEP_BYTES, Phases, rank_phases
+from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
+from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.roles import Beside, RoleRank, Roles
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.verdict import _remedy
@@ -50,6 +50,14 @@ def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded:
     assert list(found.by_name) == ["generate", "score", "annotate", "critic", "update", "sync"]
 
 
+def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
+    judge = RoleRank(resident=1, working=400, host_bytes=50)
+    both = phases(Beside(CRITIC, REWARD, judge))
+    assert both.score == 180 + ASLEEP_BYTES + 400 + 7 + 3
+    assert both.update == phases(Beside(CRITIC, REWARD)).update + 1
+    assert phases(Beside(judge=judge)).score == 180 + ASLEEP_BYTES + 400
+
+
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
 def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
     alone, found = phases(Beside()), phases(Beside(reference=True, reference_leaves=leaves))
@@ -64,6 +72,8 @@ def test_a_model_of_fewer_ranks_is_beside_the_first() -> None:
     assert [roles.at(rank).critic for rank in range(3)] == [CRITIC, RoleRank(1, 2, 3), None]
     assert [roles.at(rank).reward_model for rank in range(2)] == [REWARD, None]
     assert roles.widest == Beside(CRITIC, REWARD)
+    everywhere = Beside(judge=REWARD, reference=True)
+    assert Roles(everywhere=everywhere).at(5) == everywhere
 
 
 def test_what_to_set_names_the_role() -> None:
