@@ -71,6 +71,7 @@ def test_keys_without_a_reward_model_are_refused(base: str, overrides: list[str]
         "moe.aux_loss_coefficient=0.1",
         "offload.grads=true",
         "offload.optimizer=true",
+        "lora.rank=4",
     ],
 )
 def test_keys_of_training_are_refused(base: str, override: str) -> None:
