@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|judge|>{% endif %}"
 )
 ANSWER_TOKENS = 12
-QUESTION_TOKENS = 23
+QUESTION_TOKENS = 24
 OVERRIDES = (
     "trainer.steps=1",
     "trainer.validate_before=false",
@@ -74,30 +75,35 @@ def records(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
 
 
-def written_by_transformers(judge: Path, record: dict[str, Any]) -> tuple[list[int], str, bool]:
-    """The question, the greedy answer, and whether it was cut."""
+@pytest.fixture(scope="module")
+def written_by_transformers(judge: Path) -> Callable[[dict[str, Any]], tuple[list[int], str, bool]]:
+    """Of a record: the question, the greedy answer, and whether it was cut."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(judge)
     model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32, attn_implementation="eager").eval()
-    content = f"{record['prompt']}{record['response']}|{record['ground_truth']}:"
-    messages = [{"role": "user", "content": content}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    question = encoded["input_ids"]
-    given = torch.tensor([question])
-    with torch.no_grad():
-        answer = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=ANSWER_TOKENS, pad_token_id=0
-        )[0, len(question) :].tolist()
-    return question, tokenizer.decode(answer, skip_special_tokens=True), answer[-1] != tokenizer.eos_token_id
+
+    def write(record: dict[str, Any]) -> tuple[list[int], str, bool]:
+        content = f"{record['prompt']}{record['response']}|{record['ground_truth']}:"
+        messages = [{"role": "user", "content": content}]
+        question = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids, greedy = torch.tensor([question]), {"do_sample": False, "pad_token_id": 0}
+        with torch.no_grad():
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, **greedy)
+        answer = whole[0, len(question) :].tolist()
+        return question, tokenizer.decode(answer, skip_special_tokens=True), answer[-1] != tokenizer.eos_token_id
+
+    return write
 
 
-def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: Path, judged_run: Path) -> None:
+def test_records_hold_what_transformers_writes_and_rewards_what_it_says(
+    judged_run: Path, written_by_transformers: Callable[..., tuple[list[int], str, bool]]
+) -> None:
     found = records(judged_run, "step_1")
     assert len(found) == 8 * 4
     scores, too_long = [], []
     for record in found:
-        question, text, cut = written_by_transformers(judge, record)
+        question, text, cut = written_by_transformers(record)
         (answer,) = record["judge"]
         matches = list(re.finditer("[0-9]", text))
         expected: float | None = float(matches[-1][0]) if matches else None
@@ -123,11 +129,13 @@ def test_records_hold_what_transformers_writes_and_rewards_what_it_says(judge: P
     assert row["judge/too_long_fraction"] == sum(too_long) / len(scores)
 
 
-def test_validation_is_judged_as_well(judge: Path, judged_run: Path) -> None:
+def test_validation_is_judged_as_well(
+    judged_run: Path, written_by_transformers: Callable[..., tuple[list[int], str, bool]]
+) -> None:
     found = records(judged_run, "val_step_1")
     assert len(found) == 16
     for record in found:
-        question, text, _ = written_by_transformers(judge, record)
+        question, text, _ = written_by_transformers(record)
         assert record["judge"][0]["text"] == (text if len(question) <= QUESTION_TOKENS else "")
     assert not list((judged_run / "rollouts").glob(".*"))
 
