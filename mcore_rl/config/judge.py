@@ -100,7 +100,7 @@ def template_text(judge: JudgeConfig) -> str:
             "judge.template must be set with judge.hf_path: the text that asks for a score, with {prompt} and "
             "{response} in it, or a .txt file with it"
         )
-    if not template.endswith(".txt"):
+    if not template.endswith(".txt") or PLACEHOLDERS.search(template):
         return template
     try:
         return Path(template).read_text(encoding="utf-8")

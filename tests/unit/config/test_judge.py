@@ -75,6 +75,8 @@ def test_the_template_may_be_a_file(base: str, judge: str, tmp_path: Path) -> No
     config = load_config(base, [judge, f"judge.template={tmp_path}/ask.txt"])
     validate_judge(config)
     assert template_text(config.judge) == "Q: {prompt}\nA: {response}\n"
+    config.judge.template = "{prompt} {response} goes to score.txt"
+    assert template_text(config.judge) == config.judge.template
 
 
 def test_shared_code_sees_the_judge_where_it_looks_for_the_model_and_its_engines(base: str, judge: str) -> None:
