@@ -53,6 +53,11 @@ def check_lora(config: Config) -> None:
             "the reference is the model under the adapters; a refreshed one would need its own; set it to 0",
         ),
     }
+    if base_is_reference(config) and not config.reference.offload:
+        raise ConfigError(
+            f"reference.offload=False has no effect with actor.lora.rank={lora.rank}: the reference is the policy "
+            "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
+        )
     for key, (value, reason) in refused.items():
         if value:
             raise ConfigError(f"{key}={value} does not go with actor.lora.rank={lora.rank}: {reason}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.config.models import MoeConfig
 from tests.dist import lora, policy_batch
 from tests.dist.launch import launch
 
@@ -60,6 +61,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "v3 tp2 ep4": ("v3", {"tp": 2, "ep": 4}, SMALL),
     },
 }
+ROUTED = MoeConfig(load_balancing="seq_aux_loss", aux_loss_coefficient=0.5, z_loss_coefficient=0.1)
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 
@@ -96,6 +98,21 @@ def test_every_gradient_equals_peft(size: int, case: str, results: Any, referenc
     }
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     assert not wrong, f"{len(wrong)} of {len(errors)}, the worst {max(wrong.items(), key=lambda item: item[1])}"
+
+
+def test_router_losses_reach_the_adapters_alike_everywhere(directories: dict[str, str], references: Any) -> None:
+    """Routers are frozen, but what they see is not."""
+    found = {}
+    for size, parallel in ((1, {}), (2, {"tp": 2}), (2, {"ep": 2})):
+        ranks = launch(_worker, size, directories, {"moe": ("moe", parallel, SMALL, {"moe": ROUTED})})
+        found[str(parallel)] = policy_batch.assemble([rank["moe"][1] for rank in ranks])
+    one = found.pop("{}")
+    for parallel, gradients in found.items():
+        for name, tensor in one.items():
+            assert (gradients[name] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), f"{parallel} {name}"
+    first_layer = [name for name in one if ".layers.0." in name]
+    without = references["moe"][1]
+    assert all((one[name] - without[name]).abs().max() > 1e-3 * without[name].abs().max() for name in first_layer)
 
 
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,10 @@ def base(tmp_path: Path) -> str:
             [*ON, "algorithm.kl.in_loss=0.1", "reference.refresh_every_steps=2"],
             r"^reference\.refresh_every_steps=2 does not go with .*to 0$",
         ),
+        (
+            [*ON, "algorithm.kl.in_loss=0.1", "reference.offload=false"],
+            r"^reference\.offload=False has no effect with actor\.lora\.rank=8.*or set reference\.hf_path$",
+        ),
         (["actor.lora.ranks=1"], r"unknown key actor\.lora\.ranks; did you mean actor\.lora\.rank\?"),
     ],
 )
