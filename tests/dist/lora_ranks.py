@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def _state(actor: Any) -> list[Any]:
     ]
 
 
+def _written(actor: Any) -> Counter[str]:
+    """Elements that this rank writes of each tensor."""
+    from mcore_rl.megatron.train_state import blocks_to_save
+
+    found: Counter[str] = Counter()
+    for block in blocks_to_save(actor.chunks, actor.optimizer):
+        found[block.chunk.key] += block.view.numel()
+    return found
+
+
 def _base(actor: Any) -> list[Any]:
     from mcore_rl.megatron.names import canonical_tensors
     from model_converters.plan import export_pieces
@@ -118,6 +129,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
         "adapters": lora.adapter_pieces(actor),
         "reference": _reference(actor),
         "state": _state(actor),
+        "written": _written(actor),
         "digests": _digests(actor),
     }
     export_hf(actor, f"{root}/{case} merged", f"{root}/{case.model}")

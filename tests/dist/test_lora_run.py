@@ -3,6 +3,7 @@ adapters that PEFT reads, checkpoints that go on in any layout, and a reference 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,12 @@ def test_the_reference_is_the_model_under_the_adapters(case: Case, root: Path, s
             assert np.array_equal(before[sample], after[sample])
             assert case.dtype == "bfloat16" or np.abs(before[sample] - logp).max(initial=1) > 1e-3
     assert seen == {sample for update in policy_batch.UPDATES for sample in update}
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_ranks_write_every_element_once(case: Case, saved: Any) -> None:
+    written = sum(saved[str(case)]["written"], Counter())
+    assert written == {key: tensor.numel() for key, tensor in saved[str(case)]["state"].items()}
 
 
 @pytest.mark.parametrize(("case", "into"), RESUMED)
