@@ -43,8 +43,8 @@ class Trained(Protocol):
 class TrainedModel:
     """A RankModel in DistributedDataParallel (`ddp`), with what trains it. Every method is collective over all ranks.
 
-    `model.chunks`, but for weights under adapters, with `optimizer` and `scheduler` are all that a checkpoint holds, with
-    the weights of a `reference` that nothing else has. `memory` offloads; every method loads what it needs.
+    `model.chunks`, but for weights under adapters, with `optimizer` and `scheduler` are all that a checkpoint holds,
+    and the weights of a `reference` that nothing else has. `memory` offloads; every method loads what it needs.
     """
 
     def __init__(
