@@ -39,7 +39,7 @@ from mcore_rl.megatron.costs import sequence_cost
 from mcore_rl.megatron.implementation import choose, wanted
 from mcore_rl.megatron.installed import look
 from mcore_rl.megatron.layout import check_experts, model_arguments, train_layout
-from mcore_rl.megatron.lora_table import bound_adapters, check_adapter, check_peft_names
+from mcore_rl.megatron.lora.table import bound_adapters, check_adapter, check_peft_names
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function

@@ -22,7 +22,7 @@ from mcore_rl.megatron.estimation import estimate_tokens
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.layout import train_layout
 from mcore_rl.megatron.loading import load_hf
-from mcore_rl.megatron.lora_weights import attach_adapters
+from mcore_rl.megatron.lora.weights import attach_adapters
 from mcore_rl.megatron.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.mtp import MTPObjective

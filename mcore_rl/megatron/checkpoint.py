@@ -32,7 +32,7 @@ from mcore_rl.megatron.checkpoint_reader import (
 )
 from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 from mcore_rl.megatron.format_files import read_common
-from mcore_rl.megatron.lora_table import adapter_identity
+from mcore_rl.megatron.lora.table import adapter_identity
 from mcore_rl.megatron.optimizer_state import set_updates_done
 from mcore_rl.megatron.random_state import restore_random_state
 from mcore_rl.megatron.train_state import blocks_to_load, load_extra_states, reference_blocks

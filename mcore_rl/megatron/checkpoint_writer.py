@@ -20,7 +20,7 @@ import torch
 from mcore_rl.data.checksum import Crc32, file_crc32
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.format_files import write_format_files
-from mcore_rl.megatron.lora_table import adapter_identity
+from mcore_rl.megatron.lora.table import adapter_identity
 from mcore_rl.megatron.optimizer_state import updates_done
 from mcore_rl.megatron.random_state import random_state_object
 from mcore_rl.megatron.train_state import LiveBlock, blocks_to_save, extra_states, reference_blocks

@@ -70,7 +70,7 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
 
 
 def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    # Adapters are no part of the model's own weights; lora.adapter_tensors has them.
+    # Adapters are no part of the model's own weights; lora.adapters.adapter_parameters has them.
     yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
     for name, buffer in model.named_buffers():
         if name.endswith("router.expert_bias"):

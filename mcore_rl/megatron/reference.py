@@ -16,7 +16,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.context import ContextPart
 from mcore_rl.megatron.finite import describe_samples, require_finite
 from mcore_rl.megatron.loading import load_hf
-from mcore_rl.megatron.lora import base_only
+from mcore_rl.megatron.lora.adapters import base_only
 from mcore_rl.megatron.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.names import canonical_tensors

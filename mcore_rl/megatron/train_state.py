@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.lora import Factor, adapter_parameters, has_adapters
+from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.optimizer_state import HeldState, held_state
 from mcore_rl.megatron.output import PolicyModel
 from model_converters.chunks import Box, Chunk, StateObject, flat_index, range_boxes, run

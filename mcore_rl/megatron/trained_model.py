@@ -11,7 +11,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.finite import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.gradient_norms import gradient_norms
-from mcore_rl.megatron.lora_weights import merged_tensors
+from mcore_rl.megatron.lora.weights import merged_tensors
 from mcore_rl.megatron.microbatches import MicroBatch
 from mcore_rl.megatron.objective import MicroBatchReport
 from mcore_rl.megatron.offload import Offloader

@@ -11,7 +11,7 @@ from mcore_rl.config import Config, num_trainer_ranks, validate
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.layout import model_arguments, train_layout
-from mcore_rl.megatron.lora_table import bound_adapters
+from mcore_rl.megatron.lora.table import bound_adapters
 from mcore_rl.megatron.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic

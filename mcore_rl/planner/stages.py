@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.megatron.lora_weights import attach_adapters
+from mcore_rl.megatron.lora.weights import attach_adapters
 from mcore_rl.megatron.output import PolicyModel
 from mcore_rl.megatron.sharded import meta_model
 from mcore_rl.planner.state import HeldParameter

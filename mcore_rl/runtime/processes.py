@@ -200,7 +200,7 @@ class TrainerProcess(TrainedRankProcess):
 
     def export_adapter(self, directory: str, source: str) -> None:
         """Collective over all ranks."""
-        from mcore_rl.megatron.lora_weights import export_adapter
+        from mcore_rl.megatron.lora.export import export_adapter
 
         with self.spans.span("export"):
             export_adapter(self.actor, directory, source)

@@ -109,7 +109,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 
     from mcore_rl.megatron.checkpoint import save_checkpoint
     from mcore_rl.megatron.export import export_hf
-    from mcore_rl.megatron.lora_weights import export_adapter
+    from mcore_rl.megatron.lora.export import export_adapter
     from mcore_rl.megatron.names import canonical_tensors
 
     actor = _actor(rank, root, case.model, case.layout, case.dtype)

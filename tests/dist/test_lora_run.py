@@ -265,7 +265,7 @@ def test_the_converter_says_that_a_checkpoint_holds_adapters_alone(root: Path, s
 
 def test_a_run_may_start_from_an_adapter_only_of_its_own_kind(root: Path) -> None:
     from mcore_rl.errors import ConfigError
-    from mcore_rl.megatron.lora_table import check_adapter
+    from mcore_rl.megatron.lora.table import check_adapter
     from model_converters.hf_config import read_hf_config
 
     directory = str(root / "dense")

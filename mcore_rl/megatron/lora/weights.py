@@ -1,32 +1,27 @@
-"""Where a LoRA run's weights come from and what others see of them: initial adapters, merged tensors, PEFT's files."""
+"""Where a LoRA run's weights come from and what others see of them: initial adapters, merged tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.megatron.lora import Adapter, Factor, Read, adapter_parameters, adapters, attach
-from mcore_rl.megatron.lora_table import base_rows, bound_adapters, check_adapter, scale_of, targets_of
+from mcore_rl.megatron.lora.adapters import Adapter, Factor, Read, adapters, attach
+from mcore_rl.megatron.lora.table import base_rows, bound_adapters, check_adapter, scale_of
 from mcore_rl.megatron.names import canonical_tensors
 from mcore_rl.megatron.output import PolicyModel
 from model_converters.adapter_rows import PREFIX
 from model_converters.files import TensorFiles
 from model_converters.layout import TrainLayout
 from model_converters.lora import LoraAdapter
-from model_converters.lora_writer import LoraDescription, write_adapter
-from model_converters.placement import Placement, TensorPlan
-from model_converters.plan import export_pieces, export_plan
+from model_converters.placement import Placement
 from model_converters.table import bind
 from model_converters.transforms import Shape
-
-if TYPE_CHECKING:
-    from mcore_rl.megatron.actor import MegatronActor
 
 
 class MergedTensors(Mapping[str, torch.Tensor]):
@@ -80,40 +75,6 @@ def attach_adapters(
         attach(chunks, factors, scale_of(lora), read)
     finally:
         files.close()
-
-
-def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
-    """Every tensor of the adapters by PEFT's name with the writers of its slices. Not collective."""
-    dtype = next(actor.chunks[0].parameters()).dtype
-    bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype)
-    names = {name for row in bound for name in row.hf}
-    plans = export_plan([*bind(base_rows(actor.hf_config), actor.hf_config, dtype), *bound], actor.layout)
-    return [plan for plan in plans if plan.hf_name in names]
-
-
-def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
-    """Writes the adapters as PEFT does, atomically; rank 0 gathers them, which are few. `source` is the HF directory of
-    the model under them.
-
-    Collective: all ranks.
-    Raises: ConversionError.
-    """
-    actor.gather_parameters()
-    plans, lora = adapter_plan(actor), actor.config.actor.lora
-    held = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
-    own = [
-        (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
-        for plan, piece, tensor in export_pieces(plans, held, actor.rank)
-    ]
-    gathered: list[Any] | None = [None] * actor.world_size if actor.rank == 0 else None
-    dist.gather_object(own, gathered)
-    if gathered is None:
-        return
-    tensors = {plan.hf_name: torch.empty(plan.shape, dtype=plan.dtype) for plan in plans}
-    for name, dim, start, part in (piece for pieces in gathered for piece in pieces):
-        tensors[name].narrow(dim, start, part.shape[dim]).copy_(part)
-    targets = targets_of(lora, actor.hf_config)
-    write_adapter(directory, tensors, LoraDescription(lora.rank, lora.alpha, lora.rslora, targets, source))
 
 
 def _initial(seed: int) -> Read:
