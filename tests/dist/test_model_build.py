@@ -47,7 +47,7 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
     """TransformerEngine's spec cannot be built here; its names are those of megatron-core 0.16.1's own checkpoints."""
     from types import SimpleNamespace
 
-    from mcore_rl.megatron.names import _canonical_name
+    from mcore_rl.megatron.names import canonical_name
 
     layer = SimpleNamespace(layer_number=7, mlp=SimpleNamespace(local_expert_indices=[4, 5, 6, 7]))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]))
@@ -64,9 +64,9 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
         "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     }
     for live, canonical in spelled.items():
-        assert _canonical_name(model, f"decoder.layers.1.{live}") == f"decoder.layers.6.{canonical}"
+        assert canonical_name(model, f"decoder.layers.1.{live}") == f"decoder.layers.6.{canonical}"
     with pytest.raises(KeyError, match="weight1"):
-        _canonical_name(model, "decoder.layers.0.mlp.experts.weight1")
+        canonical_name(model, "decoder.layers.0.mlp.experts.weight1")
 
 
 # ---- loading ----

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.runs import TrainProcess, metrics, train
-from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_call
+from tests.e2e.runs import metrics, train
 from tests.tiny_models import write_tiny_classifier
 
 pytestmark = pytest.mark.slow
@@ -101,22 +99,6 @@ def test_figures_and_timeline_show_the_reward_model(run_beside_a_rule: Path) -> 
     events = json.loads((run_beside_a_rule / "timeline.json").read_text())
     tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"reward model rank 0", "reward model rank 1"} < tracks
-
-
-def test_a_killed_rank_ends_the_run_by_name_and_resume_scores_the_same(
-    task: Path, beside_a_rule: tuple[str, ...], run_beside_a_rule: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir, beside_a_rule) as run:
-        run.wait_until(lambda: (run_dir / "checkpoints" / "step_1").exists())
-        run.wait_until(in_call(run, "ray::RewardModelProcess", "score"))
-        run.kill_one("ray::RewardModelProcess")
-        killed = time.monotonic()
-        assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]
-        error = next(line for line in run.text().splitlines() if line.startswith("error:"))
-        assert "reward model rank" in error, error
-        assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
-    assert_resumes_to_the_same(task, run_dir, run_beside_a_rule, *beside_a_rule)
 
 
 def test_alone_it_reads_the_conversation_in_its_own_template(task: Path) -> None:
