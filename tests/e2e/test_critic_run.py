@@ -70,11 +70,3 @@ def test_a_killed_critic_ends_the_run_by_name_and_both_models_resume(
         assert "critic rank 0" in error, error
         assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
     assert_resumes_to_the_same(task, run_dir, whole_ppo_run, *PPO)
-
-
-def test_a_checkpoint_with_a_critic_is_not_taken_for_one_without(task: Path, whole_ppo_run: Path) -> None:
-    only_kl = tuple(override for override in PPO if override.startswith("algorithm.kl."))
-    with TrainProcess(task, whole_ppo_run, ("trainer.steps=5", *only_kl)) as run:
-        assert run.finish() == 1
-        assert "critic" in run.text()
-        assert "Traceback" not in run.text()

@@ -285,3 +285,15 @@ def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, befor
             train(run)
     with pytest.raises(CheckpointError, match=rf"{message}: set algorithm\.kl\.controller as it was, or run\.dir"):
         train(run)
+
+
+@pytest.mark.parametrize(("before", "message"), [(True, "has a critic, and this run none"), (False, "has no .* one")])
+def test_a_critic_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
+    for steps, criticised in ((2, before), (4, not before)):
+        run = make(tmp_path, steps, Recorder())
+        if criticised:
+            run.critic = Recorder()  # type: ignore[assignment]
+        if steps == 2:
+            train(run)
+    with pytest.raises(CheckpointError, match=rf"{message}; set run\.dir to a new directory"):
+        train(run)
