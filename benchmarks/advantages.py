@@ -10,6 +10,7 @@ responses of 8,192 tokens; the limit is a sum over each of its five arrays: rewa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def _groups() -> list[Result]:
     results = []
     for order, ids in (("in order", in_order), ("shuffled", shuffled)):
         torch.testing.assert_close(ours("grpo", ids)(), scatter_form(rewards, mask, ids), rtol=1e-4, atol=1e-4)
-        ratio, seconds = _alternate(ours("grpo", ids), lambda ids=ids: scatter_form(rewards, mask, ids))
+        ratio, seconds = _alternate(ours("grpo", ids), partial(scatter_form, rewards, mask, ids))
         title = f"grpo, {PROMPTS:,} x {SAMPLES}, groups {order}"
         results.append(Result(title, seconds * 1e3, LIMIT_SECONDS * 1e3, "ms", seconds / LIMIT_SECONDS, "<= 1"))
         results.append(Result(f"{title}, beside scatter", seconds * 1e3, seconds * ratio * 1e3, "ms", ratio, ">= 2"))

@@ -16,14 +16,14 @@ from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.processes import _Process
+from mcore_rl.runtime.processes import RunProcess
 from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, TrajectoryBuffers
 
 PROCESSES = 2
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
-class ReadyEngine(_Process):
+class ReadyEngine(RunProcess):
     """Answers a task with ready scalars and empty trajectories."""
 
     @ray.method(num_returns=2)
@@ -34,7 +34,7 @@ class ReadyEngine(_Process):
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
-class SilentTrainer(_Process):
+class SilentTrainer(RunProcess):
     """Takes its share of a batch of several updates, and does nothing with it."""
 
     def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -37,14 +38,14 @@ def run() -> list[Result]:
         loss = policy_loss(name)
         inputs = rows if loss.needs.whole_sequence else flat
         if loss.needs.selection:
-            results.append(_row(f"{name}: choosing", lambda loss=loss: choose_tokens(loss, flat), reference))
+            results.append(_row(f"{name}: choosing", partial(choose_tokens, loss, flat), reference))
             inputs = replace(flat, chosen=choose_tokens(loss, flat))
         results.append(_row(name, step_of(loss, inputs), reference, AIM))
     loglinear = policy_loss("decoupled_ppo", prox="loglinear")
     results.append(_row("decoupled_ppo, loglinear", step_of(loglinear, flat), reference, AIM))
     results.append(_row("value loss", lambda: value_step(rows), reference))
     for level in ("token", "sequence", "geometric"):
-        results.append(_row(f"correction, {level}", lambda level=level: correct(level, rows), reference))
+        results.append(_row(f"correction, {level}", partial(correct, level, rows), reference))
     return results
 
 
