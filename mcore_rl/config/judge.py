@@ -12,6 +12,7 @@ from pathlib import Path
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.unused import refuse_unless_default
 from mcore_rl.config.validation import check_model, check_values, read_hf_config
 from mcore_rl.errors import ConfigError
 
@@ -67,7 +68,7 @@ def validate_judge(config: Config) -> None:
     """
     judge = config.judge
     if not uses_judge(config):
-        _refuse_unused(judge)
+        refuse_unless_default("judge", judge, "set judge.hf_path")
         return
     _check_numbers(judge)
     compiled_pattern(judge)
@@ -122,17 +123,6 @@ def compiled_pattern(judge: JudgeConfig) -> re.Pattern[str]:
             "(others can be (?:...))"
         )
     return pattern
-
-
-def _refuse_unused(judge: JudgeConfig) -> None:
-    default = JudgeConfig()
-    for field in fields(JudgeConfig):
-        value, only = getattr(judge, field.name), getattr(default, field.name)
-        if value != only:
-            raise ConfigError(
-                f"judge.{field.name}={_shown(str(value))} has no effect; set judge.hf_path, or leave "
-                f"judge.{field.name} at {'null' if only is None else only}"
-            )
 
 
 def _check_numbers(judge: JudgeConfig) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from mcore_rl.config.models import ActorConfig, LoraConfig
 from mcore_rl.config.schema import Config
+from mcore_rl.config.unused import changed, refuse_unless_default
 from mcore_rl.errors import ConfigError
 
 
@@ -25,7 +24,9 @@ def check_lora(config: Config) -> None:
     if lora.rank < 0:
         raise ConfigError(f"actor.lora.rank={lora.rank} must be 0 (no adapters) or more")
     if not uses_lora(config.actor):
-        _refuse_without_adapters(config)
+        remedy = "set actor.lora.rank above 0, so that there are adapters"
+        refuse_unless_default("actor.lora", lora, remedy)
+        refuse_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
         return
     if lora.alpha <= 0:
         raise ConfigError(f"actor.lora.alpha={lora.alpha} must be above 0: it scales what the adapters add")
@@ -75,23 +76,8 @@ def refuse_suggestions(config: Config) -> None:
 
 def check_no_critic_lora(lora: LoraConfig) -> None:
     """Raises: ConfigError naming the `critic` key."""
-    for field in fields(LoraConfig):
-        value, default = getattr(lora, field.name), getattr(LoraConfig(), field.name)
-        if value != default:
-            raise ConfigError(
-                f"critic.lora.{field.name}={value}: a value head starts from nothing and is trained whole, with the "
-                f"model that it reads; leave critic.lora.{field.name} at {'null' if default is None else default}"
-            )
-
-
-def _refuse_without_adapters(config: Config) -> None:
-    lora, default = config.actor.lora, LoraConfig()
-    keys = {f"actor.lora.{field.name}": field.name for field in fields(LoraConfig) if field.name != "rank"}
-    given = {key: (getattr(lora, name), getattr(default, name)) for key, name in keys.items()}
-    given["trainer.export_adapter"] = (config.trainer.export_adapter, None)
-    for key, (value, only) in given.items():
-        if value != only:
-            raise ConfigError(
-                f"{key}={value} has no effect without adapters; set actor.lora.rank above 0, or leave {key} at "
-                f"{'null' if only is None else only}"
-            )
+    for key, value, default in changed("critic.lora", lora):
+        raise ConfigError(
+            f"{key}={value}: a value head starts from nothing and is trained whole, with the model that it reads; "
+            f"leave {key} at {default}"
+        )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
 from mcore_rl.config.algorithm import KLConfig
-from mcore_rl.config.models import ReferenceConfig
 from mcore_rl.config.schema import Config
+from mcore_rl.config.unused import refuse_unless_default
 from mcore_rl.errors import ConfigError
 
 
@@ -22,15 +19,14 @@ def check_reference(config: Config) -> None:
     if kl.controller == "adaptive":
         _check_adaptive(kl)
     else:
-        _refuse_unless_default("algorithm.kl", kl, ("target", "horizon"), "set algorithm.kl.controller=adaptive")
+        refuse_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
     for use in ("loss", "reward"):
         key = f"algorithm.kl.in_{use}"
         if not getattr(kl, f"in_{use}"):
-            _refuse_unless_default("algorithm.kl", kl, (f"{use}_kind",), f"set {key} above 0")
+            refuse_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
     if not uses_reference(config):
-        names = tuple(field.name for field in fields(ReferenceConfig))
         needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
-        _refuse_unless_default("reference", config.reference, names, needed)
+        refuse_unless_default("reference", config.reference, needed)
 
 
 def _check_adaptive(kl: KLConfig) -> None:
@@ -44,14 +40,3 @@ def _check_adaptive(kl: KLConfig) -> None:
         value = getattr(kl, name)
         if value is None or value <= 0:
             raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not {value}; set it")
-
-
-def _refuse_unless_default(section: str, given: Any, names: tuple[str, ...], remedy: str) -> None:
-    default = type(given)()
-    for name in names:
-        value, only = getattr(given, name), getattr(default, name)
-        if value != only:
-            raise ConfigError(
-                f"{section}.{name}={value} has no effect; {remedy}, or leave {section}.{name} at "
-                f"{'null' if only is None else only}"
-            )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.schema import Config
+from mcore_rl.config.unused import changed, refuse_unless_default
 from mcore_rl.errors import ConfigError
 
 OF_A_FROZEN_MODEL = (
@@ -31,17 +29,14 @@ def uses_reward_model(config: Config) -> bool:
 def check_rewards(config: Config) -> None:
     """Raises: ConfigError for a key without effect, and where nothing gives rewards."""
     section = config.reward_model
-    for key, value, only in _changed(section, type(section)(), ""):
-        shown = "null" if only is None else only
-        if section.hf_path is None:
+    if section.hf_path is None:
+        refuse_unless_default("reward_model", section, "set reward_model.hf_path")
+    for key, value, default in changed("reward_model", section):
+        name = key.removeprefix("reward_model.")
+        if name not in OF_A_FROZEN_MODEL and not name.startswith("parallel."):
             raise ConfigError(
-                f"reward_model.{key}={value} has no effect; set reward_model.hf_path, or leave reward_model.{key} at "
-                f"{shown}"
-            )
-        if key not in OF_A_FROZEN_MODEL and not key.startswith("parallel."):
-            raise ConfigError(
-                f"reward_model.{key}={value} has no effect: a reward model is not trained and predicts no tokens; "
-                f"leave it at {shown}"
+                f"{key}={value} has no effect: a reward model is not trained and predicts no tokens; leave it at "
+                f"{default}"
             )
     if not math.isfinite(section.weight) or section.weight == 0:
         raise ConfigError(
@@ -53,13 +48,3 @@ def check_rewards(config: Config) -> None:
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
             "classification checkpoint, judge.hf_path to a model that judges, or reward.function to a rule"
         )
-
-
-def _changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, default) of every leaf that is not at its default."""
-    for field in fields(section):
-        key, value, only = f"{prefix}{field.name}", getattr(section, field.name), getattr(default, field.name)
-        if is_dataclass(value):
-            yield from _changed(value, only, f"{key}.")
-        elif value != only:
-            yield key, value, only

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.lora import check_lora, check_no_critic_lora
-from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.reference import check_reference
 from mcore_rl.config.reward_model import check_rewards
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import Config
+from mcore_rl.config.unused import changed
 from mcore_rl.errors import ConfigError
 
 KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
@@ -103,6 +103,7 @@ POSITIVE = [
     "cluster.object_store_gib",
 ]
 
+NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Where families keep the number of routed experts in config.json."""
 NO_EXPERT_PARALLEL_ON_CPU = "vLLM's CPU experts crash when a rank holds whole ones; set rollout.expert_parallel=false"
@@ -155,7 +156,7 @@ def validate_critic(config: Config) -> None:
 
     Raises: ConfigError naming the key.
     """
-    critic, default = config.critic, ActorConfig()
+    critic = config.critic
     if critic.update_epochs < 1:
         raise ConfigError(f"critic.update_epochs={critic.update_epochs} must be at least 1")
     check_no_critic_lora(critic.lora)
@@ -164,14 +165,9 @@ def validate_critic(config: Config) -> None:
         for check in (check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
             check(view)
         read_hf_config(view)
-    unused = {
-        "logprob_chunk_tokens": (critic.logprob_chunk_tokens, default.logprob_chunk_tokens),
-        "mtp_loss_coefficient": (critic.mtp_loss_coefficient, default.mtp_loss_coefficient),
-        "moe.router_replay": (critic.moe.router_replay, default.moe.router_replay),
-    }
-    for key, (value, only) in unused.items():
-        if value != only:
-            raise ConfigError(f"critic.{key}={value} has no effect: a critic predicts no tokens; leave it at {only}")
+    for key, value, default in changed("critic", critic):
+        if key in NOT_OF_A_CRITIC:
+            raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
     if critic.clip_range is not None and critic.clip_range <= 0:
         raise ConfigError(f"critic.clip_range={critic.clip_range} must be above 0, or null for no bound")
 
