@@ -62,7 +62,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     try:
         tree = yaml.load(text, Loader=_YamlLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
@@ -95,7 +95,7 @@ def _parse_override(item: str) -> dict[str, Any]:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
         value = yaml.load(text, Loader=_YamlLoader) if text else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         value = text
     tree: Any = value
     for part in reversed(key.split(".")):
