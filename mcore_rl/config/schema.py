@@ -36,12 +36,16 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: str = MISSING
-    """jsonl or parquet file of prompts."""
+    """jsonl, parquet or CSV file of prompts."""
     val: str | None = None
-    prompt_key: str = "prompt"
-    """Column of the prompt: a string or chat messages. Falls back to `question` where the column is absent."""
-    answer_key: str = "answer"
-    """Column of the ground truth (plain rows) and, for supervised warm start, of the target text."""
+    prompt_key: str | None = None
+    """Column of the prompt, a string or chat messages; null: `prompt`, else `question`, whichever a file has. Rows in
+    verl's format (`prompt` beside `reward_model`) without the column named here are read as they are, and reported;
+    other rows without it are refused, as is a name that no file has."""
+    answer_key: str | None = None
+    """Column of the ground truth and, for supervised warm start, of the target text; null: `reward_model.ground_truth`,
+    else `answer`, else `ground_truth` (of targets: `answer`). Rows in verl's format without the column named here keep
+    their `reward_model.ground_truth`."""
     template: str = "auto"
     """auto | chat | plain. auto: chat when the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"
