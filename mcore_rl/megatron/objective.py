@@ -300,7 +300,7 @@ def _remembered(
     unknown = [sample for sample in batch.samples if sample not in by_sample]
     if unknown:
         raise McoreRLError(
-            f"samples {unknown} have no {which} log-probabilities: annotate the batch before its updates"
+            f"samples {unknown} have no {which} log-probabilities: those of a batch are computed before its updates"
         )
     return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
 
