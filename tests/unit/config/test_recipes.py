@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mcore_rl.config import Config, load_config, num_trainer_ranks, read_hf_config, validate
 from mcore_rl.megatron.layout import train_layout
@@ -117,6 +118,19 @@ def recipe(name: str) -> Config:
         "gsm8k": ["data.train=train.jsonl"],
     }
     return load_config(path, missing.get(name.partition("_")[0], []))
+
+
+def texts(node: Any) -> list[str]:
+    """Every text in a tree of YAML."""
+    if isinstance(node, dict):
+        return [text for value in node.values() for text in texts(value)]
+    return [text for value in node for text in texts(value)] if isinstance(node, list) else [str(node)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_names_a_file_outside_the_repository(name: str) -> None:
+    named = [Path(text) for text in texts(yaml.safe_load((ROOT / "configs" / name).read_text()))]
+    assert [str(path) for path in named if path.is_absolute() or {"..", "~"} & set(path.parts)] == []
 
 
 def differences(config: Config, expected: dict[str, Any]) -> dict[str, Any]:
