@@ -15,8 +15,8 @@ help: ## this list
 setup: ## make .venv ready (the other targets do it by themselves)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup ## warm-start a tiny MoE, improve it with DAPO, print accuracy before and after
-	@$(PY) scripts/demo.py
+demo: setup ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys
+	@$(PY) scripts/demo.py $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
 	@$(PY) -m pytest -q -n 2 --dist loadscope $(ARGS)

@@ -1,6 +1,7 @@
 """`make demo`: prepares a task, warm-starts a tiny model on it, improves the model with DAPO, shows the difference.
 
-Each stage is skipped when it is complete and resumed when it is not, so running it again is always right.
+Each stage is skipped when it is complete and resumed when it is not, so running it again is always right. Settings
+given as `key=value` go to the DAPO run.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import demo_task
 
+from mcore_rl.config import load_config
+from mcore_rl.errors import ConfigError
 from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.observe.summary import summary_table
 
@@ -120,9 +123,15 @@ def closing(demo: Demo) -> str:
     return "\n".join(lines)
 
 
-def run_demo(demo: Demo) -> None:
+def run_demo(demo: Demo, overrides: Sequence[str] = ()) -> None:
+    """With overrides a finished run is not the end: they may ask for more.
+
+    Raises: ConfigError for overrides that are wrong, before the warm start.
+    """
     started = time.monotonic()
-    if is_finished(ROOT / demo.run):
+    if overrides:
+        demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
+    if not overrides and is_finished(ROOT / demo.run):
         print(f"This demo has been run; {demo.run} holds the result.\n")
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
@@ -134,7 +143,7 @@ def run_demo(demo: Demo) -> None:
             print("[2/3] warm start: supervised training of the random model")
             train(demo.warm_start_arguments())
         print(f"[3/3] DAPO: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
-        train([demo.config])
+        train([demo.config, *overrides])
         print(f"\ndone in {time.monotonic() - started:.0f} s")
     print(f"\n{curve(validations(read_metrics(ROOT / demo.run / 'metrics.jsonl')))}\n\n{closing(demo)}")
 
@@ -144,7 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
     )
     parser.add_argument("--task", choices=sorted(DEMOS), default="work3")
-    run_demo(DEMOS[parser.parse_args(arguments).task])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
+    options = parser.parse_args(arguments)
+    try:
+        run_demo(DEMOS[options.task], options.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

@@ -55,6 +55,23 @@ def test_first_run_warm_starts_then_trains_and_the_second_does_neither(
     assert f"rm -r {WORK3.run}" in text
 
 
+def test_settings_go_to_the_dapo_run_alone_and_make_a_finished_one_go_on(
+    calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / WORK3.config
+    config.parent.mkdir()
+    config.write_text(yaml.safe_dump({"run": {"dir": WORK3.run}, "data": {"train": "t"}, "model": {"hf_path": "m"}}))
+    assert demo.main(["trainer.stesp=60"]) == 2
+    assert "trainer.steps" in capsys.readouterr().err
+    assert calls == []
+    demo.main([])
+    demo.main(["trainer.steps=60"])
+    assert calls[0][0] == demo.WARM_START_CONFIG
+    assert calls[1:] == [[WORK3.config], [WORK3.config, "trainer.steps=60"]]
+    demo.main(["run.dir=runs/elsewhere", "trainer.steps=2"])
+    assert "run directory  runs/elsewhere" in capsys.readouterr().out
+
+
 def test_an_interrupted_run_is_resumed_without_a_new_warm_start(calls: list[list[str]], tmp_path: Path) -> None:
     demo.main([])
     write_run(tmp_path, 30, {0: 0.25, 10: 0.5})
