@@ -97,6 +97,8 @@ def _parse_override(item: str) -> dict[str, Any]:
         value = yaml.load(text, Loader=_YamlLoader) if text else None
     except (yaml.YAMLError, RecursionError):
         value = text
+    if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
+        value = text  # 'Score: (\d+)' is a text: nobody writes YAML's block style on a command line
     tree: Any = value
     for part in reversed(key.split(".")):
         tree = {part: tree}

@@ -25,6 +25,11 @@ def test_overrides_win_over_the_file_and_are_typed(minimal: str) -> None:
     assert config.actor.optimizer.lr == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("text", [r"Score: (\d+)", "- a dash", "{prompt}: {response}"])
+def test_a_text_with_a_colon_or_a_dash_is_a_text(minimal: str, text: str) -> None:
+    assert load_config(minimal, [f"judge.score_pattern={text}"]).judge.score_pattern == text
+
+
 def test_keyword_arguments_of_a_function_keep_their_types_and_come_back(minimal: str, tmp_path: Path) -> None:
     overrides = ["algorithm.advantage_kwargs.scale=1e-3", "algorithm.policy_loss.kwargs={steps: 2, kinds: [a, b]}"]
     config = load_config(minimal, [*overrides, "algorithm.policy_loss.kwargs.on=true"])
