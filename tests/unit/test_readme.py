@@ -1,0 +1,45 @@
+"""What the README names is there: settings, files and recipes. Its commands are run in tests/e2e/test_readme.py."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mcore_rl.config import load_config
+from tests.readme import ROOT, commands, files, readme, settings
+
+
+@pytest.mark.parametrize("given", settings(readme()), ids=" ".join)
+def test_every_setting_is_a_key_and_takes_the_value(given: list[str]) -> None:
+    load_config(str(ROOT / "configs" / "gsm8k_cpu.yaml"), ["data.train=train.jsonl", *given])
+
+
+def test_every_file_is_there() -> None:
+    named = files(readme())
+    assert {"docs/families.md", "configs/gsm8k_cpu.yaml", "mcore_rl/rollout"} <= set(named)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_recipe_of_the_table_is_a_file() -> None:
+    rows = re.findall(r"^\| (`\w+\.yaml`[^|]*)\|", readme(), flags=re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "configs" / name).is_file()] == []
+
+
+def test_commands_are_found_in_code_and_in_prose_and_once() -> None:
+    text = """Run `mcore-rl train` or `make
+bench`, then `make setup EXTRA=gpu`; `scripts/x.sh` too, in `mcore_rl/config`, for `model.hf_path`.
+
+    mcore-rl train a.yaml \\
+        b=1     # a comment
+    x.y=3
+    make bench  # again
+
+```
+    make nothing
+```
+"""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert commands(text) == ["mcore-rl train a.yaml b=1", "make bench", "make setup EXTRA=gpu", "scripts/x.sh"]
