@@ -1,0 +1,195 @@
+"""Every command of the README, as a reader types it, in a copy of this checkout with nothing beside it.
+
+A command is in CASES, and run, or in NOT_RUN with the reason; one that is in neither fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.readme import ROOT, commands, readme
+
+PLAN_OK = {0, 3}
+"""Exit codes of `plan` for what fits: 3 where this version cannot run it."""
+SLURM_OK = {0}
+
+ONE_STEP = "trainer.steps=1 trainer.prompts_per_step=2 trainer.prompts_per_update=2 data.val_max_prompts=2"
+NO_FILTER = "algorithm.dynamic_sampling.enable=false"
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a command is run here. `add` is what makes it short, `where` what stands for the reader's own names, `needs`
+    are keys of READY, and `says` is a pattern of what it must print."""
+
+    add: str = ""
+    where: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    codes: frozenset[int] = frozenset({0})
+    says: str = ""
+
+
+CASES = {
+    "source .venv/bin/activate": Case(add="&& mcore-rl --help", says="train"),
+    "mcore-rl train configs/gsm8k_cpu.yaml data.train=train.jsonl data.val=test.jsonl model.hf_path=DIR "
+    "model.random_init=false run.dir=runs/mine": Case(
+        add=f"{ONE_STEP} rollout.max_response_tokens=80 reward.function=my_reward.py:score",
+        where={"DIR": "mine"},
+        needs=("mine",),
+        says="run directory: .*runs/mine",
+    ),
+    "make demo": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo"),
+    "python scripts/demo.py --task think2": Case(
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think"
+    ),
+    "python scripts/compare_algorithms.py": Case(
+        add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
+    ),
+    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671"),
+    "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
+        codes=frozenset({1}), says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit"
+    ),
+    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml cluster.nodes=32 --suggest": Case(
+        codes=frozenset(PLAN_OK), says=r"actor\.parallel\.\w+="
+    ),
+    "mcore-rl slurm configs/my.yaml cluster.nodes=8 slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
+        needs=("tiny",), codes=frozenset(SLURM_OK), says=r"#SBATCH --nodes=8(.|\n)*#SBATCH --partition=gpu"
+    ),
+    "python -m model_converters to-mcore --hf DIR --out CKPT --tp 2 --pp 4 --ep 8": Case(
+        where={"DIR": "tiny", "CKPT": "written"}, needs=("tiny",)
+    ),
+    "python -m model_converters to-hf --ckpt CKPT --out DIR": Case(
+        where={"DIR": "exported", "CKPT": "converted"}, needs=("tiny", "converted")
+    ),
+    "python -m model_converters verify --hf DIR --ckpt CKPT --logits": Case(
+        where={"DIR": "tiny", "CKPT": "converted"}, needs=("tiny", "converted"), says="logit"
+    ),
+    "python -m model_converters show --config DIR --tp 2": Case(
+        where={"DIR": "tiny"}, needs=("tiny",), says="linear_qkv"
+    ),
+    "python scripts/tiny_checkpoint.py deepseek_v3 DIR": Case(where={"DIR": "deepseek"}, says="wrote deepseek"),
+    "mcore-rl doctor": Case(says="torch"),
+    "make bench": Case(add="advantages", says="advantages"),
+}
+NOT_RUN = {
+    "make test": "this suite",
+    "make setup EXTRA=gpu": "installs the CUDA packages",
+    "scripts/setup_trl.sh": "installs a peer of the benchmarks",
+    "scripts/setup_mbridge.sh": "installs a peer of the benchmarks",
+}
+READY = {
+    "tiny": "python scripts/tiny_checkpoint.py qwen3_moe tiny",
+    # vLLM has no CPU kernel for heads of 16; the recipe's tokenizer makes it a whole HF directory.
+    "mine": "python scripts/tiny_checkpoint.py qwen3_moe mine --set head_dim=32 --set vocab_size=1280 "
+    "--set eos_token_id=0 --set max_position_embeddings=1024 && cp configs/models/gsm8k_tiny/tokenizer* mine",
+    "converted": "python -m model_converters to-mcore --hf tiny --out converted",
+    "work3": "python scripts/demo_task.py --task work3 --out runs/demo_task/work3 && "
+    "mcore-rl train configs/demo_warm_start_cpu.yaml trainer.steps=1",
+    "think2": "python scripts/demo_task.py --task think2 --out runs/demo_task/think2 && "
+    "cp -r runs/demo_task/think2/model runs/demo_task/think2/warm_start",
+    "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
+}
+"""What a reader has made before; of the demos, the first warm start is a step long and the second is left out."""
+
+
+@dataclass
+class Clone:
+    """A copy of the working tree, and the shell in which a reader would stand in it."""
+
+    path: Path
+    environment: dict[str, str]
+    ready: set[str] = field(default_factory=set)
+
+    def shell(self, command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.path,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=540,
+            check=False,
+        )
+
+    def make_ready(self, *names: str) -> None:
+        for name in names:
+            if name not in self.ready:
+                made = self.shell(READY[name])
+                assert made.returncode == 0, f"{READY[name]}\n{made.stdout[-6000:]}"
+                self.ready.add(name)
+
+    def recipe_of(self, command: str, add: str) -> str:
+        """What make would run after it has set up .venv, which is there."""
+        listed = self.shell(f"make -n {command.removeprefix('make ')} ARGS={shlex.quote(add)}")
+        assert listed.returncode == 0, listed.stdout
+        return "\n".join(line for line in listed.stdout.splitlines() if "scripts/setup.sh" not in line)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    path = tmp_path_factory.mktemp("alone") / "mcore-rl"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, path / name)
+    (path / ".venv").symlink_to(sys.prefix)
+    write_what_a_reader_has(path)
+    # There is no cluster: what is handed to sbatch is checked as shell.
+    stand_in = path.parent / "bin" / "sbatch"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/sh\ncat "$1"\nexec bash -n "$1"\n')
+    stand_in.chmod(0o755)
+    search = [str(stand_in.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    clone = Clone(path, {**os.environ, "PATH": os.pathsep.join(search), "PYTHONPATH": str(path)})
+    assert str(path) in clone.shell("python -P -c 'import mcore_rl; print(mcore_rl.__file__)'").stdout
+    return clone
+
+
+def write_what_a_reader_has(path: Path) -> None:
+    """Data, the README's own reward function, and a configuration."""
+    rows = [{"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"#### {2 * n}"} for n in range(1, 9)]
+    for name in ("train", "test"):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    function = re.search(r"^    # my_reward\.py.*?\n((?:    .*\n)+)", readme(), flags=re.MULTILINE)
+    assert function is not None
+    (path / "my_reward.py").write_text(re.sub(r"^    ", "", function[1], flags=re.MULTILINE))
+    figures = [{"step": step, "val/accuracy": 0.25 + 0.25 * step, "reward/mean": 0.5} for step in (0, 1)]
+    (path / "compared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
+    # A supervised run: for reinforcement learning one machine is still the limit.
+    mine = yaml.safe_load((path / "configs" / "demo_warm_start_cpu.yaml").read_text())
+    mine["model"]["hf_path"], mine["data"]["train"] = "tiny", "train.jsonl"
+    (path / "configs" / "my.yaml").write_text(yaml.safe_dump(mine))
+
+
+@pytest.mark.parametrize("command", commands(readme()), ids=lambda command: command[:60])
+def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
+    if command in NOT_RUN:
+        checked = f"make -n {command.removeprefix('make ')}" if command.startswith("make ") else f"bash -n {command}"
+        assert clone.shell(checked).returncode == 0
+        return
+    assert command in CASES, "new in the README: run it here (CASES), or say why not (NOT_RUN)"
+    case = CASES[command]
+    clone.make_ready(*case.needs)
+    for name, ours in case.where.items():
+        command = re.sub(rf"\b{name}\b", ours, command)
+    typed = clone.recipe_of(command, case.add) if command.startswith("make ") else f"{command} {case.add}"
+    done = clone.shell(typed)
+    assert done.returncode in case.codes, f"$ {typed}\nexit code {done.returncode}\n{done.stdout[-6000:]}"
+    assert re.search(case.says, done.stdout), f"$ {typed}\n{done.stdout[-6000:]}"
+
+
+def test_the_tables_here_hold_nothing_that_the_readme_does_not_say() -> None:
+    assert {*CASES, *NOT_RUN} <= set(commands(readme()))
