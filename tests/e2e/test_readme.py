@@ -64,7 +64,7 @@ CASES = {
         codes=frozenset(PLAN_OK), says=r"actor\.parallel\.\w+="
     ),
     "mcore-rl slurm configs/my.yaml cluster.nodes=8 slurm.partition=gpu > job.sbatch && sbatch job.sbatch": Case(
-        needs=("tiny",), codes=frozenset(SLURM_OK), says=r"#SBATCH --nodes=8(.|\n)*#SBATCH --partition=gpu"
+        needs=("tiny",), codes=frozenset(SLURM_OK), says=r"(?s)^(?=.*--nodes=8\n)(?=.*--partition=gpu\n)"
     ),
     "python -m model_converters to-mcore --hf DIR --out CKPT --tp 2 --pp 4 --ep 8": Case(
         where={"DIR": "tiny", "CKPT": "written"}, needs=("tiny",)
