@@ -45,6 +45,7 @@ ONE_DOOR = {
 }
 INSIDE_FUNCTIONS = {
     "model_converters/checkpoint.py": "mcore_rl.megatron",
+    "model_converters/logits.py": "mcore_rl.megatron",
     "model_converters/cli.py": "mcore_rl.megatron",
 }
 

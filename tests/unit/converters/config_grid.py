@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -144,10 +145,12 @@ def _changed(fields: dict[str, Any], change: Change) -> dict[str, Any]:
 
 def facts_of_transformers(fields: dict[str, Any]) -> dict[str, Any]:
     """What its own model of these fields computes with. Raises whatever it raises for one that it cannot run."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").eval()
+    # transformers writes into the objects that it is given.
+    config = AutoConfig.for_model(**copy.deepcopy(fields))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         model(torch.arange(12)[None])
-    config, trunk = model.config, model.model
+    trunk = model.model
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model, model.state_dict()).items()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
