@@ -21,6 +21,7 @@ from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
+from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
@@ -51,7 +52,10 @@ MIB = 2**20
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
     """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(config, prepared)) as processes:
+    ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
+    checking = model_check(config, prepared.layout.dp, prepared.cost)
+    with checking as check, launch(config, ranks, prepared.prompts, roles) as processes:
+        check(processes.trainers)
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:

@@ -31,6 +31,9 @@ class ModelConfig:
     """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer)."""
     random_init: bool = False
     """Initialise from config.json alone, with run.seed, ignoring weights (for tests and throughput runs)."""
+    check_logits: str = "auto"
+    """Before training, log-probabilities of a few random tokens against transformers' model on the CPU: auto (up to 2
+    billion parameters that fit in memory) | always | never."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from mcore_rl.errors import ConfigError
 
 KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
 CHOICES = {
+    "model.check_logits": ("auto", "always", "never"),
     "model.dtype": ("float32", "bfloat16"),
     "data.template": ("auto", "chat", "plain"),
     "data.long_prompts": ("drop", "truncate_left", "truncate_right"),

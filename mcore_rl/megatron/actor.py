@@ -92,6 +92,17 @@ class MegatronActor:
     def memory(self) -> Offloader:
         return self.trained.memory
 
+    def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+        """How far the policy's log-probabilities, at temperature 1, are from those that came with the samples; nothing
+        is kept of it."""
+        self.memory.load("params")
+        plain = replace(self.objective, temperature=1.0)
+
+        def logp(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+            return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+        return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
+
     def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Recomputes the log-probabilities of the current policy for the samples of all updates but the first, once
         each. They stay on the ranks of the last stage until the next call.

@@ -127,6 +127,10 @@ class TrainerGroup(RankGroup):
         self._kept = None
         return {} if len(batch.updates) == 1 else self._prepare(batch)
 
+    def compare(self, batch: Batch) -> dict[str, Metric]:
+        """How far the policy's log-probabilities are from those that came with the batch."""
+        return merge_metrics(self.on_every_rank("compare", self.shares_of(batch)))
+
     def refer(self, batch: Batch) -> dict[str, Metric]:
         """Log-probabilities of the reference, which stay on the ranks for the batch's updates. Returns what
         `annotate` left to the first call that sends the batch."""

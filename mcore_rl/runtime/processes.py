@@ -110,6 +110,9 @@ class TrainerProcess(TrainedRankProcess):
             self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
         self.actor.memory.span = self.spans.span
 
+    def compare(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        return self.actor.compare(shares[0], chunks)
+
     def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Of a batch that is kept for the calls that follow, up to its update. Its trajectories lie in the object store
         until then."""
