@@ -24,10 +24,10 @@ from mcore_rl.config import (
     validate_reward_model,
     write_resolved,
 )
+from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
-from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.columns import check_keys
@@ -86,7 +86,7 @@ def prepare(config: Config) -> Prepared:
     validate_judge(config)
     _check_cluster(config)
     _check_export(config)
-    _make_paths_absolute(config)
+    _settle_files(config)
     hf_config = _trained_model(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
@@ -303,41 +303,11 @@ def _check_export(config: Config) -> None:
             raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
 
 
-def _make_paths_absolute(config: Config) -> None:
-    """Other processes need not run in this one's directory."""
-    config.run.dir = os.path.abspath(config.run.dir)
-    config.model.hf_path = os.path.abspath(config.model.hf_path)
-    if config.reference.hf_path is not None:
-        config.reference.hf_path = os.path.abspath(config.reference.hf_path)
-    if config.reward_model.hf_path is not None:
-        config.reward_model.hf_path = os.path.abspath(config.reward_model.hf_path)
-    if config.model.tokenizer_path is not None:
-        config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
-    for key in ("export_hf", "export_adapter"):
-        target = getattr(config.trainer, key)
-        if target is not None:
-            setattr(config.trainer, key, os.path.abspath(target))
-    if config.actor.lora.path is not None:
-        config.actor.lora.path = os.path.abspath(config.actor.lora.path)
-    config.reward.function = _absolute_function(config.reward.function)
+def _settle_files(config: Config) -> None:
+    """Other processes need not run in this one's directory, nor read the template of a judge."""
+    make_paths_absolute(config)
     if uses_judge(config):
-        _make_judge_absolute(config.judge)
-
-
-def _make_judge_absolute(judge: JudgeConfig) -> None:
-    """Paths, and the text of a template that is a file's."""
-    assert judge.hf_path is not None
-    judge.hf_path = os.path.abspath(judge.hf_path)
-    judge.template = template_text(judge)
-    if judge.tokenizer_path is not None:
-        judge.tokenizer_path = os.path.abspath(judge.tokenizer_path)
-    if judge.parser is not None:
-        judge.parser = _absolute_function(judge.parser)
-
-
-def _absolute_function(spec: str) -> str:
-    file, colon, function = spec.rpartition(":")
-    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
+        config.judge.template = template_text(config.judge)
 
 
 def make_run_dir(config: Config, checkpoint_bytes: int) -> None:

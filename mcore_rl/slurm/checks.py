@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mcore_rl.config.fields import check_domains
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -13,6 +14,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def check_job(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot become a job."""
+    check_domains(config)
     slurm, cluster = config.slurm, config.cluster
     if cluster.device == "auto":
         raise ConfigError("cluster.device must be cuda or cpu for a SLURM job: it decides whether GPUs are asked for")
@@ -23,10 +25,6 @@ def check_job(config: Config) -> None:
         raise ConfigError(
             f"slurm.grace_seconds={slurm.grace_seconds} must be below slurm.time_limit={slurm.time_limit}"
         )
-    if slurm.start_timeout_seconds < 1:
-        raise ConfigError(f"slurm.start_timeout_seconds={slurm.start_timeout_seconds} must be at least 1")
-    if slurm.cpus_per_node is not None and slurm.cpus_per_node < 1:
-        raise ConfigError(f"slurm.cpus_per_node={slurm.cpus_per_node} must be at least 1, or null for whole nodes")
     if (slurm.container == "none") != (slurm.container_image is None):
         raise ConfigError("slurm.container_image must be set when slurm.container is pyxis or apptainer, and only then")
     if slurm.container == "none" and slurm.container_mounts:

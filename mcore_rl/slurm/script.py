@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.schema import Config, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
@@ -38,7 +39,7 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) 
 
 def limits_of(config: Config) -> str | None:
     """What the job will not do, for the person who renders it."""
-    if config.cluster.nodes == 1 or config.algorithm.policy_loss.name == "sft":
+    if config.cluster.nodes == 1 or is_supervised(config.algorithm):
         return None
     return (
         f"note: cluster.nodes={config.cluster.nodes}: engines receive weights through shared memory, so this job ends "
