@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_rl import __version__
 from mcore_rl.errors import McoreRLError, storage_error
 
 
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, run, text in (
         ("train", _train, "start a run, or resume what run.dir holds"),
@@ -46,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("config", metavar="CONFIG.yaml")
     slurm.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=64")
     slurm.set_defaults(run=_slurm)
+    text = "every configuration key: its type, default, unit, range and meaning"
+    keys = verbs.add_parser("keys", help=text, description=text)
+    keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with it in their name or text")
+    keys.add_argument("--json", action="store_true", help="a list of objects")
+    keys.set_defaults(run=_keys)
     doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -91,6 +99,21 @@ def _slurm(options: argparse.Namespace) -> int:
     print(render_job(config, options.config, options.overrides), end="")
     if limits := limits_of(config):
         print(limits, file=sys.stderr)
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from mcore_rl.config.catalogue import find_keys
+
+    found = find_keys(options.word)
+    try:
+        print(json.dumps([asdict(entry) for entry in found]) if options.json else "\n".join(e.shown() for e in found))
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mcore_rl.config.fields import leaves
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -42,7 +43,7 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
 
 def known_keys() -> list[str]:
     """Every leaf key of the schema, dotted."""
-    return sorted(_leaves(Config, ""))
+    return sorted(leaf.key for leaf in leaves(Config()))
 
 
 def write_resolved(config: Config, path: Path) -> None:
@@ -124,14 +125,6 @@ def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
 
 def _example(node: Any) -> str:
     return fields(node)[0].name
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(node).items():
-        if is_dataclass(hint):
-            yield from _leaves(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _sections(node: Any, prefix: str) -> Iterator[str]:
