@@ -71,16 +71,22 @@ def _add_plan(verbs: Any) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
+    from mcore_rl.preflight import check_run
     from mcore_rl.verbs import train
 
-    return train(load_config(options.config, options.overrides))
+    config = load_config(options.config, options.overrides)
+    check_run(config)
+    return train(config)
 
 
 def _eval(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
+    from mcore_rl.preflight import check_run
     from mcore_rl.verbs import evaluate
 
-    return evaluate(load_config(options.config, options.overrides))
+    config = load_config(options.config, options.overrides)
+    check_run(config)
+    return evaluate(config)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""Everything that can be refused before a process starts, and the inputs that passed. Only cli and assembly use it."""
+"""Everything that can be refused before a process starts, after `preflight`, and the inputs that passed. Only verbs
+and assembly use it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,10 @@ from mcore_rl.config import (
     num_reward_model_ranks,
     num_trainer_ranks,
     read_hf_config,
-    validate,
     validate_critic,
-    validate_reward_model,
     write_resolved,
 )
-from mcore_rl.config.fields import make_paths_absolute
-from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
+from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward_model import uses_reward_model
@@ -78,15 +76,10 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks everything and loads the data; writes nothing.
+    """Checks what `preflight.check_run` had to leave, and loads the data; writes nothing.
 
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
-    validate(config)
-    validate_judge(config)
-    _check_cluster(config)
-    _check_export(config)
-    _settle_files(config)
     hf_config = _trained_model(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
@@ -105,8 +98,6 @@ def prepare(config: Config) -> Prepared:
     targets: SupervisedSet | None = None
     reports = []
     if needs.advantages:
-        if config.rollout.engine != "vllm":
-            raise ConfigError(f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm")
         check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
         check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
@@ -195,7 +186,6 @@ def _reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
-    validate_reward_model(config)
     with named_as("reward_model", section):
         view = as_actor(config, section)
         hf_config = without_mtp(read_hf_config(view))
@@ -286,28 +276,6 @@ def _check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) ->
         _check_weights(view)
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
     check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
-
-
-def _check_cluster(config: Config) -> None:
-    if config.cluster.nodes > 1 and config.cluster.address is None:
-        raise ConfigError(
-            f"cluster.address must name the Ray cluster that offers cluster.nodes={config.cluster.nodes} nodes (a job "
-            "of `mcore-rl slurm` sets it by itself); on one machine set cluster.nodes=1 and more cluster.gpus_per_node"
-        )
-
-
-def _check_export(config: Config) -> None:
-    for key in ("export_hf", "export_adapter"):
-        target = getattr(config.trainer, key)
-        if target is not None and Path(target).exists():
-            raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
-
-
-def _settle_files(config: Config) -> None:
-    """Other processes need not run in this one's directory, nor read the template of a judge."""
-    make_paths_absolute(config)
-    if uses_judge(config):
-        config.judge.template = template_text(config.judge)
 
 
 def make_run_dir(config: Config, checkpoint_bytes: int) -> None:

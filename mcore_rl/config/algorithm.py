@@ -11,7 +11,9 @@ from mcore_rl.errors import ConfigError
 # Names of the registries in algorithms/, which imports torch; a test holds them equal.
 GROUP_ADVANTAGES = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 """Estimators that compare the responses of a group with one another."""
-ADVANTAGES = ("gae", "reinforce_plus_plus", "remax", *GROUP_ADVANTAGES)
+COMPARING_ADVANTAGES = (*GROUP_ADVANTAGES, "remax")
+"""Estimators that compare samples of a prompt: with one another, or with a greedy one."""
+ADVANTAGES = ("gae", "reinforce_plus_plus", *COMPARING_ADVANTAGES)
 SUPERVISED = "sft"
 """The loss of supervised training, which samples nothing."""
 POLICY_LOSSES = (

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.reference import check_reference
@@ -135,6 +135,12 @@ def _check_lengths(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     rollout = config.rollout
+    compares = config.algorithm.advantage in COMPARING_ADVANTAGES and not is_supervised(config.algorithm)
+    if rollout.temperature == 0 and compares:
+        raise ConfigError(
+            f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
+            f"{config.algorithm.advantage} learns from their differences; set rollout.temperature above 0"
+        )
     if rollout.validation_samples > 1 and rollout.validation_temperature == 0:
         raise ConfigError(
             f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "

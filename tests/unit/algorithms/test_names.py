@@ -15,5 +15,8 @@ def test_names_are_those_of_the_registries() -> None:
 
 def test_estimators_that_compare_groups_are_known_and_so_is_supervised_training() -> None:
     assert set(names.GROUP_ADVANTAGES) == {name for name, entry in registry.ADVANTAGES.items() if entry.needs.group_ids}
+    assert set(names.COMPARING_ADVANTAGES) == {
+        name for name, entry in registry.ADVANTAGES.items() if entry.needs.group_ids or entry.needs.baseline_rewards
+    }
     supervised = {name for name in registry.POLICY_LOSSES if not registry.policy_loss_needs(name).advantages}
     assert supervised == {names.SUPERVISED}

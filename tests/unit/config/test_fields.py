@@ -89,7 +89,7 @@ def test_no_key_takes_a_number_that_is_none(value: float) -> None:
         (
             "algorithm.advantage",
             "grop",
-            "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, remax, grpo",
+            "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, grpo, ",
         ),
         ("reward.function", "maths", "reward.function=maths must be one of math, none, or module_or_file.py:function"),
     ],
