@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mcore_rl.config.aliases import nearest
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -25,6 +25,7 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming the nearest known one), a value
     of the wrong type, and a key without which nothing can start.
     """
+    _refuse_blanks(overrides)
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = ""
@@ -90,6 +91,22 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
+def _refuse_blanks(overrides: Sequence[str]) -> None:
+    """`trainer.steps = 3` are three words of a command line."""
+    for place, word in enumerate(overrides):
+        key, _, value = word.partition("=")
+        before, after = overrides[max(0, place - 1) : place], list(overrides[place + 1 : place + 3])
+        if key != key.strip() and key.strip() and "=" in word:
+            joined = f"{key.strip()}={value.strip()}"
+        elif "=" not in word and after and after[0].startswith("="):
+            joined = "".join([word, *after[: 2 if after[0] == "=" else 1]])
+        elif "=" not in word and before and before[0].endswith("="):
+            joined = before[0] + word
+        else:
+            continue
+        raise ConfigError(f"write {joined} without blanks around =")
+
+
 def _parse_override(item: str) -> dict[str, Any]:
     key, equals, text = item.partition("=")
     if not equals or not key:
@@ -106,21 +123,28 @@ def _parse_override(item: str) -> dict[str, Any]:
 
 def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
     for key in _unknown(tree, Config, ""):
-        near = difflib.get_close_matches(key, [*known_keys(), *_sections(Config, "")], n=1, cutoff=0.0)
-        raise ConfigError(f"{source}: unknown key {key}; did you mean {near[0]}?")
+        near = nearest(key, [*known_keys(), *_sections(Config, "")])
+        raise ConfigError(f"{source}: unknown key {key}; did you mean {near}?")
 
 
 def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
     hints = get_type_hints(node)
     for name, value in tree.items():
         if name not in hints:
-            yield f"{prefix}{name}"
+            yield _first_leaf(f"{prefix}{name}", value)
         elif is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise ConfigError(
                     f"{prefix}{name} is a section; set the keys in it, such as {prefix}{name}.{_example(hints[name])}"
                 )
             yield from _unknown(value, hints[name], f"{prefix}{name}.")
+
+
+def _first_leaf(key: str, value: Any) -> str:
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
 
 
 def _example(node: Any) -> str:
