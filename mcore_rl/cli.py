@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
     slurm.add_argument("config", metavar="CONFIG.yaml")
     slurm.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=64")
+    slurm.add_argument("--force", action="store_true", help="also of a job that is certain to be refused")
     slurm.set_defaults(run=_slurm)
     text = "every configuration key: its type, default, unit, range and meaning"
     keys = verbs.add_parser("keys", help=text, description=text)
@@ -60,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(verbs: Any) -> None:
-    text = "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not"
+    text = (
+        "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not, 3 fits, but "
+        "this version cannot run it"
+    )
     plan = verbs.add_parser("plan", help=text, description=text)
     plan.add_argument("config", metavar="CONFIG.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as actor.parallel.ep=16")
@@ -99,13 +103,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _slurm(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
-    from mcore_rl.slurm.script import limits_of, render_job
+    from mcore_rl.verbs import slurm
 
     config = load_config(options.config, options.overrides)
-    print(render_job(config, options.config, options.overrides), end="")
-    if limits := limits_of(config):
-        print(limits, file=sys.stderr)
-    return 0
+    return slurm(config, options.config, options.overrides, force=options.force)
 
 
 def _keys(options: argparse.Namespace) -> int:

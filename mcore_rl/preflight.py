@@ -1,11 +1,11 @@
 """What can be refused of a run in its first second: nothing here imports torch, transformers, Megatron, an engine or
-Ray, which takes longer than all of these checks. `preparation` has the checks that need them. Only cli uses it."""
+Ray, which takes longer than all of these checks. `preparation` has those that need them. Only cli and verbs use it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.config import Config, validate, validate_reward_model
+from mcore_rl.config import Config, read_hf_config, validate, validate_reward_model
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.available import unavailable_engine
 from mcore_rl.config.fields import make_paths_absolute
@@ -40,6 +40,17 @@ def check_run(config: Config) -> None:
         config.judge.template = template_text(config.judge)
 
 
+def missing_files(config: Config) -> list[str]:
+    """What a run would not find of its files, were it here."""
+    found = []
+    for check in (_check_data, _check_model, validate_judge):
+        try:
+            check(config)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
 def has_gpu(devices: Path = DEVICES) -> bool:
     """Whether a driver offers a GPU; asked of its device files, as no library is needed for them."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
@@ -67,6 +78,16 @@ def _check_export(config: Config) -> None:
         target = getattr(config.trainer, key)
         if target is not None and Path(target).exists():
             raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
+
+
+def _check_model(config: Config) -> None:
+    """Weights and tokenizer; what is in them is looked at when a run begins."""
+    model = Path(config.model.hf_path)
+    read_hf_config(config)
+    if not config.model.random_init and not any(model.glob("*.safetensors")):
+        raise ConfigError(f"model.hf_path={model}: no safetensors there; set it to a directory with the weights")
+    if config.model.tokenizer_path is not None and not Path(config.model.tokenizer_path).exists():
+        raise ConfigError(f"model.tokenizer_path={config.model.tokenizer_path} does not exist")
 
 
 def _check_data(config: Config) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.observe.summary import summary_table
+
+CANNOT_RUN = 3
+"""Exit code of a plan that fits and that this version cannot run."""
 
 
 def train(config: Config) -> int:
@@ -62,14 +66,12 @@ def evaluate(config: Config) -> int:
 
 
 def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
-    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits."""
+    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits and can be run."""
     import json
-    import warnings
 
     from rich.console import Console
 
-    # Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it).
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    _quiet_megatron()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts
@@ -87,4 +89,46 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
         print(json.dumps(made.to_json()))
     else:
         print_plan(made, console)
-    return 0 if made.fits else 1
+    if not made.fits:
+        return 1
+    return CANNOT_RUN if made.cannot_run else 0
+
+
+def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: bool) -> int:
+    """Prints a job script, or with `force` also that of a job which is certain to be refused, and why.
+
+    Raises: ConfigError.
+    """
+    from mcore_rl.config.available import cannot_run
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.preflight import missing_files
+    from mcore_rl.slurm.script import render_job
+
+    script = render_job(config, config_path, overrides, force=force)
+    problems = cannot_run(config) + missing_files(config)
+    if not force:
+        problems = problems or _plan_errors(config)
+        if problems:
+            raise ConfigError(f"the job would be refused: {'; '.join(problems)}. --force renders it all the same")
+    print(script, end="")
+    for problem in problems:
+        print(f"note: {problem}", file=sys.stderr)
+    return 0
+
+
+def _plan_errors(config: Config) -> list[str]:
+    """Why the run does not fit its cluster.
+
+    Raises: ConfigError for what cannot work on any.
+    """
+    _quiet_megatron()
+    from mcore_rl.planner.plan import make_plan
+
+    return list(make_plan(config).verdict.errors)
+
+
+def _quiet_megatron() -> None:
+    """Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it)."""
+    import warnings
+
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -23,7 +23,15 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"[yellow]warning[/]: {_plain(warning)}", highlight=False)
     for error in plan.verdict.errors:
         console.print(f"[red]error[/]: {_plain(error)}", highlight=False)
-    console.print("[green]fits[/]" if plan.fits else "[red]does not fit[/]")
+    for missing in plan.cannot_run:
+        console.print(f"[yellow]cannot run yet[/]: {_plain(missing)}", highlight=False)
+    console.print(_conclusion(plan))
+
+
+def _conclusion(plan: Plan) -> str:
+    if not plan.fits:
+        return "[red]does not fit[/]"
+    return "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
 
 
 def print_suggestions(found: Suggestions, console: Console) -> None:

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.schema import Config, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
@@ -18,13 +17,13 @@ PROGRAM = Path(__file__).with_name("job.sh")
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
-def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) -> str:
-    """The text of a job script that runs `mcore-rl train config_path overrides...`.
+def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), *, force: bool = False) -> str:
+    """The text of a job script that runs `mcore-rl train config_path overrides...`; `force` as the verb was called.
 
     Raises: ConfigError.
     """
     check_job(config)
-    command = shlex.join(["mcore-rl", "slurm", config_path, *overrides])
+    command = shlex.join(["mcore-rl", "slurm", *(["--force"] if force else []), config_path, *overrides])
     lines = [
         "#!/usr/bin/env bash",
         f"# Rendered by: {command}".replace("\n", " "),
@@ -35,16 +34,6 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) 
         "",
     ]
     return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")
-
-
-def limits_of(config: Config) -> str | None:
-    """What the job will not do, for the person who renders it."""
-    if config.cluster.nodes == 1 or is_supervised(config.algorithm):
-        return None
-    return (
-        f"note: cluster.nodes={config.cluster.nodes}: engines receive weights through shared memory, so this job ends "
-        "with a message when its nodes are on different hosts"
-    )
 
 
 def _options(config: Config) -> list[str]:

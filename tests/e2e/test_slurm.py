@@ -34,7 +34,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
     )
     words = [
-        *("slurm", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
+        *("slurm", "--force", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
         *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
     ]
     done = subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], capture_output=True, text=True, check=False)
