@@ -12,9 +12,12 @@ from mcore_rl.types import (
     BatchHandle,
     Completion,
     GenerationRequest,
+    Groups,
     Metric,
     Prompt,
+    RolloutResult,
     RolloutScalars,
+    RolloutTask,
     SavedFile,
     SavedState,
     Score,
@@ -76,9 +79,8 @@ class Rewarder(Protocol):
 class ResponseScorer(Protocol):
     """A model that scores responses, on processes of its own."""
 
-    def score(self, tasks: Sequence[Any], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
-        """Scores of all responses of each task (rollout.worker.RolloutTask), whose `results` are the reference of its
-        TrajectoryBuffers and its scalars.
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        """Scores of all responses of each task.
 
         Shapes: float32 [B] per task.
         Raises: NonFiniteError naming the response.
@@ -88,8 +90,8 @@ class ResponseScorer(Protocol):
 class Collector(Protocol):
     """Generates, scores, filters and refills one step's groups."""
 
-    def collect(self, step: int) -> Any:
-        """The groups of one step (rollout.collector.Groups)."""
+    def collect(self, step: int) -> Groups:
+        """The groups of one step."""
 
 
 class PendingSave(Protocol):

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.ports import Collector
 from mcore_rl.rollout.records import join_parts, part_path
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 
 class RolloutPool(Protocol):
@@ -23,31 +23,12 @@ class RolloutPool(Protocol):
     @property
     def num_engines(self) -> int: ...
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """One (reference of TrajectoryBuffers, scalars) per task, in the order of the tasks."""
 
 
 class RowSampler(Protocol):
     def draw(self, count: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Groups:
-    """What a step generated and what of it is trained on.
-
-    `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
-    response to the prompt of every kept group, where they were asked for.
-    """
-
-    chunks: tuple[Any, ...]
-    scalars: tuple[RolloutScalars, ...]
-    keep: tuple[np.ndarray, ...]
-    groups_drawn: int
-    groups_dropped: int
-    batches: int
-    seconds_generating: float = 0.0
-    seconds_grading: float = 0.0
-    greedy: tuple[RolloutScalars, ...] = ()
 
 
 @dataclass
@@ -73,7 +54,7 @@ class RolloutCollector:
 
     def collect(self, step: int) -> Groups:
         """Groups for `step`; exactly prompts_per_step of them are kept."""
-        chunks: list[Any] = []
+        chunks: list[BuffersRef] = []
         scalars: list[RolloutScalars] = []
         keep: list[np.ndarray] = []
         dull: list[np.ndarray] = []
@@ -185,3 +166,7 @@ def _split_groups(signal: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndar
     indices = np.arange(len(signal)).reshape(-1, samples)
     with_signal = signal.reshape(-1, samples).all(axis=1)
     return indices[with_signal].ravel(), indices[~with_signal].ravel()
+
+
+if TYPE_CHECKING:
+    _port: type[Collector] = RolloutCollector

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.records import join_parts, part_path
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 
 @dataclass
@@ -68,3 +69,7 @@ def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),
     )
+
+
+if TYPE_CHECKING:
+    _port: type[Validator] = RolloutValidator

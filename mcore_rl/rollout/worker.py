@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,30 +22,13 @@ from mcore_rl.types import (
     GenerationRequest,
     Prompt,
     RolloutScalars,
-    SamplingOptions,
+    RolloutTask,
     Score,
     TrajectoryBuffers,
 )
 
 MAX_NAMED = 10
 """Requests that an error names."""
-
-
-@dataclass(frozen=True)
-class RolloutTask:
-    """Prompt rows for one engine.
-
-    Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
-    `records` names the file that receives one JSON object per response, or is None.
-    """
-
-    prompt_set: str
-    prompt_rows: np.ndarray
-    group_ids: np.ndarray
-    samples_per_prompt: int
-    sampling: SamplingOptions
-    seed: int
-    records: str | None = None
 
 
 class RolloutWorker:

@@ -15,7 +15,7 @@ from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Val
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
-from mcore_rl.types import Batch, Metric, SavedFile
+from mcore_rl.types import Batch, Groups, Metric, SavedFile
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Run:
     checkpoints: Checkpoints
     forget_after: Callable[[int], None]
     positions: dict[str, Stateful]
-    batch_of: Callable[[Any, int, int], Batch]
-    describe: Callable[[Any], dict[str, Metric]]
+    batch_of: Callable[[Groups, int, int], Batch]
+    describe: Callable[[Groups], dict[str, Metric]]
     stop_requested: Callable[[], bool]
     """Asked once at the end of each step; after a yes the run saves and stops."""
     estimates_tokens: bool = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 
@@ -106,6 +106,10 @@ class TrajectoryBuffers:
     routed_experts: np.ndarray | None = None
 
 
+BuffersRef = NewType("BuffersRef", object)
+"""Refers to TrajectoryBuffers in the object store."""
+
+
 @dataclass(frozen=True)
 class RolloutScalars:
     """All that the driver learns of a rollout call: one scalar per response, no tokens.
@@ -146,7 +150,7 @@ class Batch:
     ranks is the aggregated loss, so no rank ever needs another's count.
     """
 
-    chunks: tuple[Any, ...]
+    chunks: tuple[BuffersRef, ...]
     chunk_ids: np.ndarray
     rows: np.ndarray
     group_ids: np.ndarray

@@ -11,9 +11,8 @@ import pytest
 from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.collector import Groups, RolloutCollector
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars
+from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.types import Groups, RolloutScalars, RolloutTask
 
 SAMPLES = 4
 

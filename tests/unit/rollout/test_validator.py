@@ -12,8 +12,8 @@ import pytest
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.validator import RolloutValidator
-from mcore_rl.rollout.worker import RolloutTask, RolloutWorker
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, SamplingOptions, Score
+from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
 
 NUM_PROMPTS = 5
 

@@ -14,8 +14,8 @@ import pytest
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.records import add_fields, amend_part
-from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, pack_trajectories, request_seeds
-from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions, Score
+from mcore_rl.rollout.worker import RolloutWorker, pack_trajectories, request_seeds
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
 
 
 class BackwardsEngine:
