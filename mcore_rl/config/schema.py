@@ -136,6 +136,7 @@ class ClusterConfig:
     device: str = "auto"
     """auto | cpu | cuda."""
     collective_timeout_seconds: int = 600
+    """After which a process gives up waiting: a trainer rank for its peers, an engine for one of its ranks."""
     object_store_gib: float = 0.5
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.errors import McoreRLError
-from mcore_rl.ports import Rewarder, RolloutEngine
+from mcore_rl.ports import Engine, Rewarder
 from mcore_rl.rollout.records import HALF_CHARACTERS
 from mcore_rl.types import (
     Completion,
@@ -36,7 +36,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Engine,
         rewarder: Rewarder,
         prompts: Mapping[str, PromptSource],
         decoder: TextDecoder,

@@ -32,7 +32,8 @@ class JudgeProcess(RunProcess):
         from mcore_rl.rollout.building import build_judge
 
         with self.spans.span("setup"):
-            self.worker = build_judge(config, {name: ray.get(reference) for name, reference in prompts.items()})
+            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            self.worker = build_judge(config, self.name, resolved)
             self.worker.judge.engine.sleep(keep_weights=True)
 
     def score(self, given: list[Share], *chunks: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
