@@ -53,7 +53,7 @@ from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Mean, Metric, TrajectoryBuffers
+from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
 from model_converters.layout import TrainLayout
 
 MIB = 2**20
@@ -144,7 +144,7 @@ class _Site:
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
         controller, advantages_of = KLController.from_config(kl), response_advantages(self.config)
 
-        def recorded(groups: Any, rewards: np.ndarray) -> np.ndarray:
+        def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
             advantages = advantages_of(groups, rewards)
             journal.record(describe_advantages(advantages))
             return advantages
@@ -163,7 +163,7 @@ class _Site:
             scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
         return scorers
 
-    def _describe(self, groups: Any) -> dict[str, Metric]:
+    def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Figures of the step's responses, and of what the judge said of them."""
         judge = self.processes.groups.get("judge")
         return describe(groups) | (judge.take_figures() if judge is not None else {})
@@ -208,11 +208,11 @@ class _Site:
         phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
         return Stages(self.recorder.span, phases)
 
-    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int, int], Batch]:
+    def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost
         build = batch_builder(self.config, dp_size, cost)
 
-        def batch_of(groups: Any, step: int, version: int) -> Batch:
+        def batch_of(groups: Groups, step: int, version: int) -> Batch:
             batch = build(groups, step, version)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
             untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
@@ -273,7 +273,7 @@ class SupervisedBatches:
     sampler: PromptSampler
     dp_size: int
     cost: SequenceCost
-    store: Callable[[TrajectoryBuffers], Any]
+    store: Callable[[TrajectoryBuffers], BuffersRef]
 
     def draw(self) -> Batch:
         """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""

@@ -14,6 +14,7 @@ from mcore_rl.runtime.health import Watch
 from mcore_rl.types import (
     Batch,
     BatchHandle,
+    BuffersRef,
     Metric,
     RolloutResult,
     RolloutTask,
@@ -173,9 +174,9 @@ class TrainerGroup(RankGroup):
         self.on_every_rank("export_adapter", [(directory, source)] * len(self.handles))
 
     @staticmethod
-    def store(buffers: TrajectoryBuffers) -> Any:
+    def store(buffers: TrajectoryBuffers) -> BuffersRef:
         """A reference for Batch.chunks of trajectories that were made on the driver."""
-        return ray.put(buffers)
+        return BuffersRef(ray.put(buffers))
 
 
 @dataclass
