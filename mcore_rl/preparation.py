@@ -24,6 +24,7 @@ from mcore_rl.config import (
     validate_reward_model,
     write_resolved,
 )
+from mcore_rl.config.functions import absolute_spec
 from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
@@ -155,11 +156,6 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
     """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
     algorithm = config.algorithm
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
-    if chosen_estimator.needs.group_ids and not chosen_estimator.per_response:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} needs whole groups token by token, but ranks hold parts of "
-            "them; declare it per_response, or without group_ids"
-        )
     if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
         raise ConfigError(
             f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
@@ -319,7 +315,12 @@ def _make_paths_absolute(config: Config) -> None:
             setattr(config.trainer, key, os.path.abspath(target))
     if config.actor.lora.path is not None:
         config.actor.lora.path = os.path.abspath(config.actor.lora.path)
-    config.reward.function = _absolute_function(config.reward.function)
+    algorithm = config.algorithm
+    config.reward.function = absolute_spec(config.reward.function)
+    algorithm.advantage = absolute_spec(algorithm.advantage)
+    algorithm.policy_loss.name = absolute_spec(algorithm.policy_loss.name)
+    if algorithm.filter is not None:
+        algorithm.filter = absolute_spec(algorithm.filter)
     if uses_judge(config):
         _make_judge_absolute(config.judge)
 
@@ -332,12 +333,7 @@ def _make_judge_absolute(judge: JudgeConfig) -> None:
     if judge.tokenizer_path is not None:
         judge.tokenizer_path = os.path.abspath(judge.tokenizer_path)
     if judge.parser is not None:
-        judge.parser = _absolute_function(judge.parser)
-
-
-def _absolute_function(spec: str) -> str:
-    file, colon, function = spec.rpartition(":")
-    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
+        judge.parser = absolute_spec(judge.parser)
 
 
 def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
