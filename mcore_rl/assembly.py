@@ -26,6 +26,7 @@ from mcore_rl.observe.journal import RunJournal
 from mcore_rl.ports import Critic, PendingSave, Validator
 from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
+from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
@@ -111,7 +112,8 @@ class _Site:
         has_rules = config.reward.function != NO_RULE
         pool = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else staged
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
-        collector = self._collector(pool, sampler)
+        failures = GradingFailures(config.reward, journal.note)
+        collector = self._collector(pool, sampler, failures)
         publisher = SharedMemoryPublisher.connect(
             self.processes.trainers,
             engines,
@@ -124,7 +126,7 @@ class _Site:
             actor=StagedActor(self.processes.trainers, stages),
             collector=StagedCollector(collector, stages),
             publisher=StagedPublisher(publisher, stages),
-            validator=self._validator(pool, stages),
+            validator=self._validator(pool, stages, failures),
             journal=journal,
             checkpoints=self._checkpoints(),
             forget_after=self._forget_after,
@@ -226,7 +228,7 @@ class _Site:
     def _forget_after(self, step: int) -> None:
         remove_after(self.directory / "rollouts", step)
 
-    def _collector(self, pool: RolloutPool, sampler: PromptSampler) -> RolloutCollector:
+    def _collector(self, pool: RolloutPool, sampler: PromptSampler, failures: GradingFailures) -> RolloutCollector:
         config = self.config
         return RolloutCollector(
             pool=pool,
@@ -238,9 +240,10 @@ class _Site:
             seed=config.run.seed,
             records_dir=self.directory / "rollouts",
             with_greedy=self.prepared.estimator.needs.baseline_rewards,
+            failures=failures,
         )
 
-    def _validator(self, pool: RolloutPool, stages: Stages) -> Validator | None:
+    def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:
         if "val" not in self.prepared.prompts:
             return None
         validator = RolloutValidator(
@@ -249,6 +252,7 @@ class _Site:
             self.config.rollout,
             self.config.run.seed,
             self.directory / "rollouts",
+            failures,
         )
         return StagedValidator(validator, stages)
 

@@ -30,6 +30,10 @@ class NonFiniteError(McoreRLError):
     """A loss or gradient is not finite; raised on every rank before the optimizer step, naming the samples."""
 
 
+class RewardError(McoreRLError):
+    """Too many responses could not be graded; the message names the function and its first error."""
+
+
 class WeightSyncError(McoreRLError):
     """A weight hand-over that was not acknowledged, or that verification found to differ."""
 

@@ -45,6 +45,7 @@ from mcore_rl.megatron.lora.table import bound_adapters, check_adapter, check_pe
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.trial import try_reward_function
 from mcore_rl.rollout.judge_prompts import JudgePrompts, check_room
 from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.reward_inputs import RewardInputs
@@ -69,7 +70,7 @@ class Prepared:
     cost: SequenceCost
     prompts: dict[str, PromptSet]
     targets: SupervisedSet | None
-    reports: tuple[LoadReport, ...]
+    reports: tuple[LoadReport | str, ...]
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None = None
@@ -104,7 +105,7 @@ def prepare(config: Config) -> Prepared:
     reward_model = _reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
-    reports = []
+    reports: list[LoadReport | str] = []
     if needs.advantages:
         if config.rollout.engine != "vllm":
             raise ConfigError(f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm")
@@ -127,6 +128,7 @@ def prepare(config: Config) -> Prepared:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     _check_judge(config, needs, prompts)
+    reports += _try_rewards(config, prompts)
     trained = own if critic is None else own + parameters
     checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
@@ -282,6 +284,12 @@ def _check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) ->
         _check_weights(view)
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
     check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
+
+
+def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
+    """Warnings of a call of the reward function, if responses will be graded."""
+    warning = try_reward_function(config.reward, prompts["train"][0]) if prompts else None
+    return [] if warning is None else [warning]
 
 
 def _check_cluster(config: Config) -> None:

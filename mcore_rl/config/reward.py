@@ -31,6 +31,9 @@ class RewardConfig:
     timeout_seconds: float = 10.0
     workers: int = 1
     """Grading processes beside each engine."""
+    max_error_fraction: float = 1.0
+    """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
+    too long, died, or returned no number. 0: any."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 

@@ -85,6 +85,7 @@ NOT_NEGATIVE = [
     "checkpoint.every_steps",
     "weights.verify_every",
     "reward.overlong.penalty",
+    "reward.max_error_fraction",
 ]
 POSITIVE = [
     "rollout.kv_cache_gib",
@@ -223,7 +224,7 @@ def check_values(config: Config) -> None:
         for key in keys:
             if not holds(_value(config, key)):
                 raise ConfigError(f"{key}={_value(config, key)} must be {text}")
-    for key in ("rollout.top_p", "rollout.validation_top_p"):
+    for key in ("rollout.top_p", "rollout.validation_top_p", "reward.max_error_fraction"):
         if _value(config, key) > 1:
             raise ConfigError(f"{key}={_value(config, key)} must be at most 1")
 

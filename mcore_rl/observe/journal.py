@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -44,9 +45,11 @@ class RunJournal:
         self._progress = Progress(self._total_steps, first_step=max(step, 0))
 
     def note(self, line: str) -> None:
-        """A line for the reader of the terminal."""
+        """A line for the reader of the terminal, also of one that sees no steps."""
         if self._progress is not None:
             self._progress.note(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def record(self, metrics: dict[str, Metric]) -> None:
         """Figures of the step that is under way; they are final (already merged over ranks)."""

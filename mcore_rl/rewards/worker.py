@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.functions import describe
@@ -21,6 +22,7 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
 from mcore_rl.rewards.functions import BUILTIN, Grader, failed, load_grader
+from mcore_rl.rewards.tracebacks import traceback_of
 from mcore_rl.types import Score
 
 READY = "ready"
@@ -65,17 +67,21 @@ def _grade_batch(connection: Connection, grader: Grader, deadline: Deadline, bat
         if finished and time.monotonic() - flushed > FLUSH_SECONDS:
             connection.send(finished)
             finished, flushed = [], time.monotonic()
-        finished.append((key, _grade(grader, deadline, pickled)))
+        score = _grade(grader, deadline, pickled)
+        if score.traceback and any(before.traceback for _, before in finished):
+            score = replace(score, traceback=None)  # one is enough, of the many that a broken grader would send
+        finished.append((key, score))
     connection.send(finished)
 
 
 def _grade(grader: Grader, deadline: Deadline, pickled: bytes) -> Score:
     try:
         return deadline.call(lambda: grader(pickle.loads(pickled)))
-    except DeadlineExceeded:
-        return failed(f"the grader did not finish within reward.timeout_seconds={deadline.seconds:g}")
+    except DeadlineExceeded as error:
+        limit = f"reward.timeout_seconds={deadline.seconds:g}"
+        return failed(f"the grader did not finish within {limit}", traceback_of(error))
     except BaseException as error:  # a grader's SystemExit too costs its sample only
-        return failed(f"the grader raised {describe(error)}")
+        return failed(f"the grader raised {describe(error)}", traceback_of(error))
 
 
 def _prepare_math() -> None:

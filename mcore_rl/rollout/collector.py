@@ -12,6 +12,7 @@ import numpy as np
 
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.types import RolloutScalars, SamplingOptions
@@ -69,6 +70,7 @@ class RolloutCollector:
     records_dir: Path
     with_greedy: bool = False
     """Also one greedy response to every prompt that is trained on (the baseline of ReMax)."""
+    failures: GradingFailures | None = None
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
@@ -99,6 +101,8 @@ class RolloutCollector:
         _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
+        if self.failures is not None:
+            self.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
         seconds += _slowest(greedy)
         generating, grading = seconds.tolist()
         return Groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcore_rl.trainer.diagnostics import describe_parts
 from mcore_rl.trainer.run import Run, resume, save, saves_settled
 from mcore_rl.types import BatchHandle, Mean, Metric, Total, merge_metrics
 
@@ -77,6 +78,8 @@ def validate(run: Run) -> None:
             "val/accuracy": Mean(float(result.accuracies.sum()), count),
             "val/reward": Mean(float(result.rewards.sum()), count),
             "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
+            "val/errors": Total(len(result.errors)),
+            **describe_parts("val", [result]),
             **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
         }
     )

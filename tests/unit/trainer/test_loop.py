@@ -59,7 +59,10 @@ class Recorder:
 
     def validate(self, step: int) -> Any:
         self.note(f"validate {step}")
-        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2), scores={})
+        ones, parts = np.ones(2), {"format": np.array([0.5, np.nan])}
+        return SimpleNamespace(
+            accuracies=ones, rewards=ones, response_tokens=ones, scores={}, errors=((1, "raised"),), parts=parts
+        )
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
         self.note("start save" if snapshot else "save")
@@ -138,6 +141,7 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
         *("collect 2", "logp 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
         *("collect 3", "logp 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
     ]
+    assert (part.rows[3]["val/format"], part.rows[3]["val/errors"]) == (0.5, 1)
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
 
