@@ -124,17 +124,18 @@ def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
     for key, value in result.items():
         if key in ("score", "acc") or value is None:
             continue
-        name, number = _printable(str(key)), _number(value)
-        text = value if isinstance(value, str) else repr(value)
-        found[f"{name}_part" if name in TAKEN else name] = (
-            _printable(text[:MAX_PART_CHARS]) if number is None else number
-        )
+        name, number = _as_text(key), _number(value)
+        found[f"{name}_part" if name in TAKEN else name] = _as_text(value) if number is None else number
     return found
 
 
-def _printable(text: str) -> str:
-    """Without lone surrogates, which no file in UTF-8 can hold."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _as_text(value: Any) -> str:
+    """Any value, shortened, and without lone surrogates, which no file in UTF-8 can hold."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+    return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _number(value: Any) -> float | None:
@@ -142,7 +143,10 @@ def _number(value: Any) -> float | None:
         value = value.item()  # numpy scalars and 0-dimensional arrays
     if not isinstance(value, Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
     return number if math.isfinite(number) else None
 
 

@@ -131,6 +131,7 @@ def test_what_else_a_dict_holds_are_parts_under_names_that_nothing_of_ours_has()
             "steps": [1, 2],
             "nothing": None,
             "limit": math.inf,
+            "huge": 10**5000,
             "mean": 3,
             "prompt": "p",
             7: 8,
@@ -142,6 +143,7 @@ def test_what_else_a_dict_holds_are_parts_under_names_that_nothing_of_ours_has()
         "pred": "4\\ud83d2",
         "steps": "[1, 2]",
         "limit": "inf",
+        "huge": "<int>",
         "mean_part": 3.0,
         "prompt_part": "p",
         "7": 8.0,
@@ -153,15 +155,15 @@ def test_what_else_a_dict_holds_are_parts_under_names_that_nothing_of_ours_has()
 def test_an_async_function_keeps_what_belongs_to_its_loop(tmp_path):
     path = written(
         tmp_path,
-        "import asyncio\nshared = None\n"
+        "import asyncio\nlock = asyncio.Lock()\nhome = []\n"
         "async def f(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    global shared\n"
-        "    if shared is None:\n"
-        "        shared = asyncio.get_running_loop().create_task(asyncio.sleep(0.01, 'done'))\n"
-        "    return {'score': float(await shared == 'done'), 'calls': 1}\n",
+        "    async with lock:\n"
+        "        await asyncio.sleep(0)\n"
+        "    home.append(asyncio.get_running_loop())\n"
+        "    return {'score': float(home[0] is home[-1]), 'calls': len(home)}\n",
     )
     grade = load_grader(RewardConfig(function=f"{path}:f"))
-    assert [(grade(SAMPLE).reward, grade(SAMPLE).parts) for _ in range(2)] == [(1.0, {"calls": 1.0})] * 2
+    assert [(score.reward, score.parts["calls"]) for score in (grade(SAMPLE), grade(SAMPLE))] == [(1, 1), (1, 2)]
 
 
 def test_the_builtin_gives_the_configured_rewards_and_plain_accuracy():
