@@ -8,10 +8,9 @@ from itertools import dropwhile
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
 
-import mcore_rl
 from mcore_rl.rewards import deadline
 
-_AROUND = (str(Path(mcore_rl.__file__).parent), str(Path(asyncio.__file__).parent))
+_AROUND = (str(Path(deadline.__file__).parents[1]), str(Path(asyncio.__file__).parent))
 MAX_LINES = 40
 MAX_LINE_CHARS = 300
 
