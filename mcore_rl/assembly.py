@@ -29,7 +29,6 @@ from mcore_rl.rollout.records import remove_after
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
-from mcore_rl.runtime.health import stop_requested
 from mcore_rl.runtime.judge import judge_role
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
@@ -37,6 +36,7 @@ from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.reward_model import reward_model_role
 from mcore_rl.runtime.roles import Role, critic_role
 from mcore_rl.runtime.spans import SpanRecorder
+from mcore_rl.runtime.stops import STOPS
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
@@ -193,7 +193,7 @@ class _Site:
                 Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
             ),
             "forget_after": self._forget_after,
-            "stop_requested": stop_requested,
+            "stops": STOPS,
         }
 
     def _journal(self) -> RunJournal:

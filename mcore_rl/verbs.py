@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,8 +11,26 @@ from mcore_rl.observe.summary import summary_table
 
 
 def train(config: Config) -> int:
-    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code, which is
-    os.EX_TEMPFAIL (75) when SIGUSR1 asked it to stop before it was finished."""
+    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code: that of
+    Stops where a signal ended the run before it was finished."""
+    from mcore_rl.runtime.stops import STOPS
+
+    with STOPS.listening():
+        try:
+            finished = _train(config)
+        except KeyboardInterrupt:
+            print(f"stopped: {_what_follows(config)}", file=sys.stderr)
+            return STOPS.exit_code()
+    if not finished:
+        print(f"stopped as asked: {_what_follows(config)}", flush=True)
+        return STOPS.exit_code()
+    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
+    print(f"run directory: {config.run.dir}")
+    return 0
+
+
+def _train(config: Config) -> bool:
+    """Whether the run is finished; else it has saved and stopped."""
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
@@ -30,24 +47,41 @@ def train(config: Config) -> int:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
         if finished and config.trainer.export_adapter is not None:
             run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
-    if not finished:
-        print(f"stopped as asked after step {run.state.step}, which is saved; the same command goes on from there")
-        return os.EX_TEMPFAIL
-    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
-    print(f"run directory: {config.run.dir}")
-    return 0
+    return finished
+
+
+def _what_follows(config: Config) -> str:
+    """What a run that was stopped leaves to the next start."""
+    from mcore_rl.errors import McoreRLError
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    try:
+        step = newest_step(Path(config.run.dir))
+    except McoreRLError as error:
+        return str(error)
+    if step is None:
+        return "nothing saved; the same command starts over"
+    return f"step {step} is saved; the same command goes on from there"
 
 
 def evaluate(config: Config) -> int:
     """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.runtime.stops import STOPS
+
+    if config.data.val is None:
+        raise ConfigError("data.val must be set: it names the prompts to evaluate on")
+    with STOPS.listening():
+        return _evaluate(config)
+
+
+def _evaluate(config: Config) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation import prepare
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
 
-    if config.data.val is None:
-        raise ConfigError("data.val must be set: it names the prompts to evaluate on")
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")

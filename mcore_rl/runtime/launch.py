@@ -12,6 +12,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
 from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
+from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device
@@ -87,7 +88,7 @@ def _started(
     config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
 ) -> Iterator[_Handles]:
     """The processes, each on its node, before any set-up."""
-    watch = Watch()
+    watch = Watch(daemons=Daemons.started())
     handles: list[Any] = []
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.

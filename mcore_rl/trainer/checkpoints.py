@@ -161,6 +161,15 @@ class Checkpoints:
         shutil.rmtree(doomed)
 
 
+def newest_step(run_dir: Path) -> int | None:
+    """Of the checkpoint that a start in this run directory goes on from; None where there is none.
+
+    Raises: as Checkpoints.latest.
+    """
+    found = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
+    return None if found is None else found[0]
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

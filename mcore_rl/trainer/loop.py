@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, resume, save, saves_settled
+from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
 from mcore_rl.types import Batch, Mean, Metric, Total, merge_metrics
 
 
@@ -18,7 +18,7 @@ def train(run: Run) -> bool:
         validate(run)
         run.journal.finish_step(0)
     with saves_settled(run):
-        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        for step in steps_left(run):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step, version)
             figures = [run.actor.annotate(batch)]
@@ -59,7 +59,7 @@ def finish(run: Run) -> bool:
         validate(run)
     run.journal.finish_step(step)
     run.checkpoints.poll()
-    stopping = run.stop_requested()
+    stopping = run.stops.requested()
     if last or stopping or _due(step, run.config.checkpoint.every_steps):
         save(run)
     return stopping

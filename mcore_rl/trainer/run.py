@@ -50,6 +50,14 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
+class Stops(Protocol):
+    """Requests to stop, which a step under way may still finish."""
+
+    def begin(self, step: int) -> None: ...
+
+    def requested(self) -> bool: ...
+
+
 @dataclass
 class Run:
     """A run of reinforcement learning. `batch_of` turns collected groups, the step and the version of the weights that
@@ -66,7 +74,7 @@ class Run:
     positions: dict[str, Stateful]
     batch_of: Callable[[Any, int, int], Batch]
     describe: Callable[[Any], dict[str, Metric]]
-    stop_requested: Callable[[], bool]
+    stops: Stops
     """Asked once at the end of each step; after a yes the run saves and stops."""
     token_estimator: Estimator | None = None
     """Set where advantages are made token by token, on the ranks; else batch_of has made them."""
@@ -86,7 +94,7 @@ class SupervisedRun:
     checkpoints: Checkpoints
     forget_after: Callable[[int], None]
     positions: dict[str, Stateful]
-    stop_requested: Callable[[], bool]
+    stops: Stops
     """As in Run."""
     state: RunState = field(default_factory=RunState)
 
@@ -149,6 +157,13 @@ def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> 
         )
     if held != wanted:
         raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
+
+
+def steps_left(run: Run | SupervisedRun) -> Iterator[int]:
+    """The steps up to trainer.steps that have not been done; each is under way until the next is asked for."""
+    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        run.stops.begin(step)
+        yield step
 
 
 def save(run: Run | SupervisedRun) -> None:

@@ -83,6 +83,12 @@ class Recorder:
 
     def close(self) -> None: ...
 
+    def begin(self, step: int) -> None:
+        self.under_way = step
+
+    def requested(self) -> bool:
+        return self.stop_at is not None and self.stop_at in self.calls
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
@@ -125,7 +131,7 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
         positions={"sampler": part},
         batch_of=lambda groups, step, version: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
-        stop_requested=lambda: part.stop_at is not None and part.stop_at in part.calls,
+        stops=part,
     )
 
 
