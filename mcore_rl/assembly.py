@@ -25,7 +25,7 @@ from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.timed import Timed
 from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector
-from mcore_rl.rollout.records import remove_after
+from mcore_rl.rollout.records import remove_unjoined
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
@@ -192,7 +192,7 @@ class _Site:
             "checkpoints": self._timed(
                 Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
             ),
-            "forget_after": self._forget_after,
+            "remove_unfinished": functools.partial(remove_unjoined, self.directory / "rollouts"),
             "stops": STOPS,
         }
 
@@ -222,9 +222,6 @@ class _Site:
             return batch
 
         return batch_of
-
-    def _forget_after(self, step: int) -> None:
-        remove_after(self.directory / "rollouts", step)
 
     def _collector(self, pool: Any, sampler: PromptSampler) -> RolloutCollector:
         config = self.config

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mcore_rl.observe.collapse import CollapseSigns
+from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.tensorboard import TensorBoardLog
@@ -32,16 +33,21 @@ class RunJournal:
         self._own_spans, self._sources = own_spans, sources
         self._pending: dict[str, Metric] = {}
         self.metrics = MetricsLog(run_dir)
-        self._timeline = Timeline(run_dir / "timeline.json")
+        self._timeline: Timeline | None = None
         self._tensorboard: TensorBoardLog | None = None
         self._progress: Progress | None = None
         self._signs = CollapseSigns()
 
     def resume_after(self, step: int) -> None:
-        """Forgets what earlier processes wrote for steps after `step` (-1: everything)."""
-        self.metrics.truncate_after(step)
-        self._tensorboard = TensorBoardLog(self._run_dir / "tensorboard", purge_step=step + 1)
+        """Goes on with the files of earlier processes. What they wrote of steps after `step` (-1: everything) is set
+        aside first."""
+        kept = set_aside(self._run_dir, step)
+        self._timeline = Timeline(self._run_dir / TIMELINE)
+        self._tensorboard = TensorBoardLog(self._run_dir / TENSORBOARD, purge_step=step + 1)
         self._progress = Progress(self._total_steps, first_step=max(step, 0))
+        if kept is not None:
+            since = f"of steps after {step}" if step >= 0 else "of a start that saved nothing"
+            self.note(f"the records {since} are kept in {kept}")
 
     def note(self, line: str) -> None:
         """A line for the reader of the terminal."""
@@ -65,7 +71,8 @@ class RunJournal:
         self.metrics.append(step, values)
         if self._tensorboard is not None:
             self._tensorboard.append(step, values)
-        self._timeline.append([*spans, *(span for source in self._sources for span in source())])
+        if self._timeline is not None:
+            self._timeline.append([*spans, *(span for source in self._sources for span in source())])
         if self._progress is not None:
             self._progress.update(step, values)
         for warning in self._signs.look(step, values):

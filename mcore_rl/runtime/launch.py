@@ -11,8 +11,8 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
-from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.daemons import Daemons
+from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device

@@ -1,5 +1,5 @@
-"""What a signal to stop does. While a step is under way, the first INT or TERM lets it finish and be saved; before that,
-and a second time, it ends the run at once. USR1 always waits for a step, and may come as often as it likes."""
+"""What a signal to stop does. While a step is under way, the first INT or TERM lets it finish and be saved; before
+that, and a second time, it ends the run at once. USR1 always waits for a step, and may come as often as it likes."""
 
 from __future__ import annotations
 

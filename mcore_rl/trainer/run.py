@@ -70,7 +70,8 @@ class Run:
     validator: Validator | None
     journal: Journal
     checkpoints: Checkpoints
-    forget_after: Callable[[int], None]
+    remove_unfinished: Callable[[], None]
+    """Removes what a crash left of a step that had not ended."""
     positions: dict[str, Stateful]
     batch_of: Callable[[Any, int, int], Batch]
     describe: Callable[[Any], dict[str, Metric]]
@@ -92,7 +93,7 @@ class SupervisedRun:
     next_batch: Callable[[], Batch]
     journal: Journal
     checkpoints: Checkpoints
-    forget_after: Callable[[int], None]
+    remove_unfinished: Callable[[], None]
     positions: dict[str, Stateful]
     stops: Stops
     """As in Run."""
@@ -100,13 +101,13 @@ class SupervisedRun:
 
 
 def resume(run: Run | SupervisedRun) -> bool:
-    """Continues from the newest checkpoint of the run directory, if there is one, and forgets what earlier processes
-    wrote about later steps."""
+    """Continues from the newest checkpoint of the run directory, if there is one; what earlier processes recorded of
+    later steps is set aside."""
     run.checkpoints.clean()
     resumed = load_latest(run)
     last_known = run.state.step if resumed else -1
+    run.remove_unfinished()
     run.journal.resume_after(last_known)
-    run.forget_after(last_known)
     return resumed
 
 

@@ -127,7 +127,7 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
         validator=part,
         journal=part,
         checkpoints=Checkpoints(tmp_path / "checkpoints", 2),
-        forget_after=lambda step: part.note(f"forget after {step}"),
+        remove_unfinished=lambda: part.note("remove unfinished"),
         positions={"sampler": part},
         batch_of=lambda groups, step, version: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
@@ -139,7 +139,7 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     part = Recorder()
     train(make(tmp_path, 3, part))
     assert part.calls == [
-        *("resume after -1", "forget after -1", "publish 0", "validate 0", "figures 0"),
+        *("remove unfinished", "resume after -1", "publish 0", "validate 0", "figures 0"),
         *("collect 1", "annotate 1", "update 1", "publish 1", "figures 1"),
         *("collect 2", "annotate 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
         *("collect 3", "annotate 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
@@ -199,7 +199,7 @@ def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     again = Recorder()
     train(make(tmp_path, 2, again))
-    assert again.calls == ["load", "resume after 2", "forget after 2", "publish 2"]
+    assert again.calls == ["load", "remove unfinished", "resume after 2", "publish 2"]
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])
