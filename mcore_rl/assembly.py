@@ -190,7 +190,12 @@ class _Site:
             ),
             "journal": journal,
             "checkpoints": self._timed(
-                Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
+                Checkpoints(
+                    self.directory / "checkpoints",
+                    self.config.checkpoint.keep_last,
+                    self.config.checkpoint.keep_best,
+                ),
+                save="checkpoint",
             ),
             "remove_unfinished": functools.partial(remove_unjoined, self.directory / "rollouts"),
             "stops": STOPS,

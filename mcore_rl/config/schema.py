@@ -112,9 +112,11 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0
-    """0: only at the end of the run."""
+    every_steps: int = 10
+    """0: only at the end of the run, and when it is stopped."""
     keep_last: int = 2
+    keep_best: int = 1
+    """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
     async_save: bool = False
     """Files are written while training goes on; a checkpoint counts once it is complete."""
 

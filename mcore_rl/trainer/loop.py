@@ -55,20 +55,19 @@ def finish(run: Run) -> bool:
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
         run.journal.record({"weights/tensors_verified": Total(run.publisher.verify())})
-    if last or _due(step, trainer.validate_every_steps):
-        validate(run)
+    accuracy = validate(run) if last or _due(step, trainer.validate_every_steps) else None
     run.journal.finish_step(step)
     run.checkpoints.poll()
     stopping = run.stops.requested()
     if last or stopping or _due(step, run.config.checkpoint.every_steps):
-        save(run)
+        save(run, accuracy)
     return stopping
 
 
-def validate(run: Run) -> None:
+def validate(run: Run) -> float | None:
     """Accuracy on the validation prompts, if there are any: the mean over all responses."""
     if run.validator is None:
-        return
+        return None
     result = run.validator.validate(run.state.step)
     count = len(result.accuracies)
     run.journal.record(
@@ -79,6 +78,7 @@ def validate(run: Run) -> None:
             **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
         }
     )
+    return float(result.accuracies.mean())
 
 
 def _due(step: int, every: int) -> bool:

@@ -13,7 +13,7 @@ from mcore_rl.algorithms import Estimator
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
-from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.checkpoints import ACCURACY, Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.types import Batch, Metric, SavedFile
@@ -167,12 +167,14 @@ def steps_left(run: Run | SupervisedRun) -> Iterator[int]:
         yield step
 
 
-def save(run: Run | SupervisedRun) -> None:
+def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
     """A checkpoint of everything that the next step depends on; with checkpoint.async_save it is only begun. Nothing
-    happens when there is one of this step. May be called between any two steps."""
+    happens when there is one of this step. May be called between any two steps. By `accuracy`, that of a validation
+    just now, checkpoint.keep_best finds the best."""
     state = {
         "step": run.state.step,
         "version": run.state.version,
+        ACCURACY: accuracy,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
     in_background = run.config.checkpoint.async_save

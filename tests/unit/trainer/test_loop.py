@@ -29,6 +29,7 @@ class Recorder:
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
         self.pending: dict[str, Any] = {}
         self.saves_last = False
+        self.under_way = 0
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -193,6 +194,24 @@ def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(t
     for step in range(first, 5):
         assert resumed.rows[step] == whole.rows[step]
     assert resumed.position == whole.position
+
+
+def test_a_checkpoint_knows_the_accuracy_of_its_step_where_that_was_validated(tmp_path: Path) -> None:
+    run = make(tmp_path, 4, Recorder(), every=1)
+    run.checkpoints.keep_last = 4
+    train(run)
+    states = [run.checkpoints.read(tmp_path / "checkpoints" / f"step_{step}")[0] for step in (1, 2, 3, 4)]
+    assert [state["accuracy"] for state in states] == [None, 1.0, None, 1.0]
+
+
+def test_each_step_is_under_way_until_the_next_begins(tmp_path: Path) -> None:
+    part = Recorder()
+    seen: list[int] = []
+    run = make(tmp_path, 3, part)
+    run.describe = lambda groups: seen.append(part.under_way) or {}  # type: ignore[func-returns-value]
+    assert part.under_way == 0
+    train(run)
+    assert seen == [1, 2, 3]
 
 
 def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
