@@ -22,8 +22,8 @@ from mcore_rl.config import (
     validate,
     validate_critic,
     validate_reward_model,
-    write_resolved,
 )
+from mcore_rl.config.earlier import replace_config
 from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
@@ -337,8 +337,9 @@ def _absolute_function(spec: str) -> str:
     return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
 
 
-def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
-    """Makes the run directory and writes the resolved configuration there.
+def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
+    """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
+    start before, as replace_config does.
 
     Raises: ConfigError when it cannot be written or a checkpoint would not fit.
     """
@@ -352,7 +353,7 @@ def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
                 f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
                 f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
             )
-        write_resolved(config, directory / "config.yaml")
+        return replace_config(config, directory)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None

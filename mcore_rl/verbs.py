@@ -17,7 +17,7 @@ def train(config: Config) -> int:
 
     with STOPS.listening():
         try:
-            finished = _train(config)
+            finished = is_finished(config) or _train(config)
         except KeyboardInterrupt:
             print(f"stopped: {_what_follows(config)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -26,7 +26,40 @@ def train(config: Config) -> int:
         return STOPS.exit_code()
     print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
+    print(f"as a Hugging Face model: {_hugging_face(config)}")
     return 0
+
+
+def is_finished(config: Config) -> bool:
+    """Says what run.dir holds; whether nothing is left to do of it."""
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    step, steps = newest_step(Path(config.run.dir)), config.trainer.steps
+    if step is None:
+        return False
+    if step < steps:
+        print(f"resumes from step_{step} in {config.run.dir}", file=sys.stderr)
+        return False
+    targets = {f"trainer.{key}": getattr(config.trainer, key) for key in ("export_hf", "export_adapter")}
+    missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not Path(path).exists()]
+    if missing:
+        print(f"step {steps} of {steps} is done; what is left is {' and '.join(missing)}", file=sys.stderr)
+        return False
+    print(f"step {steps} of {steps} is done; raise trainer.steps to go on\n")
+    return True
+
+
+def _hugging_face(config: Config) -> str:
+    """Where the trained model is in that format, or what writes it."""
+    from mcore_rl.config.lora import uses_lora
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    if config.trainer.export_hf is not None:
+        return config.trainer.export_hf
+    if uses_lora(config.actor):
+        return "the same command with trainer.export_hf=DIR"
+    newest = Path(config.run.dir, "checkpoints", f"step_{newest_step(Path(config.run.dir))}")
+    return f"python -m model_converters to-hf --ckpt {newest} --out DIR"
 
 
 def _train(config: Config) -> bool:
@@ -38,9 +71,9 @@ def _train(config: Config) -> bool:
     from mcore_rl.trainer.supervised import train_supervised
 
     prepared = prepare(config)
-    make_run_dir(config, prepared.checkpoint_bytes)
-    for report in prepared.reports:
-        print(report, file=sys.stderr)
+    changed = make_run_dir(config, prepared.checkpoint_bytes)
+    for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
+        print(line, file=sys.stderr)
     with assemble(config, prepared) as run:
         finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
         if finished and config.trainer.export_hf is not None:
