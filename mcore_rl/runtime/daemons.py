@@ -41,7 +41,11 @@ class Daemons:
     @classmethod
     def started(cls) -> Daemons:
         """Those that run now."""
-        return cls({child.name(): child for child in psutil.Process().children() if child.name() in NAMES})
+        found = {}
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[child.name()] = child
+        return cls({name: found[name] for name in NAMES if name in found})
 
     def dead(self) -> str | None:
         """The name of one that has ended."""
