@@ -18,6 +18,12 @@ SECONDS_OF_ONE_STOP = 1.0
 class Stops:
     """The requests to stop that a run has received, and where it stands when one arrives."""
 
+    _step: int | None
+    _asked_by: int | None
+    _interrupted_by: int | None
+    _to_raise: bool
+    _last_seconds: float
+
     def __init__(self) -> None:
         self._forget()
 
@@ -93,9 +99,7 @@ class Stops:
         return os.EX_TEMPFAIL if number == signal.SIGUSR1 else 128 + number
 
     def _forget(self) -> None:
-        self._step: int | None = None
-        self._asked_by: int | None = None
-        self._interrupted_by: int | None = None
+        self._step = self._asked_by = self._interrupted_by = None
         self._to_raise = False
         self._last_seconds = -SECONDS_OF_ONE_STOP
 
