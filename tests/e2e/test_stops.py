@@ -18,10 +18,13 @@ from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, 
 pytestmark = pytest.mark.slow
 
 SLOW_REWARD = """
+import pathlib
 import time
 
 def slow(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    time.sleep(600)
+    if pathlib.Path({metrics!r}).exists():
+        time.sleep(600)
+    return 0.0
 """
 
 
@@ -35,17 +38,9 @@ def assert_ended(run: TrainProcess, code: int, last_line: str) -> None:
 
 @pytest.fixture
 def long_step(tmp_path: Path) -> tuple[str, ...]:
-    """Overrides with which the first step does not end."""
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)
-    return (
-        f"reward.function={tmp_path / 'slow.py'}:slow",
-        "reward.timeout_seconds=600",
-        "trainer.validate_before=false",
-    )
-
-
-def first_step_is_under_way(run: TrainProcess) -> bool:
-    return any((run.run_dir / "rollouts").glob(".step_1.*"))
+    """Overrides with which the first step, after the validation before it, does not end."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
+    return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
 
 
 def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing(
@@ -70,7 +65,7 @@ def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Pat
 
 def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
     with TrainProcess(task, tmp_path / "run", long_step) as run:
-        run.wait_until(lambda: first_step_is_under_way(run))
+        run.wait_until(in_step(run, 1, "generating"))
         os.killpg(run.process.pid, signal.SIGINT)
         run.wait_until(lambda: "finishing step 1" in run.text())
         time.sleep(1.5)  # sooner, it would be taken for the same stop
@@ -81,7 +76,7 @@ def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tu
 def test_a_term_to_every_process_of_the_run_ends_it(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
     """As schedulers do that know a job's processes, whatever their group: the step cannot be finished any more."""
     with TrainProcess(task, tmp_path / "run", long_step) as run:
-        run.wait_until(lambda: first_step_is_under_way(run))
+        run.wait_until(in_step(run, 1, "generating"))
         for process in [run.process, *run.processes()]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
