@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
+from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.ports import Critic, PendingSave, Validator
 from mcore_rl.preparation import Prepared
@@ -60,9 +61,11 @@ MIB = 2**20
 
 
 @contextlib.contextmanager
-def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
-    """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(config, prepared)) as processes:
+def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
+    """The run that the configuration describes, with all its processes up; they are gone when the block ends. `say`
+    tells what starts."""
+    ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
+    with launch(config, ranks, prepared.prompts, roles, say=say) as processes:
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
@@ -183,7 +186,7 @@ class _Site:
             config=self.config,
             actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
             next_batch=batches.draw,
-            journal=self._journal(),
+            journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
             forget_after=self._forget_after,
             positions={"sampler": sampler},
@@ -194,10 +197,11 @@ class _Site:
         settings = self.config.checkpoint
         return TimedCheckpoints(self.directory / "checkpoints", settings.keep_last, span=self.recorder.span)
 
-    def _journal(self) -> RunJournal:
+    def _journal(self, signs: Sequence[Sign] = SIGNS) -> RunJournal:
+        """Without `signs`, as of a policy that samples, the gradient's norm alone is watched."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
-        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
+        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
 
     def _stages(self, journal: RunJournal) -> Stages:
         """What goes around calls: their spans and, where a device is shared, whose turn it is."""

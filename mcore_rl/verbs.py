@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.startup import StartUp
 from mcore_rl.observe.summary import summary_table
+from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 
 
 def train(config: Config) -> int:
     """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code, which is
     os.EX_TEMPFAIL (75) when SIGUSR1 asked it to stop before it was finished."""
+    start_up = StartUp()
+    with third_party_log() as log:  # from here on: what is imported warns too
+        return _train(config, start_up, log)
+
+
+def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
+    start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
@@ -22,9 +30,11 @@ def train(config: Config) -> int:
 
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes)
+    log.begin(Path(config.run.logs))
     for report in prepared.reports:
-        print(report, file=sys.stderr)
-    with assemble(config, prepared) as run:
+        start_up.say(str(report))
+    with assemble(config, prepared, start_up.say) as run:
+        start_up.say("handing the weights over" if isinstance(run, Run) else "training")
         finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
         if finished and config.trainer.export_hf is not None:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
@@ -40,6 +50,12 @@ def train(config: Config) -> int:
 
 def evaluate(config: Config) -> int:
     """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
+    start_up = StartUp()
+    with third_party_log() as log:
+        return _evaluate(config, start_up, log)
+
+
+def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation import prepare
@@ -52,7 +68,8 @@ def evaluate(config: Config) -> int:
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
     Path(config.run.dir, "rollouts").mkdir(parents=True, exist_ok=True)
-    with assemble(config, prepared) as run:
+    log.begin(Path(config.run.logs))
+    with assemble(config, prepared, start_up.say) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples

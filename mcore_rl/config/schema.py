@@ -5,6 +5,7 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -19,6 +20,11 @@ class RunConfig:
     dir: str = MISSING
     """Where everything of this run goes; an existing run in it is resumed."""
     seed: int = 1
+
+    @property
+    def logs(self) -> str:
+        """Directory of what the processes of the run and third parties write."""
+        return os.path.join(self.dir, "logs")
 
 
 @dataclass
