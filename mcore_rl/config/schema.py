@@ -171,6 +171,10 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     """Shell commands on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
+    values are written nowhere."""
     extra: list[str] = field(default_factory=list)
     """Further #SBATCH options, such as --constraint=h100."""
 
