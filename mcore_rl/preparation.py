@@ -340,6 +340,13 @@ def _absolute_function(spec: str) -> str:
     return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
 
 
+def open_run_dir(config: Config) -> Path:
+    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
+    directory = Path(config.run.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
 def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
     """Makes the run directory and writes the resolved configuration there.
 
@@ -347,8 +354,9 @@ def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
     """
     directory = Path(config.run.dir)
     try:
+        open_run_dir(config)
         for name in ("rollouts", "checkpoints"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name).mkdir(exist_ok=True)
         free = shutil.disk_usage(directory).free
         if free < checkpoint_bytes:
             raise ConfigError(

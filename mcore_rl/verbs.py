@@ -58,7 +58,7 @@ def evaluate(config: Config) -> int:
 def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
-    from mcore_rl.preparation import prepare
+    from mcore_rl.preparation import open_run_dir, prepare
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
 
@@ -67,7 +67,7 @@ def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
-    Path(config.run.dir, "rollouts").mkdir(parents=True, exist_ok=True)
+    (open_run_dir(config) / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
     with assemble(config, prepared, start_up.say) as run:
         assert isinstance(run, Run)
