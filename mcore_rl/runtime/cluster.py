@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.health import forget_signals, interrupt, request_stop
 from mcore_rl.runtime.placement import natural
+from mcore_rl.runtime.session import loopback_session
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -51,6 +53,7 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     what the run needs of each node; yields, per node, the scheduling strategy that puts a process there.
 
     A cluster started here ends with the block, and also when this process is killed (Ray's own reaper watches it).
+    Only this machine reaches it, with a token of its own (session.loopback_session).
     SIGTERM becomes KeyboardInterrupt, so that a stopped job unwinds like Ctrl-C; neither gets lost (health.interrupt).
     SIGUSR1 lets the run finish its step (health.request_stop).
 
@@ -62,21 +65,23 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     previous = {number: signal.signal(number, handler) for number, handler in HANDLERS.items()}
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
+    session = contextlib.ExitStack()
     try:
-        _connect(config, bundle)
+        _connect(config, bundle, session)
         for number, handler in HANDLERS.items():
             signal.signal(number, handler)  # again: ray.init put its own in place, which ends the process
         with _reserved(config, bundle) as nodes:
             yield nodes
     finally:
         ray.shutdown()
+        session.close()
         for number, before in previous.items():
             signal.signal(number, before)
 
 
-def _connect(config: Config, bundle: Mapping[str, float]) -> None:
+def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.ExitStack) -> None:
     if config.cluster.address is None:
-        _start_local(config, num_cpus=int(bundle["CPU"]) + 1)
+        _start_local(config, int(bundle["CPU"]) + 1, session.enter_context(loopback_session()))
         return
     try:
         ray.init(
@@ -91,7 +96,7 @@ def _connect(config: Config, bundle: Mapping[str, float]) -> None:
         ) from None
 
 
-def _start_local(config: Config, num_cpus: int) -> None:
+def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
     for attempt in range(ATTEMPTS_TO_START):
         try:
             ray.init(
@@ -101,6 +106,7 @@ def _start_local(config: Config, num_cpus: int) -> None:
                 object_store_memory=int(config.cluster.object_store_gib * 2**30),
                 log_to_driver=False,
                 logging_level="ERROR",
+                _temp_dir=str(directory),
             )
             return
         except Exception as error:

@@ -74,15 +74,15 @@ def loopback_session() -> Iterator[Path]:
         token = directory / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32))
-        temporary = directory / "tmp"  # of engines, whose meeting points would lie in a place that all users share
-        temporary.mkdir(mode=0o700)
-        variables = {name: os.environ.get(name, value) for name, value in INTERFACES.items()} | {
+        sockets = directory / "vllm"
+        sockets.mkdir()
+        ours = INTERFACES | {"VLLM_RPC_BASE_PATH": str(sockets)}
+        variables = {name: os.environ.get(name, value) for name, value in ours.items()} | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             # Of Ray 2.60, all of whose processes then take the loopback address, and listen on nothing else. Asked for
             # 127.0.0.1 by _node_ip_address, it takes the address of the network instead.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            "TMPDIR": str(temporary),
         }
         try:
             with _environment(variables, without="RAY_AUTH_TOKEN"):

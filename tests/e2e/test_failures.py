@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,9 @@ def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
         assert no_segment_of(run)
     if overrides:
         assert (run_dir / "checkpoints" / "step_1" / "complete.json").exists()
+    assert run.sessions()
     assert_resumes_to_the_same(task, run_dir, whole_run)
+    assert not run.sessions()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -110,6 +113,8 @@ def test_a_stopped_run_takes_everything_down(task: Path, tmp_path: Path, number:
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("trainer.steps=200",)) as run:  # so that it cannot end by itself
         run.wait_until(in_step(run, 2, "generating"))
+        assert run.listens_at() == {"127.0.0.1"}
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
         if number == signal.SIGINT:
             os.killpg(run.process.pid, number)  # as a terminal does: to every process of the group
         else:
@@ -118,5 +123,6 @@ def test_a_stopped_run_takes_everything_down(task: Path, tmp_path: Path, number:
         assert "Traceback" not in run.text()
         assert not run.left_after(10)
         assert no_segment_of(run)
+        assert not run.sessions()
     assert 1 in metrics(run_dir)
     json.loads((run_dir / "timeline.json").read_text())
