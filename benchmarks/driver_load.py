@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import Batch, Mean, Metric, RankShare, RolloutScalars
+from mcore_rl.types import Batch, BatchHandle, Mean, Metric, RankShare, RolloutScalars
 
 PROMPTS, SAMPLES, ENGINES, DP_RANKS = 8192, 16, 64, 64
 LONGEST = 20480
@@ -80,12 +80,12 @@ class ReadyPool:
 class SilentRanks:
     """Cuts the batch for every data-parallel rank, as TrainerGroup does, and keeps the shares."""
 
-    def annotate(self, batch: Batch) -> dict[str, Metric]:
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
         self.cut(batch)
-        return {}
+        return BatchHandle(batch, 0)
 
-    def update(self, batch: Batch) -> dict[str, Metric]:
-        self.cut(batch)
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        self.cut(handle.batch)
         return {"actor/loss": Mean(0.0, 1)}
 
     def cut(self, batch: Batch) -> list[list[RankShare]]:

@@ -37,11 +37,11 @@ class ReadyEngine(RunProcess):
 class SilentTrainer(RunProcess):
     """Takes its share of a batch of several updates, and does nothing with it."""
 
-    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         self.num_updates = len(shares)
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
-    def update(self) -> list[dict[str, Metric]]:
+    def update(self, key: int) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mcore_rl.types import (
     Batch,
+    BatchHandle,
     Completion,
     GenerationRequest,
     Metric,
@@ -17,6 +18,7 @@ from mcore_rl.types import (
     SavedFile,
     SavedState,
     Score,
+    TokenRefs,
 )
 
 
@@ -106,28 +108,29 @@ class PendingSave(Protocol):
 class Actor(Protocol):
     """The policy under training, spread over ranks."""
 
-    def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
+        """What the updates need of the current policy's log-probabilities, found before the first of them. What is
+        found stays on the ranks; the handle is what later calls take."""
 
-    def refer(self, batch: Batch) -> dict[str, Metric]:
-        """Log-probabilities of the reference, for the batch's updates; they stay on the ranks."""
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        """Log-probabilities of the reference for the batch, before its updates; they stay on the ranks."""
 
-    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
-        """After `annotate` and `refer`: the KL between policy and reference times `coefficient`. Token by token it
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        """The KL between policy and reference times `coefficient`, of a batch from `reference_logp`. Token by token it
         stays where it is, for `estimate`; here metrics (reward/kl), and its sum over each response, float32 [B]."""
 
-    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
-        """The batch with other advantages, [B], without annotating it again."""
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
+        """The batch with other advantages, [B], and all that was found of it."""
 
     def refresh_reference(self) -> None:
-        """The reference becomes the policy of now."""
+        """The reference takes the policy's present weights."""
 
-    def estimate(self, batch: Batch, estimator: Any, values: Any) -> tuple[dict[str, Metric], Any]:
-        """Advantages token by token where the tokens are (algorithms.interface.Estimator), for the batch's updates;
-        `values` are what Critic.values returned, or None. Returns metrics, and the returns for Critic.update."""
+    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
+        """Advantages token by token where the tokens are, for the batch's updates; `values` are what Critic.values
+        returned. Returns the returns too, for Critic.update."""
 
-    def update(self, batch: Batch) -> dict[str, Metric]:
-        """One optimizer step per entry of batch.updates.
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        """One optimizer step per entry of the batch's updates; the handle names nothing afterwards.
 
         Raises: NonFiniteError before a non-finite step.
         """
@@ -152,11 +155,11 @@ class Actor(Protocol):
 class Critic(Protocol):
     """The value model, spread over ranks of its own."""
 
-    def values(self, batch: Batch) -> Any:
+    def values(self, batch: Batch) -> TokenRefs:
         """Values of every trained token; they stay in the object store."""
 
-    def update(self, returns: Any) -> dict[str, Metric]:
-        """One optimizer step per update of the batch that `values` had, towards what Actor.estimate returned.
+    def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
+        """One optimizer step per update of the batch that `values` are of, towards what Actor.estimate returned.
 
         Raises: NonFiniteError before a non-finite step.
         """

@@ -30,6 +30,7 @@ from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.data.columns import check_keys
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
@@ -108,6 +109,7 @@ def prepare(config: Config) -> Prepared:
             raise ConfigError(f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm")
         check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
+        check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
         for name, path in paths.items():
             if path is not None:
                 limit = config.data.val_max_prompts if name == "val" else None
@@ -120,6 +122,7 @@ def prepare(config: Config) -> Prepared:
             for name, loaded in prompts.items():
                 inputs.check(loaded, f"data.{name}")
     else:
+        check_keys(config.data, {"data.train": config.data.train})
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     _check_judge(config, needs, prompts)
@@ -337,6 +340,13 @@ def _absolute_function(spec: str) -> str:
     return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
 
 
+def open_run_dir(config: Config) -> Path:
+    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
+    directory = Path(config.run.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
 def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
     """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
     start before, as replace_config does.
@@ -345,8 +355,9 @@ def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
     """
     directory = Path(config.run.dir)
     try:
+        open_run_dir(config)
         for name in ("rollouts", "checkpoints"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name).mkdir(exist_ok=True)
         free = shutil.disk_usage(directory).free
         if free < checkpoint_bytes:
             raise ConfigError(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.startup import StartUp
 from mcore_rl.observe.summary import summary_table
+from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 
 
 def train(config: Config) -> int:
@@ -15,9 +17,10 @@ def train(config: Config) -> int:
     Stops where a signal ended the run before it was finished."""
     from mcore_rl.runtime.stops import STOPS
 
-    with STOPS.listening():
+    start_up = StartUp()
+    with STOPS.listening(), third_party_log() as log:  # from here on: what is imported warns too
         try:
-            finished = is_finished(config) or _train(config)
+            finished = is_finished(config) or _train(config, start_up, log)
         except KeyboardInterrupt:
             print(f"stopped: {_what_follows(config)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -62,8 +65,9 @@ def _hugging_face(config: Config) -> str:
     return f"python -m model_converters to-hf --ckpt {newest} --out DIR"
 
 
-def _train(config: Config) -> bool:
+def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     """Whether the run is finished; else it has saved and stopped."""
+    start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
@@ -72,9 +76,11 @@ def _train(config: Config) -> bool:
 
     prepared = prepare(config)
     changed = make_run_dir(config, prepared.checkpoint_bytes)
+    log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
-        print(line, file=sys.stderr)
-    with assemble(config, prepared) as run:
+        start_up.say(str(line))
+    with assemble(config, prepared, start_up.say) as run:
+        start_up.say("handing the weights over" if isinstance(run, Run) else "training")
         finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
         if finished and config.trainer.export_hf is not None:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
@@ -104,22 +110,24 @@ def evaluate(config: Config) -> int:
 
     if config.data.val is None:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
-    with STOPS.listening():
-        return _evaluate(config)
+    start_up = StartUp()
+    with STOPS.listening(), third_party_log() as log:
+        return _evaluate(config, start_up, log)
 
 
-def _evaluate(config: Config) -> int:
+def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
-    from mcore_rl.preparation import prepare
+    from mcore_rl.preparation import open_run_dir, prepare
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
 
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
-    Path(config.run.dir, "rollouts").mkdir(parents=True, exist_ok=True)
-    with assemble(config, prepared) as run:
+    (open_run_dir(config) / "rollouts").mkdir(exist_ok=True)
+    log.begin(Path(config.run.logs))
+    with assemble(config, prepared, start_up.say) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples

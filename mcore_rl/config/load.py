@@ -46,13 +46,17 @@ def known_keys() -> list[str]:
 
 
 def write_resolved(config: Config, path: Path) -> None:
-    """Writes the whole configuration as YAML, atomically."""
+    """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=_for_the_owner) as file:
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     try:
         tree = yaml.load(text, Loader=YamlLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
@@ -95,7 +99,7 @@ def _parse_override(item: str) -> dict[str, Any]:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
         value = yaml.load(text, Loader=YamlLoader) if text else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         value = text
     tree: Any = value
     for part in reversed(key.split(".")):

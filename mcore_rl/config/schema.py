@@ -5,6 +5,7 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -19,6 +20,11 @@ class RunConfig:
     dir: str = MISSING
     """Where everything of this run goes; an existing run in it is resumed."""
     seed: int = 1
+
+    @property
+    def logs(self) -> str:
+        """Directory of what the processes of the run and third parties write."""
+        return os.path.join(self.dir, "logs")
 
 
 @dataclass
@@ -36,12 +42,16 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: str = MISSING
-    """jsonl or parquet file of prompts."""
+    """jsonl, parquet or CSV file of prompts."""
     val: str | None = None
-    prompt_key: str = "prompt"
-    """Column of the prompt: a string or chat messages. Falls back to `question` where the column is absent."""
-    answer_key: str = "answer"
-    """Column of the ground truth (plain rows) and, for supervised warm start, of the target text."""
+    prompt_key: str | None = None
+    """Column of the prompt, a string or chat messages; null: `prompt`, else `question`, whichever a file has. Rows in
+    verl's format (`prompt` beside `reward_model`) without the column named here are read as they are, and reported;
+    other rows without it are refused, as is a name that no file has."""
+    answer_key: str | None = None
+    """Column of the ground truth and, for supervised warm start, of the target text; null: `reward_model.ground_truth`,
+    else `answer`, else `ground_truth` (of targets: `answer`). Rows in verl's format without the column named here keep
+    their `reward_model.ground_truth`."""
     template: str = "auto"
     """auto | chat | plain. auto: chat when the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"
@@ -163,6 +173,10 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     """Shell commands on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
+    values are written nowhere."""
     extra: list[str] = field(default_factory=list)
     """Further #SBATCH options, such as --constraint=h100."""
 

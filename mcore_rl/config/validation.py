@@ -197,7 +197,7 @@ def read_hf_config(config: Config) -> dict[str, Any]:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.hf_path: {path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"model.hf_path: {path} must hold a JSON object")

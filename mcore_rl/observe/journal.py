@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mcore_rl.observe.collapse import CollapseSigns
+from mcore_rl.observe.collapse import SIGNS, CollapseSigns, Sign
 from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
@@ -13,14 +13,15 @@ from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
 
-# Phases that make up a step; validation, verification and checkpoints come on top of it.
-STEP_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
+TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
+STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
+"""All that a step takes. The checkpoint after a step counts in the next one: the step's figures are in it."""
 
 
 class RunJournal:
     """Collects the metrics of a step; finish_step adds times, writes metrics.jsonl, tensorboard, the timeline and the
-    progress line, and warns of signs of collapse. `own_spans` drains the spans of this process, `sources` those of the
-    others."""
+    progress line, and warns of `signs` of collapse. `own_spans` drains the spans of this process, `sources` those of
+    the others."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class RunJournal:
         total_steps: int,
         own_spans: Callable[[], list[Span]],
         sources: Sequence[Callable[[], list[Span]]],
+        signs: Sequence[Sign] = SIGNS,
     ) -> None:
         self._run_dir, self._total_steps = run_dir, total_steps
         self._own_spans, self._sources = own_spans, sources
@@ -36,7 +38,7 @@ class RunJournal:
         self._timeline: Timeline | None = None
         self._tensorboard: TensorBoardLog | None = None
         self._progress: Progress | None = None
-        self._signs = CollapseSigns()
+        self._signs = CollapseSigns(signs)
 
     def resume_after(self, step: int) -> None:
         """Goes on with the files of earlier processes. What they wrote of steps after `step` (-1: everything) is set
@@ -64,9 +66,10 @@ class RunJournal:
         seconds = seconds_by_name(spans)
         values = {f"time/{name}": took for name, took in seconds.items()}
         values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        training = sum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
         values |= {name: metric.value for name, metric in self._pending.items()}
-        if values["time/step"] > 0 and "tokens/trained_sequences" in values:
-            values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / values["time/step"]
+        if training > 0 and "tokens/trained_sequences" in values:
+            values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training
         self._pending = {}
         self.metrics.append(step, values)
         if self._tensorboard is not None:

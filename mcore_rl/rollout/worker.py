@@ -17,6 +17,7 @@ import numpy as np
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder, RolloutEngine
+from mcore_rl.rollout.records import HALF_CHARACTERS
 from mcore_rl.types import (
     Completion,
     GenerationRequest,
@@ -206,7 +207,7 @@ def _write_records(
     scores: Mapping[int, Score],
 ) -> None:
     samples = task.samples_per_prompt
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
         for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
             score, prompt = scores[index], prompts[index // samples]
             record = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.daemons import signals_kept_from_ray
 from mcore_rl.runtime.placement import natural
+from mcore_rl.runtime.session import loopback_session
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -49,6 +51,7 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     what the run needs of each node; yields, per node, the scheduling strategy that puts a process there.
 
     A cluster started here ends with the block, and also when this process is killed (the kernel tells them).
+    Only this machine reaches it, with a token of its own (session.loopback_session).
 
     Raises: ConfigError when the cluster does not have the nodes.
     """
@@ -56,18 +59,20 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
+    session = contextlib.ExitStack()
     try:
         with signals_kept_from_ray():
-            _connect(config, bundle)
+            _connect(config, bundle, session)
         with _reserved(config, bundle) as nodes:
             yield nodes
     finally:
         ray.shutdown()
+        session.close()
 
 
-def _connect(config: Config, bundle: Mapping[str, float]) -> None:
+def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.ExitStack) -> None:
     if config.cluster.address is None:
-        _start_local(config, num_cpus=int(bundle["CPU"]) + 1)
+        _start_local(config, int(bundle["CPU"]) + 1, session.enter_context(loopback_session()))
         return
     try:
         ray.init(
@@ -82,7 +87,7 @@ def _connect(config: Config, bundle: Mapping[str, float]) -> None:
         ) from None
 
 
-def _start_local(config: Config, num_cpus: int) -> None:
+def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
     for attempt in range(ATTEMPTS_TO_START):
         try:
             ray.init(
@@ -92,6 +97,7 @@ def _start_local(config: Config, num_cpus: int) -> None:
                 object_store_memory=int(config.cluster.object_store_gib * 2**30),
                 log_to_driver=False,
                 logging_level="ERROR",
+                _temp_dir=str(directory),
             )
             return
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
-from mcore_rl.types import Batch, Mean, Metric, Total, merge_metrics
+from mcore_rl.types import BatchHandle, Mean, Metric, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
@@ -21,31 +21,32 @@ def train(run: Run) -> bool:
         for step in steps_left(run):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step, version)
-            figures = [run.actor.annotate(batch)]
+            logp = run.actor.recompute_logp(batch)  # what is found stays on the ranks; later calls take the handle
             if run.reference is not None:
-                batch, found = run.reference.apply(run.actor, groups, batch)
-                figures.append(found)
-            figures += estimate(run, batch)
+                logp = run.reference.apply(run.actor, groups, logp)
+            logp, critic = estimate(run, logp)
+            update: dict[str, Metric] = {}
             if step > run.config.trainer.critic_warmup_steps:
-                figures.append(run.actor.update(batch))  # raises before a non-finite step
+                update = run.actor.update(logp)  # raises before a non-finite step
             if run.reference is not None:
                 run.reference.refresh(run.actor, step)
             version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
             run.state = run.state.finished(step, version)
-            run.journal.record(run.describe(groups) | merge_metrics(figures))
+            run.journal.record(run.describe(groups) | merge_metrics([logp.metrics, critic, update]))
             run.journal.record({"rollout/version": Total(version - 1)})
             if finish(run) and step < run.config.trainer.steps:
                 return False
     return True
 
 
-def estimate(run: Run, batch: Batch) -> list[dict[str, Metric]]:
-    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update."""
-    if run.token_estimator is None:
-        return []
-    values = run.critic.values(batch) if run.critic else None
-    metrics, returns = run.actor.estimate(batch, run.token_estimator, values)
-    return [metrics, run.critic.update(returns)] if run.critic else [metrics]
+def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:
+    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update, of
+    which the figures are returned."""
+    if not run.estimates_tokens:
+        return logp, {}
+    values = run.critic.values(logp.batch) if run.critic else None
+    logp, returns = run.actor.estimate(logp, values)
+    return logp, run.critic.update(values, returns) if run.critic and values else {}
 
 
 def finish(run: Run) -> bool:

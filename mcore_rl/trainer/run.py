@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.algorithms import Estimator
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
@@ -77,8 +76,8 @@ class Run:
     describe: Callable[[Any], dict[str, Metric]]
     stops: Stops
     """Asked once at the end of each step; after a yes the run saves and stops."""
-    token_estimator: Estimator | None = None
-    """Set where advantages are made token by token, on the ranks; else batch_of has made them."""
+    estimates_tokens: bool = False
+    """Whether advantages are made token by token, on the ranks; else batch_of has made them."""
     critic: Critic | None = None
     reference: Reference | None = None
     state: RunState = field(default_factory=RunState)

@@ -12,7 +12,7 @@ def train_supervised(run: SupervisedRun) -> bool:
     every = run.config.checkpoint.every_steps
     with saves_settled(run):
         for step in steps_left(run):
-            update = run.actor.update(run.next_batch())
+            update = run.actor.update(run.actor.recompute_logp(run.next_batch()))
             run.state = run.state.finished(step, 0)
             run.journal.record(update)
             run.journal.finish_step(step)

@@ -15,6 +15,7 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
+from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,
@@ -32,6 +33,7 @@ from mcore_rl.types.metrics import (
 
 __all__ = [
     "Batch",
+    "BatchHandle",
     "Completion",
     "Correlation",
     "Deviation",
@@ -53,6 +55,7 @@ __all__ = [
     "Score",
     "Span",
     "TokenColumn",
+    "TokenRefs",
     "Total",
     "TrajectoryBuffers",
     "merge_metrics",

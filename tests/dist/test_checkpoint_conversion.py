@@ -365,10 +365,10 @@ def _train_and_save(rank: int, hf: str, directory: str, exported: str, parallel:
     from mcore_rl.megatron.export import export_hf
 
     actor = MegatronActor(policy_batch.config(hf, parallel, 64), rank, dist.get_world_size(), None)
-    for index, samples in enumerate(policy_batch.UPDATES):
+    for samples in policy_batch.UPDATES:
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
-        actor.annotate([share], policy_batch.chunks())
-        actor.update(share, policy_batch.chunks(), index)
+        batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+        actor.update(batch, 0)
     if rank == 0:
         os.makedirs(directory)
     dist.barrier()

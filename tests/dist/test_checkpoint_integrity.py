@@ -41,8 +41,8 @@ def _actor(rank: int, directory: str, layout: dict[str, int], dtype: str = "floa
 def _update(actor: Any) -> None:
     dp = actor.layout.coordinates(actor.rank).dp
     share = policy_batch.share(policy_batch.UPDATES[0], dp, actor.layout.dp)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
 
 
 def _state(actor: Any) -> list[torch.Tensor]:

@@ -101,4 +101,6 @@ def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
         assert no_segment_of(run)
     if overrides:
         assert (run_dir / "checkpoints" / "step_1" / "complete.json").exists()
+    assert run.sessions()
     assert_resumes_to_the_same(task, run_dir, whole_run)
+    assert not run.sessions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Pat
     write_resolved(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "resolved.yaml"]
+    assert stat.S_IMODE((tmp_path / "resolved.yaml").stat().st_mode) == 0o600
 
 
 def test_every_key_that_outside_checks_set_exists() -> None:
@@ -108,3 +110,12 @@ def test_every_key_that_outside_checks_set_exists() -> None:
 @pytest.mark.parametrize("limit", ["12:00:00", "04:30:00", "2-12:00:00"])
 def test_a_time_limit_is_no_number(minimal: str, limit: str) -> None:
     assert load_config(minimal, [f"slurm.time_limit={limit}", "trainer.steps=12"]).slurm.time_limit == limit
+
+
+def test_nesting_without_end_is_refused_as_other_bad_yaml(minimal: str, tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("run: " + "[" * 10_000)
+    with pytest.raises(ConfigError, match=r"deep\.yaml is not valid YAML"):
+        load_config(str(path))
+    with pytest.raises(ConfigError, match=r"trainer\.steps"):
+        load_config(minimal, ["trainer.steps=" + "[" * 10_000])

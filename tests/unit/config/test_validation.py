@@ -127,3 +127,10 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
 def test_sampled_validation_passes(base: str) -> None:
     sampled = ["rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"]
     validate(load_config(base, sampled))
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_a_model_whose_config_is_no_json_is_refused(base: str, tmp_path: Path, content: str) -> None:
+    (tmp_path / "model" / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.hf_path: .*config\.json cannot be read"):
+        validate(load_config(base))

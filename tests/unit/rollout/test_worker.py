@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import McoreRLError
+from mcore_rl.ports import Rewarder
+from mcore_rl.rollout.records import add_fields, amend_part
 from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, pack_trajectories, request_seeds
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions, Score
 
@@ -45,6 +47,11 @@ class LengthRewarder:
         return scores
 
 
+class HalfEmojiRewarder(LengthRewarder):
+    def submit(self, key: int, *_: Any) -> None:
+        self.scores[key] = Score(0.0, 0.0, "not an answer: \ud83d")
+
+
 class Digits:
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return " ".join(map(str, token_ids))
@@ -57,8 +64,10 @@ PROMPTS = {
 }
 
 
-def run(tmp_path: Path, rows: list[int], group_ids: list[int], samples: int = 2) -> Any:
-    worker = RolloutWorker(BackwardsEngine(), LengthRewarder(), PROMPTS, Digits())  # type: ignore[arg-type]
+def run(
+    tmp_path: Path, rows: list[int], group_ids: list[int], samples: int = 2, rewarder: Rewarder | None = None
+) -> Any:
+    worker = RolloutWorker(BackwardsEngine(), rewarder or LengthRewarder(), PROMPTS, Digits())  # type: ignore[arg-type]
     task = RolloutTask(
         "train", np.array(rows), np.array(group_ids), samples, SamplingOptions(4), 1, str(tmp_path / "records")
     )
@@ -95,6 +104,15 @@ def test_one_record_per_response_with_the_promised_keys(tmp_path: Path) -> None:
     assert {"prompt", "response", "reward", "tokens", "group", "version"} <= set(records[0])
     assert records[0]["prompt"] == "p1"
     assert records[0]["version"] == 7
+
+
+def test_half_an_emoji_of_a_grader_comes_back_from_the_records(tmp_path: Path) -> None:
+    run(tmp_path, rows=[1], group_ids=[4], samples=1, rewarder=HalfEmojiRewarder())
+    part, ones = str(tmp_path / "records"), np.ones(1, np.float32)
+    add_fields(part, [0], [{"judge": "\ude00"}])
+    amend_part(part, ones, ones, {})
+    record = json.loads(Path(part).read_text(encoding="utf-8"))
+    assert (record["error"], record["judge"]) == ("not an answer: \ud83d", "\ude00")
 
 
 def test_a_response_has_the_same_seed_whatever_is_drawn_beside_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from mcore_rl.ports import PendingSave
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.loop import train
 from mcore_rl.trainer.run import Run, save
-from mcore_rl.types import SavedFile, SavedState, Total
+from mcore_rl.types import BatchHandle, SavedFile, SavedState, Total
 
 
 class Recorder:
@@ -41,13 +41,13 @@ class Recorder:
         self.note(f"collect {step}")
         return f"groups {step}"
 
-    def annotate(self, batch: Any) -> dict[str, Any]:
-        self.note(f"annotate {batch}")
-        return {}
+    def recompute_logp(self, batch: Any) -> BatchHandle:
+        self.note(f"logp {batch}")
+        return BatchHandle(batch, key=1, is_sent=True, metrics={"of/pass": Total(1)})
 
-    def update(self, batch: Any) -> dict[str, Any]:
+    def update(self, handle: BatchHandle) -> dict[str, Any]:
         self.updates += 1
-        self.note(f"update {batch}")
+        self.note(f"update {handle.batch}")
         return {"actor/updates": Total(self.updates)}
 
     def publish(self, version: int) -> int:
@@ -141,9 +141,9 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     train(make(tmp_path, 3, part))
     assert part.calls == [
         *("remove unfinished", "resume after -1", "publish 0", "validate 0", "figures 0"),
-        *("collect 1", "annotate 1", "update 1", "publish 1", "figures 1"),
-        *("collect 2", "annotate 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
-        *("collect 3", "annotate 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
+        *("collect 1", "logp 1", "update 1", "publish 1", "figures 1"),
+        *("collect 2", "logp 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
+        *("collect 3", "logp 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
     ]
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
@@ -157,14 +157,15 @@ def test_a_batch_knows_the_version_that_its_step_starts_from_in_a_resumed_run_to
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
-def test_the_reference_comes_between_annotation_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
+def test_the_reference_comes_between_the_policys_pass_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
     part = Recorder()
     run = make(tmp_path, 1, part)
 
     class Recorded:
-        def apply(self, actor: Any, groups: Any, batch: Any) -> Any:
+        def apply(self, actor: Any, groups: Any, logp: BatchHandle) -> BatchHandle:
             part.note(f"compare {groups}")
-            return f"{batch} less KL", {"reward/kl": Total(3)}
+            metrics = {**logp.metrics, "reward/kl": Total(3)}
+            return replace(logp, batch=f"{logp.batch} less KL", metrics=metrics)  # type: ignore[arg-type]
 
         def refresh(self, actor: Any, step: int) -> None:
             part.note(f"refresh {step}")
@@ -172,12 +173,13 @@ def test_the_reference_comes_between_annotation_and_estimates_and_follows_before
     run.reference = Recorded()  # type: ignore[assignment]
     train(run)
     start = part.calls.index("collect 1")
-    wanted = ["annotate 1", "compare groups 1", "update 1 less KL", "refresh 1", "publish 1"]
+    wanted = ["logp 1", "compare groups 1", "update 1 less KL", "refresh 1", "publish 1"]
     assert part.calls[start + 1 : start + 6] == wanted
     assert part.rows[1]["reward/kl"] == 3
+    assert part.rows[1]["of/pass"] == 1
 
 
-@pytest.mark.parametrize("fail_at", ["collect 3", "annotate 3", "update 3", "publish 3", "figures 3", "save"])
+@pytest.mark.parametrize("fail_at", ["collect 3", "logp 3", "update 3", "publish 3", "figures 3", "save"])
 def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(tmp_path: Path, fail_at: str) -> None:
     whole = Recorder()
     train(make(tmp_path / "whole", 4, whole))
