@@ -20,7 +20,8 @@ class OverlongConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """math, `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number),
+    `module_or_file.py:function` with verl's signature, or none: reward models alone."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)

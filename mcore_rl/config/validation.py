@@ -83,6 +83,7 @@ NOT_NEGATIVE = [
     "trainer.critic_warmup_steps",
     "trainer.validate_every_steps",
     "checkpoint.every_steps",
+    "checkpoint.keep_best",
     "weights.verify_every",
     "reward.overlong.penalty",
     "reward.max_error_fraction",

@@ -29,7 +29,6 @@ READY = "ready"
 REFUSED = "refused"
 FLUSH_SECONDS = 0.1
 """A finished score waits at most this long (and until the sample that is being graded is done)."""
-MATH_MEMORY_BYTES = 8 * 2**30
 PR_SET_PDEATHSIG = 1
 
 
@@ -53,7 +52,9 @@ def serve(connection: Connection) -> None:
         connection.send((REFUSED, str(error)))
         return
     if config.function == BUILTIN:
-        _prepare_math()
+        from mcore_rl.rewards.math_grader import warm_up
+
+        warm_up()
     deadline = Deadline(config.timeout_seconds)
     connection.send(READY)
     while True:
@@ -82,16 +83,6 @@ def _grade(grader: Grader, deadline: Deadline, pickled: bytes) -> Score:
         return failed(f"the grader did not finish within {limit}", traceback_of(error))
     except BaseException as error:  # a grader's SystemExit too costs its sample only
         return failed(f"the grader raised {describe(error)}", traceback_of(error))
-
-
-def _prepare_math() -> None:
-    from mcore_rl.rewards.math_grader import warm_up
-
-    # An expression may write out a number that does not fit anywhere; then MemoryError, not the host's memory.
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MATH_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MATH_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    warm_up()
 
 
 def _die_with(parent: int) -> None:
