@@ -85,7 +85,7 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     config = step_config(task, run_dir, ranks=ranks, steps=len(lengths))
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes)
-    with assemble(config, prepared) as run:
+    with assemble(config, prepared, lambda line: None) as run:
         pool = run.collector.pool  # type: ignore[union-attr]
         pool.watch.get([handle.__ray_call__.remote(force_lengths, lengths) for handle in pool.handles])
         pacer = Pacer(run.journal, between)

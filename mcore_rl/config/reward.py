@@ -20,7 +20,8 @@ class OverlongConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """math, `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number),
+    `module_or_file.py:function` with verl's signature, or none: reward models alone."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
@@ -31,6 +32,9 @@ class RewardConfig:
     timeout_seconds: float = 10.0
     workers: int = 1
     """Grading processes beside each engine."""
+    max_error_fraction: float = 1.0
+    """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
+    too long, died, or returned no number. 0: any."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 

@@ -5,6 +5,7 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -19,6 +20,11 @@ class RunConfig:
     dir: str = MISSING
     """Where everything of this run goes; an existing run in it is resumed."""
     seed: int = 1
+
+    @property
+    def logs(self) -> str:
+        """Directory of what the processes of the run and third parties write."""
+        return os.path.join(self.dir, "logs")
 
 
 @dataclass
@@ -116,9 +122,11 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0
-    """0: only at the end of the run."""
+    every_steps: int = 10
+    """0: only at the end of the run, and when it is stopped."""
     keep_last: int = 2
+    keep_best: int = 1
+    """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
     async_save: bool = False
     """Files are written while training goes on; a checkpoint counts once it is complete."""
 
@@ -166,6 +174,10 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     """Shell commands on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
+    values are written nowhere."""
     extra: list[str] = field(default_factory=list)
     """Further #SBATCH options, such as --constraint=h100."""
 

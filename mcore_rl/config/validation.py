@@ -83,8 +83,10 @@ NOT_NEGATIVE = [
     "trainer.critic_warmup_steps",
     "trainer.validate_every_steps",
     "checkpoint.every_steps",
+    "checkpoint.keep_best",
     "weights.verify_every",
     "reward.overlong.penalty",
+    "reward.max_error_fraction",
 ]
 POSITIVE = [
     "rollout.kv_cache_gib",
@@ -223,7 +225,7 @@ def check_values(config: Config) -> None:
         for key in keys:
             if not holds(_value(config, key)):
                 raise ConfigError(f"{key}={_value(config, key)} must be {text}")
-    for key in ("rollout.top_p", "rollout.validation_top_p"):
+    for key in ("rollout.top_p", "rollout.validation_top_p", "reward.max_error_fraction"):
         if _value(config, key) > 1:
             raise ConfigError(f"{key}={_value(config, key)} must be at most 1")
 

@@ -13,6 +13,7 @@ import numpy as np
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.ports import Collector
+from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
@@ -50,6 +51,7 @@ class RolloutCollector:
     records_dir: Path
     with_greedy: bool = False
     """Also one greedy response to every prompt that is trained on (the baseline of ReMax)."""
+    failures: GradingFailures | None = None
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
@@ -80,6 +82,8 @@ class RolloutCollector:
         _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
+        if self.failures is not None:
+            self.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
         seconds += _slowest(greedy)
         generating, grading = seconds.tolist()
         return Groups(

@@ -171,7 +171,20 @@ def _scalars(
         clipped=np.array([c.finish_reason == "length" for c in completions], np.uint8),
         version=min((c.weight_version for c in completions), default=0),
         errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
+        parts=_numbers(scores),
+        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
     )
+
+
+def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
+    """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
+    names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
+    found = {name: np.full(len(scores), np.nan) for name in sorted(names)}
+    for index, score in enumerate(scores):
+        for name, value in score.parts.items():
+            if isinstance(value, float):
+                found[name][index] = value
+    return found
 
 
 def _with_times(scalars: RolloutScalars, generating: float, grading: float) -> RolloutScalars:
@@ -193,6 +206,7 @@ def _write_records(
         for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
             score, prompt = scores[index], prompts[index // samples]
             record = {
+                **score.parts,
                 "prompt": prompt.text,
                 "response": text,
                 "reward": score.reward,

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import WeightReceiver
 from mcore_rl.runtime.hosts import Host, this_host
+from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.ports import free_port
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
@@ -73,7 +75,10 @@ class Held(Generic[T]):
 class RunProcess:
     """What all processes have in common."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        """What the process writes goes to a file of its name in the directory `logs`; None: where Ray puts it."""
+        if logs is not None:
+            write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
 
@@ -137,8 +142,8 @@ class TrainedRankProcess(RankProcess):
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
         self._held: Held[RankBatch] = Held()
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
@@ -251,8 +256,8 @@ class TrainerProcess(TrainedRankProcess):
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
         self._held: Held[ValuedBatch] = Held()
 
     def setup(

@@ -18,7 +18,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths
+from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths, describe_parts
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -145,6 +145,7 @@ def describe(groups: Groups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **describe_parts("reward", groups.scalars),
         **_describe_scores(groups.scalars),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(groups.scalars),
