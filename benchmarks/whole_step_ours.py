@@ -87,8 +87,8 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     check_run(config)
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes)
-    with assemble(config, prepared) as run:
-        pool = run.collector.pool  # type: ignore[union-attr]
+    with assemble(config, prepared, lambda line: None) as run:
+        pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
         pool.watch.get([handle.__ray_call__.remote(force_lengths, lengths) for handle in pool.handles])
         pacer = Pacer(run.journal, between)
         run.journal = pacer

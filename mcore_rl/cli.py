@@ -1,5 +1,5 @@
 """The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running,
-75 saved and stopped because SIGUSR1 asked for it: the same command goes on."""
+130 and 143 stopped by INT and TERM, 75 saved and stopped by USR1: the same command goes on from what is saved."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {known}", file=sys.stderr)
         return known.exit_code
     except KeyboardInterrupt:
-        print("stopped: everything of this run was taken down; the same command resumes it", file=sys.stderr)
-        return 130
+        from mcore_rl.runtime.stops import STOPS
+
+        print("stopped", file=sys.stderr)
+        return STOPS.exit_code()
 
 
 def _parser() -> argparse.ArgumentParser:

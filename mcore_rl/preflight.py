@@ -33,7 +33,6 @@ def check_run(config: Config) -> None:
         raise ConfigError(problem)
     _check_cluster(config)
     _check_device(config)
-    _check_export(config)
     _check_data(config)
     make_paths_absolute(config)
     if uses_judge(config):
@@ -73,7 +72,8 @@ def _check_device(config: Config) -> None:
         )
 
 
-def _check_export(config: Config) -> None:
+def check_exports(config: Config) -> None:
+    """Raises: ConfigError where what a run is to leave exists already; one that is finished has left it."""
     for key in ("export_hf", "export_adapter"):
         target = getattr(config.trainer, key)
         if target is not None and Path(target).exists():

@@ -21,8 +21,8 @@ from mcore_rl.config import (
     num_trainer_ranks,
     read_hf_config,
     validate_critic,
-    write_resolved,
 )
+from mcore_rl.config.earlier import replace_config
 from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
@@ -42,6 +42,7 @@ from mcore_rl.megatron.lora.table import bound_adapters, check_adapter, check_pe
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.trial import try_reward_function
 from mcore_rl.rollout.judge_prompts import JudgePrompts, check_room
 from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.reward_inputs import RewardInputs
@@ -66,7 +67,7 @@ class Prepared:
     cost: SequenceCost
     prompts: dict[str, PromptSet]
     targets: SupervisedSet | None
-    reports: tuple[LoadReport, ...]
+    reports: tuple[LoadReport | str, ...]
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None = None
@@ -96,7 +97,7 @@ def prepare(config: Config) -> Prepared:
     reward_model = _reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
-    reports = []
+    reports: list[LoadReport | str] = []
     if needs.advantages:
         check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
@@ -117,6 +118,7 @@ def prepare(config: Config) -> Prepared:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     _check_judge(config, needs, prompts)
+    reports += _try_rewards(config, prompts)
     trained = own if critic is None else own + parameters
     checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
@@ -146,11 +148,6 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
     """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
     algorithm = config.algorithm
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
-    if chosen_estimator.needs.group_ids and not chosen_estimator.per_response:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} needs whole groups token by token, but ranks hold parts of "
-            "them; declare it per_response, or without group_ids"
-        )
     if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
         raise ConfigError(
             f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
@@ -278,22 +275,37 @@ def _check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) ->
     check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
 
 
-def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
-    """Makes the run directory and writes the resolved configuration there.
+def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
+    """Warnings of a call of the reward function, if responses will be graded."""
+    warning = try_reward_function(config.reward, prompts["train"][0]) if prompts else None
+    return [] if warning is None else [warning]
+
+
+def open_run_dir(config: Config) -> Path:
+    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
+    directory = Path(config.run.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
+    """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
+    start before, as replace_config does.
 
     Raises: ConfigError when it cannot be written or a checkpoint would not fit.
     """
     directory = Path(config.run.dir)
     try:
+        open_run_dir(config)
         for name in ("rollouts", "checkpoints"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name).mkdir(exist_ok=True)
         free = shutil.disk_usage(directory).free
         if free < checkpoint_bytes:
             raise ConfigError(
                 f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
                 f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
             )
-        write_resolved(config, directory / "config.yaml")
+        return replace_config(config, directory)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None

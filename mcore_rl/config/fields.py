@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from mcore_rl.config.functions import FORM, names_function
+from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.errors import ConfigError
 
 T = TypeVar("T")
@@ -126,9 +126,4 @@ def make_paths_absolute(section: Any) -> None:
         if leaf.domain.path and leaf.value:
             setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))
         elif leaf.domain.function and leaf.value:
-            setattr(leaf.section, leaf.name, _absolute_function(leaf.value))
-
-
-def _absolute_function(spec: str) -> str:
-    file, colon, function = spec.rpartition(":")
-    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
+            setattr(leaf.section, leaf.name, absolute_spec(leaf.value))

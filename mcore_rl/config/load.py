@@ -48,13 +48,17 @@ def known_keys() -> list[str]:
 
 
 def write_resolved(config: Config, path: Path) -> None:
-    """Writes the whole configuration as YAML, atomically."""
+    """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=_for_the_owner) as file:
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     try:
-        tree = yaml.load(text, Loader=_YamlLoader)
+        tree = yaml.load(text, Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -71,20 +75,20 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return tree
 
 
-class _YamlLoader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
     though it is a time limit."""
 
 
 _INT = "tag:yaml.org,2002:int"
-_YamlLoader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_YamlLoader.add_implicit_resolver(
+YamlLoader.add_implicit_resolver(
     _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
 )
-_YamlLoader.add_implicit_resolver(
+YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
     list("-+0123456789"),
@@ -112,7 +116,7 @@ def _parse_override(item: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
-        value = yaml.load(text, Loader=_YamlLoader) if text else None
+        value = yaml.load(text, Loader=YamlLoader) if text else None
     except (yaml.YAMLError, RecursionError):
         value = text
     tree: Any = value

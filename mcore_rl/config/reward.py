@@ -25,7 +25,8 @@ class OverlongConfig:
 @dataclass
 class RewardConfig:
     function: str = setting("math", choices=("math", NO_RULE), function=True)
-    """math, `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number),
+    `module_or_file.py:function` with verl's signature, or none: reward models alone."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
@@ -38,6 +39,9 @@ class RewardConfig:
     """Of one response; a function that takes longer has failed."""
     workers: int = setting(1, minimum=1, unit="processes")
     """Grading processes beside each engine."""
+    max_error_fraction: float = setting(1.0, minimum=0, maximum=1)
+    """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
+    too long, died, or returned no number. 0: any."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 

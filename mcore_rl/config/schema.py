@@ -5,6 +5,7 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -21,6 +22,11 @@ class RunConfig:
     """Where everything of this run goes; an existing run in it is resumed."""
     seed: int = setting(1, minimum=0)
     """Of everything that is drawn: prompts, samples, initial weights."""
+
+    @property
+    def logs(self) -> str:
+        """Directory of what the processes of the run and third parties write."""
+        return os.path.join(self.dir, "logs")
 
 
 @dataclass
@@ -137,10 +143,12 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = setting(0, minimum=0)
-    """0: only at the end of the run."""
+    every_steps: int = setting(10, minimum=0)
+    """0: only at the end of the run, and when it is stopped."""
     keep_last: int = setting(2, minimum=1, unit="checkpoints")
     """Older ones are removed."""
+    keep_best: int = setting(1, minimum=0, unit="checkpoints")
+    """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
     async_save: bool = False
     """Files are written while training goes on; a checkpoint counts once it is complete."""
 
@@ -160,7 +168,7 @@ class ClusterConfig:
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """auto | cpu | cuda."""
     collective_timeout_seconds: int = setting(600, minimum=1)
-    """After which ranks that wait for one another give up."""
+    """After which a process gives up waiting: a trainer rank for its peers, an engine for one of its ranks."""
     object_store_gib: float = setting(0.5, above=0)
     """Shared memory of a node in which Ray keeps trajectories."""
     address: str | None = None
@@ -198,7 +206,10 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     """Shell commands on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every task, such as those of NCCL."""
+    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
+    values are written nowhere."""
     extra: list[str] = field(default_factory=list)
     """Further #SBATCH options, such as --constraint=h100."""
 

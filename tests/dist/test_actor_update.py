@@ -360,7 +360,8 @@ def test_a_resumed_actor_takes_the_very_same_step(
 
 
 def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -> bool:
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,7 @@ def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Pat
     write_resolved(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "resolved.yaml"]
+    assert stat.S_IMODE((tmp_path / "resolved.yaml").stat().st_mode) == 0o600
 
 
 def test_every_key_that_outside_checks_set_exists() -> None:

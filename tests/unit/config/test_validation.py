@@ -49,6 +49,8 @@ def base(tmp_path: Path) -> str:
         (["actor.tokens_per_microbatch=1023"], "actor.tokens_per_microbatch=1023 must be at least"),
         (["actor.parallel.cp=2", "actor.tokens_per_microbatch=4098"], "multiple of 2 x actor.parallel.cp = 4"),
         (["trainer.steps=0"], "trainer.steps"),
+        (["reward.max_error_fraction=1.5"], "reward.max_error_fraction=1.5 must be at most 1"),
+        (["reward.max_error_fraction=-0.1"], "reward.max_error_fraction=-0.1 must be 0 or more"),
         (["rollout.temperature=-1"], "rollout.temperature"),
         (["rollout.top_p=1.5"], "rollout.top_p"),
         (["rollout.temperature=0"], "algorithm.advantage=grpo learns from their differences; set rollout.temperature"),

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.slurm.checks import seconds
+from mcore_rl.slurm.checks import looks_secret, seconds
 from mcore_rl.slurm.script import render_job
 
 ROOT = Path(__file__).parents[3]
@@ -124,6 +124,9 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
         ({"container": "pyxis"}, "slurm.container_image"),
         ({"container_mounts": ["/a"]}, "slurm.container_mounts"),
         ({"environment": {"A-B": "1"}}, "slurm.environment"),
+        ({"environment": {"HF_TOKEN": "1"}}, r"slurm\.environment\.HF_TOKEN .* slurm\.pass_environment=\[HF_TOKEN\]"),
+        ({"pass_environment": ["A B"]}, "slurm.pass_environment"),
+        ({"pass_environment": ["A"], "environment": {"A": "1"}}, r"slurm\.environment\.A .*slurm\.pass_environment"),
         ({"job_name": "two\nlines"}, "slurm.job_name"),
         ({"extra": ["constraint=x"]}, "slurm.extra"),
         ({"cpus_per_node": 0}, "slurm.cpus_per_node"),
@@ -133,6 +136,16 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
 def test_what_cannot_become_a_job_is_refused_by_its_key(change: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         render_job(config(**change), "c.yaml")
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PASSWORD", "SSH_PASSPHRASE"])
+def test_secrets_are_known_by_their_names(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "RAY_AUTH_TOKEN_PATH", "MAX_TOKENS", "KEYS"])
+def test_other_variables_are_not_taken_for_secrets(name: str) -> None:
+    assert not looks_secret(name)
 
 
 def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
