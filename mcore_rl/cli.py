@@ -77,22 +77,16 @@ def _add_plan(verbs: Any) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
-    from mcore_rl.preflight import check_run
     from mcore_rl.verbs import train
 
-    config = load_config(options.config, options.overrides)
-    check_run(config)
-    return train(config)
+    return train(load_config(options.config, options.overrides))
 
 
 def _eval(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
-    from mcore_rl.preflight import check_run
     from mcore_rl.verbs import evaluate
 
-    config = load_config(options.config, options.overrides)
-    check_run(config)
-    return evaluate(config)
+    return evaluate(load_config(options.config, options.overrides))
 
 
 def _plan(options: argparse.Namespace) -> int:

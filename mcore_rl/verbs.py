@@ -39,6 +39,8 @@ def train(config: Config) -> int:
 
 def is_finished(config: Config) -> bool:
     """Says what run.dir holds; whether nothing is left to do of it."""
+    if not Path(config.run.dir, "checkpoints").is_dir():  # what reads them imports more than a mistyped key should cost
+        return False
     from mcore_rl.trainer.checkpoints import newest_step
 
     step, steps = newest_step(Path(config.run.dir)), config.trainer.steps
@@ -71,8 +73,9 @@ def _hugging_face(config: Config) -> str:
 
 def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     """Whether the run is finished; else it has saved and stopped."""
-    from mcore_rl.preflight import check_exports
+    from mcore_rl.preflight import check_exports, check_run
 
+    check_run(config)
     check_exports(config)
     start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
@@ -123,6 +126,9 @@ def evaluate(config: Config) -> int:
 
 
 def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
+    from mcore_rl.preflight import check_run
+
+    check_run(config)
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation import open_run_dir, prepare
