@@ -59,8 +59,8 @@ def _update_row(name: str, aim: str, actor: Any, peer: Any, responses: np.ndarra
     optimizer = torch.optim.AdamW(peer.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
 
     def ours() -> None:
-        actor.annotate([share], [buffers])
-        actor.update(share, [buffers], 0)
+        batch, _ = actor.recompute_logp([share], [buffers])
+        actor.update(batch, 0)
 
     def theirs() -> None:
         _plain_update(peer, optimizer, share, buffers)
@@ -119,7 +119,7 @@ def _logp_row(actor: Any) -> Result:
     operands = [(torch.randn(m, k), torch.randn(n, k), torch.empty(m, n).fill_(0)) for m, k, n in products]
 
     def ours() -> None:
-        actor.annotate([nothing, share], [buffers])  # the samples of a second update are annotated
+        actor.recompute_logp([nothing, share], [buffers])  # it is of the samples of a second update
 
     def theirs() -> None:
         for left, right, out in operands:

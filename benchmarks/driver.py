@@ -102,14 +102,14 @@ class Driver:
         seconds["collect"] -= wall
         with _timed(seconds, "batch"):
             batch = self.batch_of(groups, step, step - 1)
-        with _timed(seconds, "annotate"):
-            annotated = self.ranks.annotate(batch)
+        with _timed(seconds, "logp"):
+            logp = self.ranks.recompute_logp(batch)
         with _timed(seconds, "update"):
-            updated = self.ranks.update(batch)
+            updated = self.ranks.update(logp)
         with _timed(seconds, "describe"):
             figures = describe(groups)
         with _timed(seconds, "journal"):
-            self.journal.record({**figures, **annotated, **updated})
+            self.journal.record({**figures, **logp.metrics, **updated})
             self.journal.finish_step(step)
         cpu_seconds = time.process_time() - cpu_started - cpu
         (self.run_dir / "rollouts" / f"step_{step}.jsonl").unlink()

@@ -6,12 +6,20 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import Batch, Mean, Metric, RankShare, RolloutScalars
+from mcore_rl.types import (
+    Batch,
+    BatchHandle,
+    BuffersRef,
+    Mean,
+    Metric,
+    RankShare,
+    RolloutResult,
+    RolloutScalars,
+    RolloutTask,
+)
 
 PROMPTS, SAMPLES, ENGINES, DP_RANKS = 8192, 16, 64, 64
 LONGEST = 20480
@@ -60,12 +68,12 @@ class ReadyPool:
         self._directory = directory
         self._wall_seconds = self._cpu_seconds = 0.0
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         wall, cpu = time.perf_counter(), time.process_time()
-        results = []
+        results: list[RolloutResult] = []
         for task in tasks:
             write_records(self._directory, task)
-            results.append((None, make_scalars(task)))
+            results.append((BuffersRef(None), make_scalars(task)))
         self._wall_seconds += time.perf_counter() - wall
         self._cpu_seconds += time.process_time() - cpu
         return results
@@ -80,12 +88,12 @@ class ReadyPool:
 class SilentRanks:
     """Cuts the batch for every data-parallel rank, as TrainerGroup does, and keeps the shares."""
 
-    def annotate(self, batch: Batch) -> dict[str, Metric]:
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
         self.cut(batch)
-        return {}
+        return BatchHandle(batch, 0)
 
-    def update(self, batch: Batch) -> dict[str, Metric]:
-        self.cut(batch)
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        self.cut(handle.batch)
         return {"actor/loss": Mean(0.0, 1)}
 
     def cut(self, batch: Batch) -> list[list[RankShare]]:

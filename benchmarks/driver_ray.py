@@ -12,12 +12,11 @@ import ray
 
 from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
 from mcore_rl.config.schema import Config
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.processes import RunProcess
-from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, TrajectoryBuffers
+from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, RolloutTask, TrajectoryBuffers
 
 PROCESSES = 2
 
@@ -37,11 +36,11 @@ class ReadyEngine(RunProcess):
 class SilentTrainer(RunProcess):
     """Takes its share of a batch of several updates, and does nothing with it."""
 
-    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         self.num_updates = len(shares)
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
-    def update(self) -> list[dict[str, Metric]]:
+    def update(self, key: int) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
 
 

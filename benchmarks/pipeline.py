@@ -63,10 +63,10 @@ def _seconds(actor: Any, count: int) -> float:
     share, buffers = trajectories(np.full(count, RESPONSE))
     times = []
     for repeat in range(REPEATS + 1):
-        actor.annotate([share], [buffers])
+        batch, _ = actor.recompute_logp([share], [buffers])
         dist.barrier()
         start = time.perf_counter()
-        actor.accumulate_gradients(share, [buffers])
+        actor.accumulate_gradients(batch, 0)
         if repeat:
             times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +23,52 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.model_check import model_check
+from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
-from mcore_rl.observe.timed import Timed
+from mcore_rl.ports import Critic, PendingSave, Validator
 from mcore_rl.preparation import Prepared
-from mcore_rl.rollout.collector import RolloutCollector
-from mcore_rl.rollout.records import remove_after
+from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
+from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.records import remove_unjoined
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
-from mcore_rl.runtime.health import stop_requested
 from mcore_rl.runtime.judge import judge_role
 from mcore_rl.runtime.launch import Processes, launch
-from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
+from mcore_rl.runtime.phases import Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
 from mcore_rl.runtime.reward_model import reward_model_role
 from mcore_rl.runtime.roles import Role, critic_role
 from mcore_rl.runtime.spans import SpanRecorder
+from mcore_rl.runtime.staged import (
+    StagedActor,
+    StagedCollector,
+    StagedCritic,
+    StagedPool,
+    StagedPublisher,
+    StagedScorer,
+    StagedValidator,
+    Stages,
+)
+from mcore_rl.runtime.stops import STOPS
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Mean, Metric, TrajectoryBuffers
+from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
 from model_converters.layout import TrainLayout
 
 MIB = 2**20
 
 
 @contextlib.contextmanager
-def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
-    """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
+def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
+    """The run that the configuration describes, with all its processes up; they are gone when the block ends. `say`
+    tells what starts."""
     ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
     checking = model_check(config, prepared.layout.dp, prepared.cost)
-    with checking as check, launch(config, ranks, prepared.prompts, roles) as processes:
+    with checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
         check(processes.trainers)
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
@@ -99,34 +113,35 @@ class _Site:
         config, engines = self.config, self.processes.engines
         assert engines is not None
         journal = self._journal()
-        in_phase = self._turns(journal) if shares_device(config) else _always
-        pool = in_phase(engines, run=Phase.GENERATE)
-        if scorers := self._scorers(in_phase):
-            pool = ScoredPool(pool, scorers, has_rules=config.reward.function != NO_RULE)
+        stages = self._stages(journal)
+        staged, scorers = StagedPool(engines, stages), self._scorers(stages)
+        has_rules = config.reward.function != NO_RULE
+        pool = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else staged
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
-        collector = self._collector(pool, sampler)
+        failures = GradingFailures(config.reward, journal.note)
+        collector = self._collector(pool, sampler, failures)
         publisher = SharedMemoryPublisher.connect(
             self.processes.trainers,
             engines,
             bucket_bytes=int(config.weights.bucket_mib * MIB),
             num_slots=config.weights.num_buckets,
         )
-        training = ("annotate", "refer", "penalize", "estimate", "update", "refresh_reference")
-        updating = dict.fromkeys(training, Phase.REPLACE)
-        keeping = dict.fromkeys(("start_save", "load", "export_hf", "export_adapter"), Phase.KEEP)
         reference, kept = self._reference(journal)
         return Run(
-            **self._common(journal, in_phase(self.processes.trainers, **updating, **keeping)),
-            collector=self._timed(collector, collect="rollout"),
-            publisher=self._timed(
-                in_phase(publisher, publish=Phase.SYNC, verify=Phase.SYNC), publish="weight_sync", verify="verify"
-            ),
-            validator=self._validator(pool),
+            config=config,
+            actor=StagedActor(self.processes.trainers, stages),
+            collector=StagedCollector(collector, stages),
+            publisher=StagedPublisher(publisher, stages),
+            validator=self._validator(pool, stages, failures),
+            journal=journal,
+            checkpoints=self._checkpoints(),
+            remove_unfinished=self._remove_unfinished,
+            stops=STOPS,
             positions={"sampler": sampler, "collector": collector, **kept},
             batch_of=self._batch_of(journal),
             describe=self._describe,
-            token_estimator=None if self.prepared.estimator.per_response else self.prepared.estimator,
-            critic=self._critic(in_phase),
+            estimates_tokens=not self.prepared.estimator.per_response,
+            critic=self._critic(stages),
             reference=reference,
         )
 
@@ -137,7 +152,7 @@ class _Site:
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
         controller, advantages_of = KLController.from_config(kl), response_advantages(self.config)
 
-        def recorded(groups: Any, rewards: np.ndarray) -> np.ndarray:
+        def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
             advantages = advantages_of(groups, rewards)
             journal.record(describe_advantages(advantages))
             return advantages
@@ -146,28 +161,24 @@ class _Site:
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
         return reference, {KL_CONTROLLER: controller} if kl.controller == "adaptive" else {}
 
-    def _scorers(self, in_phase: Callable[..., Any]) -> dict[str, WeightedScorer]:
+    def _scorers(self, stages: Stages) -> dict[str, WeightedScorer]:
         """Reward models, by the name that metrics and records give them."""
         groups, scorers = self.processes.groups, {}
         if (model := groups.get("reward_model")) is not None:
-            own = self._timed(in_phase(model, score=Phase.KEEP), score="reward_model")
+            own = StagedScorer(model, stages, "reward_model")
             scorers["model"] = WeightedScorer(own, self.config.reward_model.weight)
         if (judge := groups.get("judge")) is not None:
-            own = self._timed(in_phase(judge, score=Phase.KEEP), score="judge")
-            scorers["judge"] = WeightedScorer(own, self.config.judge.weight)
+            scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
         return scorers
 
-    def _describe(self, groups: Any) -> dict[str, Metric]:
+    def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Figures of the step's responses, and of what the judge said of them."""
         judge = self.processes.groups.get("judge")
         return describe(groups) | (judge.take_figures() if judge is not None else {})
 
-    def _critic(self, in_phase: Callable[..., Any]) -> Any:
+    def _critic(self, stages: Stages) -> Critic | None:
         critic = self.processes.groups.get("critic")
-        if critic is None:
-            return None
-        turns = {"values": Phase.REPLACE, "update": Phase.REPLACE, "start_save": Phase.KEEP, "load": Phase.KEEP}
-        return self._timed(in_phase(critic, **turns), values="values", update="critic_update")
+        return StagedCritic(critic, stages) if critic is not None else None
 
     def supervised(self) -> SupervisedRun:
         targets = self.prepared.targets
@@ -176,47 +187,44 @@ class _Site:
         batches = SupervisedBatches(
             self.config, targets, sampler, self.prepared.layout.dp, self.prepared.cost, self.processes.trainers.store
         )
-        common = self._common(self._journal(), self.processes.trainers)
-        return SupervisedRun(**common, next_batch=batches.draw, positions={"sampler": sampler})
+        return SupervisedRun(
+            config=self.config,
+            actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
+            next_batch=batches.draw,
+            journal=self._journal(signs=()),
+            checkpoints=self._checkpoints(),
+            remove_unfinished=self._remove_unfinished,
+            positions={"sampler": sampler},
+            stops=STOPS,
+        )
 
-    def _common(self, journal: RunJournal, trainers: Any) -> dict[str, Any]:
-        return {
-            "config": self.config,
-            "actor": self._timed(
-                trainers,
-                annotate="logp",
-                refer="reference",
-                penalize="reference",
-                refresh_reference="reference",
-                estimate="advantages",
-                update="update",
-                load="load",
-            ),
-            "journal": journal,
-            "checkpoints": self._timed(
-                Checkpoints(self.directory / "checkpoints", self.config.checkpoint.keep_last), save="checkpoint"
-            ),
-            "forget_after": self._forget_after,
-            "stop_requested": stop_requested,
-        }
+    def _checkpoints(self) -> Checkpoints:
+        settings, directory = self.config.checkpoint, self.directory / "checkpoints"
+        return TimedCheckpoints(directory, settings.keep_last, settings.keep_best, span=self.recorder.span)
 
-    def _journal(self) -> RunJournal:
+    def _remove_unfinished(self) -> None:
+        remove_unjoined(self.directory / "rollouts")
+
+    def _journal(self, signs: Sequence[Sign] = SIGNS) -> RunJournal:
+        """Without `signs`, as of a policy that samples, the gradient's norm alone is watched."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
-        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
+        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
 
-    def _turns(self, journal: RunJournal) -> Callable[..., InPhase]:
-        """Wraps a target so that its methods wait for their turn on the device."""
+    def _stages(self, journal: RunJournal) -> Stages:
+        """What goes around calls: their spans and, where a device is shared, whose turn it is."""
+        if not shares_device(self.config):
+            return Stages(self.recorder.span)
         engines = self.processes.engines
         assert engines is not None
         phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
-        return lambda target, **phase_of: InPhase(target, phases, **phase_of)
+        return Stages(self.recorder.span, phases)
 
-    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int, int], Batch]:
+    def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost
         build = batch_builder(self.config, dp_size, cost)
 
-        def batch_of(groups: Any, step: int, version: int) -> Batch:
+        def batch_of(groups: Groups, step: int, version: int) -> Batch:
             batch = build(groups, step, version)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
             untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
@@ -227,10 +235,7 @@ class _Site:
 
         return batch_of
 
-    def _forget_after(self, step: int) -> None:
-        remove_after(self.directory / "rollouts", step)
-
-    def _collector(self, pool: Any, sampler: PromptSampler) -> RolloutCollector:
+    def _collector(self, pool: RolloutPool, sampler: PromptSampler, failures: GradingFailures) -> RolloutCollector:
         config = self.config
         return RolloutCollector(
             pool=pool,
@@ -242,9 +247,10 @@ class _Site:
             seed=config.run.seed,
             records_dir=self.directory / "rollouts",
             with_greedy=self.prepared.estimator.needs.baseline_rewards,
+            failures=failures,
         )
 
-    def _validator(self, pool: Any) -> Any:
+    def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:
         if "val" not in self.prepared.prompts:
             return None
         validator = RolloutValidator(
@@ -253,16 +259,20 @@ class _Site:
             self.config.rollout,
             self.config.run.seed,
             self.directory / "rollouts",
+            failures,
         )
-        return self._timed(validator, validate="validate")
-
-    def _timed(self, target: Any, **phases: str) -> Any:
-        return Timed(target, self.recorder, **phases)
+        return StagedValidator(validator, stages)
 
 
-def _always(target: Any, **phase_of: Phase) -> Any:
-    """Without turns, engines and trainer ranks hold their memory all the time."""
-    return target
+@dataclass
+class TimedCheckpoints(Checkpoints):
+    """Saving is a span of the timeline."""
+
+    span: Callable[[str], AbstractContextManager[None]] = field(kw_only=True)
+
+    def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
+        with self.span("checkpoint"):
+            super().save(step, state, start, wait=wait)
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,7 @@ class SupervisedBatches:
     sampler: PromptSampler
     dp_size: int
     cost: SequenceCost
-    store: Callable[[TrajectoryBuffers], Any]
+    store: Callable[[TrajectoryBuffers], BuffersRef]
 
     def draw(self) -> Batch:
         """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""

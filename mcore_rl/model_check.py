@@ -18,7 +18,7 @@ from mcore_rl.data.batching import UpdateCut, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.oracle import transformers_logits
-from mcore_rl.types import Batch, Metric, RolloutScalars, TrajectoryBuffers
+from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
 from model_converters.io import HFCheckpoint
 from model_converters.logits import too_large
 
@@ -37,7 +37,7 @@ class ComparingRanks(Protocol):
 
     def compare(self, batch: Batch) -> dict[str, Metric]: ...
 
-    def store(self, buffers: TrajectoryBuffers) -> object: ...
+    def store(self, buffers: TrajectoryBuffers) -> BuffersRef: ...
 
 
 @contextlib.contextmanager

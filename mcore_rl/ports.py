@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from mcore_rl.types import (
     Batch,
+    BatchHandle,
     Completion,
     GenerationRequest,
+    Groups,
     Metric,
     Prompt,
+    RolloutResult,
     RolloutScalars,
+    RolloutTask,
     SavedFile,
     SavedState,
     Score,
+    TokenRefs,
 )
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
+class Engine(Protocol):
     """An inference engine in this process. Token ids in; ids, processed log-probabilities, finish reason and
     weight version out."""
 
@@ -30,21 +34,10 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         """Runs all requests to their end; calls on_finish once per request, in the order they finish, on the
-        calling thread. Given the same weights, requests and order, the completions are the same."""
+        calling thread. Given the same weights, requests and order, the completions are the same.
 
-    def attach_buckets(self, spec: Any) -> None:
-        """Maps the shared weight buckets (weights.buckets.BucketSpec). Called once, before any update."""
-
-    def begin_weight_update(self) -> None: ...
-
-    def receive_bucket(self, index: int) -> int:
-        """Loads bucket `index` of the plan; returns its bytes as the acknowledgement."""
-
-    def finish_weight_update(self, version: int) -> None:
-        """Makes the update visible: resets the prefix cache, sets weight_version."""
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
+        Raises: WeightSyncError while the engine holds a part of an update.
+        """
 
     def sleep(self, *, keep_weights: bool) -> int:
         """Gives device memory back, as much as the engine can: the KV cache, and weights, which keep_weights moves
@@ -57,6 +50,35 @@ class RolloutEngine(Protocol):
         """Takes memory back for "weights" or "kv_cache". Discarded weights are undefined until an update."""
 
     def shutdown(self) -> None: ...
+
+
+Arrival_contra = TypeVar("Arrival_contra", contravariant=True)
+"""What a transport says of where weights arrive (weights.buckets.BucketSpec)."""
+
+
+class WeightReceiver(Protocol[Arrival_contra]):
+    """Takes updates of an engine's weights, bucket after bucket, whatever brings them."""
+
+    def attach(self, arrival: Arrival_contra, /) -> None:
+        """Opens the place where buckets arrive, before the first update, or in the place of another."""
+
+    def begin_update(self) -> None:
+        """Begins an update. One that was begun and not finished is discarded: its sender may have died."""
+
+    def receive_bucket(self, index: int) -> int:
+        """Loads bucket `index` of the plan, in their order; returns its bytes as the acknowledgement.
+
+        Raises: WeightSyncError; until the next update is whole, the engine must not generate.
+        """
+
+    def finish_update(self, version: int) -> None:
+        """Makes the update visible: nothing computed with earlier weights is used again, weight_version is `version`.
+
+        Raises: WeightSyncError when something of the model did not come.
+        """
+
+    def checksums(self) -> dict[str, str]:
+        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
 
 
 class Rewarder(Protocol):
@@ -74,9 +96,8 @@ class Rewarder(Protocol):
 class ResponseScorer(Protocol):
     """A model that scores responses, on processes of its own."""
 
-    def score(self, tasks: Sequence[Any], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
-        """Scores of all responses of each task (rollout.worker.RolloutTask), whose `results` are the reference of its
-        TrajectoryBuffers and its scalars.
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        """Scores of all responses of each task.
 
         Shapes: float32 [B] per task.
         Raises: NonFiniteError naming the response.
@@ -86,8 +107,8 @@ class ResponseScorer(Protocol):
 class Collector(Protocol):
     """Generates, scores, filters and refills one step's groups."""
 
-    def collect(self, step: int) -> Any:
-        """The groups of one step (rollout.collector.Groups)."""
+    def collect(self, step: int) -> Groups:
+        """The groups of one step."""
 
 
 class PendingSave(Protocol):
@@ -106,28 +127,29 @@ class PendingSave(Protocol):
 class Actor(Protocol):
     """The policy under training, spread over ranks."""
 
-    def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes what the updates need of the current policy's log-probabilities; they stay on the ranks."""
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
+        """What the updates need of the current policy's log-probabilities, found before the first of them. What is
+        found stays on the ranks; the handle is what later calls take."""
 
-    def refer(self, batch: Batch) -> dict[str, Metric]:
-        """Log-probabilities of the reference, for the batch's updates; they stay on the ranks."""
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        """Log-probabilities of the reference for the batch, before its updates; they stay on the ranks."""
 
-    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
-        """After `annotate` and `refer`: the KL between policy and reference times `coefficient`. Token by token it
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        """The KL between policy and reference times `coefficient`, of a batch from `reference_logp`. Token by token it
         stays where it is, for `estimate`; here metrics (reward/kl), and its sum over each response, float32 [B]."""
 
-    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
-        """The batch with other advantages, [B], without annotating it again."""
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
+        """The batch with other advantages, [B], and all that was found of it."""
 
     def refresh_reference(self) -> None:
-        """The reference becomes the policy of now."""
+        """The reference takes the policy's present weights."""
 
-    def estimate(self, batch: Batch, estimator: Any, values: Any) -> tuple[dict[str, Metric], Any]:
-        """Advantages token by token where the tokens are (algorithms.interface.Estimator), for the batch's updates;
-        `values` are what Critic.values returned, or None. Returns metrics, and the returns for Critic.update."""
+    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
+        """Advantages token by token where the tokens are, for the batch's updates; `values` are what Critic.values
+        returned. Returns the returns too, for Critic.update."""
 
-    def update(self, batch: Batch) -> dict[str, Metric]:
-        """One optimizer step per entry of batch.updates.
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        """One optimizer step per entry of the batch's updates; the handle names nothing afterwards.
 
         Raises: NonFiniteError before a non-finite step.
         """
@@ -152,11 +174,11 @@ class Actor(Protocol):
 class Critic(Protocol):
     """The value model, spread over ranks of its own."""
 
-    def values(self, batch: Batch) -> Any:
+    def values(self, batch: Batch) -> TokenRefs:
         """Values of every trained token; they stay in the object store."""
 
-    def update(self, returns: Any) -> dict[str, Metric]:
-        """One optimizer step per update of the batch that `values` had, towards what Actor.estimate returned.
+    def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
+        """One optimizer step per update of the batch that `values` are of, towards what Actor.estimate returned.
 
         Raises: NonFiniteError before a non-finite step.
         """

@@ -37,7 +37,7 @@ from model_converters.partial import PartialCheckpoint, Span
 from model_converters.placement import TensorPlan
 from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
-from model_converters.side_files import HF_FOLDER, copy_side_files
+from model_converters.side_files import HF_FOLDER, copy_side_files, side_files_in
 from model_converters.table import BoundRow, bind
 from model_converters.verify import Certificate, compare
 
@@ -250,13 +250,14 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
 
     Raises: ConversionError.
     """
-    if hf is None and not (ckpt / HF_FOLDER / "config.json").is_file():
+    own = side_files_in(ckpt)
+    if hf is None and not (own / "config.json").is_file():
         read_metadata(ckpt)  # what is no checkpoint at all is refused as such
         raise ConversionError(
-            f"{ckpt / HF_FOLDER / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
+            f"{own / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
             "give the HF directory with --hf"
         )
-    return hf or ckpt / HF_FOLDER
+    return hf or own
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
@@ -291,7 +292,7 @@ def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = Fal
         raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
-        own = ckpt / HF_FOLDER
+        own = side_files_in(ckpt)
         config = read_hf_config(own) if own.is_dir() else source.config
         _check_config("--ckpt", own, config)
         checkpoint = open_checkpoint(ckpt, config)

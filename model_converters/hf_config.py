@@ -27,7 +27,7 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist; a model directory needs its config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConversionError(f"{path} has no model_type")

@@ -210,7 +210,7 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConversionError(f"{index} cannot be read as a safetensors index: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{index} has an empty weight_map")

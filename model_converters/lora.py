@@ -136,7 +136,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{file} does not exist; an adapter directory needs it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConversionError(f"{file} is not a JSON object")

@@ -82,7 +82,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversionError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ConversionError(f"{file} is not a safetensors file: its header is not an object")

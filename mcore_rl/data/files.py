@@ -1,57 +1,96 @@
-"""Reads rows from jsonl and parquet files, one at a time, each with its place for error messages."""
+"""Reads rows from jsonl, parquet and CSV files, one at a time, each with its place for error messages."""
 
 from __future__ import annotations
 
-import json
+import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mcore_rl.data.json_text import HalfCharacterError, parse_json
 from mcore_rl.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
 _PARQUET_BATCH_ROWS = 1024
+_NAMED_LINES = 5
+_QUOTING = 'put a cell with a comma, a quote or a line break in it between double quotes ("), and write " as ""'
 
 
-def read_rows(path: str | Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: str | Path, key: str) -> Rows:
     """Yields (place, row): place is "<file>, line 12" or "<file>, row 12", both counted from 1.
 
-    Blank lines of a jsonl file are not rows. `key` is the configuration key that errors name.
+    Blank lines of a jsonl or CSV file are not rows. The first line of a CSV file names the columns; every value is the
+    text that is written, and an empty cell is None. `key` is the configuration key that errors name.
 
     Raises: DataError for a file that is missing, not a file, of another kind, or malformed.
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"{key}: there is no file {path}; set {key} to a .jsonl or .parquet file")
+        raise DataError(f"{key}: there is no file {path}; set {key} to a .jsonl, .parquet or .csv file")
     if not path.is_file():
-        raise DataError(f"{key}: {path} is not a file; set {key} to a .jsonl or .parquet file")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+        raise DataError(f"{key}: {path} is not a file; set {key} to a .jsonl, .parquet or .csv file")
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
     if path.suffix not in readers:
-        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet; convert it and set {key} to the result")
+        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet nor .csv; convert it, set {key} to the result")
     return readers[path.suffix](path, key)
 
 
-def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_jsonl(path: Path, key: str) -> Rows:
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    yield place, _parse(line, place, key)
+                if not line.strip():
+                    continue
+                place = f"{path}, line {number}"
+                try:
+                    row = _parse(line, f"{key}: {place}")
+                except HalfCharacterError as error:
+                    also = [n for n, other in enumerate(lines, start=number + 1) if _has_half(other)]
+                    raise DataError(f"{error}{_further(also)}") from None
+                yield place, row
     except OSError as error:
         raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from error
 
 
-def _parse(line: bytes, place: str, key: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # both malformed JSON and bytes that are not UTF-8
-        raise DataError(f"{key}: {place} is not valid JSON: {error}") from error
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    row = parse_json(_decode(line, f"{where} is not valid JSON:"), where)
     if not isinstance(row, dict):
-        raise DataError(f"{key}: {place} is not a JSON object")
+        raise DataError(f"{where} is not a JSON object")
     return row
 
 
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _decode(line: bytes, problem: str) -> str:
+    try:
+        # Files with a byte order mark, joined, have one in the middle.
+        return line.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        byte = f"{error.object[error.start]:#04x} is byte {error.start + 1} of the line"
+        raise DataError(f"{problem} it is not UTF-8 ({byte}); convert the file to UTF-8") from None
+
+
+def _has_half(line: bytes) -> bool:
+    try:
+        _parse(line, "")
+    except HalfCharacterError:
+        return True
+    except DataError:
+        pass
+    return False
+
+
+def _further(lines: list[int]) -> str:
+    """Every such line at once, so that a file is mended in one go."""
+    if not lines:
+        return ""
+    named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
+    return f" (the same in {len(lines)} further lines: {named})"
+
+
+def _read_parquet(path: Path, key: str) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
@@ -59,8 +98,64 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-                for row in batch.to_pylist():
+                for row in _to_rows(batch, path, key, number):
                     number += 1
                     yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{key}: {path} is not a readable parquet file (after row {number}): {error}") from error
+
+
+def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            for column in batch.schema.names:
+                try:
+                    batch.column(column)[index].as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{key}: {path}, row {before + index + 1}: column {column!r} is not UTF-8 ({error.reason});"
+                        " write the file again with text"
+                    ) from None
+        raise
+
+
+def _read_csv(path: Path, key: str) -> Rows:
+    names: list[str] | None = None
+    for place, cells in _csv_records(path, key):
+        where = f"{key}: {place}"
+        if names is None:
+            names = _header(cells, where)
+        elif len(cells) != len(names):
+            raise DataError(f"{where} has {len(cells)} cells, but the file has {len(names)} columns; {_QUOTING}")
+        else:
+            yield place, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
+
+
+def _csv_records(path: Path, key: str) -> Iterator[tuple[str, list[str]]]:
+    """Cells of each record that is not a blank line, with the line in which it starts."""
+    # The module's own limit of 131,072 characters to a cell is for the whole process, and no file of prompts needs it.
+    csv.field_size_limit(sys.maxsize)
+    place = f"{path}, line 1"
+    try:
+        with path.open("rb") as lines:
+            numbered = enumerate(lines, start=1)
+            texts = (_decode(line, f"{key}: {path}, line {number} is not valid CSV:") for number, line in numbered)
+            records = csv.reader(texts, strict=True)
+            for cells in records:
+                if cells:
+                    yield place, cells
+                place = f"{path}, line {records.line_num + 1}"
+    except csv.Error as error:
+        raise DataError(f"{key}: {place} is not valid CSV: {error}; {_QUOTING}") from error
+    except OSError as error:
+        raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from error
+
+
+def _header(values: list[str], where: str) -> list[str]:
+    """Names of the columns; one without a name, such as an index that was written too, is no column."""
+    names = [value.strip() for value in values]
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise DataError(f"{where} names a column twice: {', '.join(twice)}; the first line of a CSV file names columns")
+    return names

@@ -1,4 +1,4 @@
-"""Prompt sets: rows of verl's format or plain question / answer rows, rendered, tokenised and filtered by length."""
+"""Prompt sets: rows of verl's format or plain ones, rendered, tokenised and filtered by length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.columns import Columns
 from mcore_rl.data.files import read_rows
-from mcore_rl.data.templates import PromptRenderer, chat_messages, encode
+from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_PER_BLOCK = 1024
-_FALLBACK_PROMPT_KEY = "question"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class PromptSet:
 @dataclass(frozen=True)
 class LoadReport:
     """What was read from a file. `dropped` rows exceeded a token limit, `truncated` ones did and were shortened to it;
-    `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read."""
+    `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read; `notes` say of how
+    many rows what was read otherwise than it is written, or not used."""
 
     key: str
     path: str
@@ -71,15 +72,15 @@ class LoadReport:
     longest_tokens: int
     limits: str
     truncated: int = 0
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.truncated:
             exceeding = f"{self.truncated} truncated ({self.limits})"
         else:
             exceeding = f"{self.dropped} dropped ({self.limits})" if self.dropped else "none dropped"
-        return (
-            f"{self.key}: {self.kept} rows from {self.path}, {exceeding}; longest prompt {self.longest_tokens} tokens"
-        )
+        read = f"{self.key}: {self.kept} rows from {self.path}, {exceeding}"
+        return "; ".join((read, f"longest prompt {self.longest_tokens} tokens", *self.notes))
 
 
 def load_prompts(
@@ -91,7 +92,7 @@ def load_prompts(
     *,
     max_prompts: int | None = None,
 ) -> tuple[PromptSet, LoadReport]:
-    """Reads, renders and tokenises the prompts of a jsonl or parquet file.
+    """Reads, renders and tokenises the prompts of a jsonl, parquet or CSV file.
 
     Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
     max_prompts, reading ends when so many are kept.
@@ -99,12 +100,12 @@ def load_prompts(
     Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
     """
-    renderer = PromptRenderer(tokenizer, data_config)
+    renderer, columns = PromptRenderer(tokenizer, data_config), Columns(data_config, key, path)
     limit, truncates = rollout_config.max_prompt_tokens, data_config.long_prompts != "drop"
     kept: list[Prompt] = []
     lengths: list[int] = []
     for block in iterate_blocks(path, key):
-        prompts = tokenise_block(block, renderer, data_config, key)
+        prompts = tokenise_block(block, renderer, columns)
         lengths += [len(prompt.token_ids) for prompt in prompts]
         if truncates:
             prompts = [_truncated(prompt, limit, data_config.long_prompts, tokenizer) for prompt in prompts]
@@ -128,6 +129,7 @@ def load_prompts(
         truncated=exceeding if truncates else 0,
         longest_tokens=max(lengths),
         limits=f"longer than rollout.max_prompt_tokens={limit}",
+        notes=columns.notes(),
     )
     return prompt_set(prompts), report
 
@@ -161,31 +163,23 @@ def iterate_blocks(path: str | Path, key: str) -> Iterator[list[tuple[str, dict[
         yield block
 
 
-def tokenise_block(
-    block: list[tuple[str, dict[str, Any]]], renderer: PromptRenderer, data_config: DataConfig, key: str
-) -> list[Prompt]:
+def tokenise_block(block: list[tuple[str, dict[str, Any]]], renderer: PromptRenderer, columns: Columns) -> list[Prompt]:
     """Prompts of a block's rows, whatever their length; `row` is -1 until they are part of a set."""
-    texts, conversations = [], []
-    for place, row in block:
-        where = f"{key}: {place}"
-        conversations.append(chat_messages(_prompt_of(row, data_config, where), where))
-        texts.append(renderer.render(conversations[-1], where))
+    rows = [columns.read(place, row) for place, row in block]
+    texts = [renderer.render(row.messages, row.where) for row in rows]
     ids = encode(renderer.tokenizer, texts, renderer.leading_ids)
-    prompts = []
-    for (place, row), messages, text, token_ids in zip(block, conversations, texts, ids, strict=True):
-        where = f"{key}: {place}"
-        prompts.append(
-            Prompt(
-                row=-1,
-                token_ids=token_ids,
-                text=text,
-                data_source=_data_source_of(row, where),
-                ground_truth=_ground_truth_of(row, data_config, where),
-                extra_info=_extra_info_of(row, where),
-                messages=messages,
-            )
+    return [
+        Prompt(
+            row=-1,
+            token_ids=token_ids,
+            text=text,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+            messages=row.messages,
         )
-    return prompts
+        for row, text, token_ids in zip(rows, texts, ids, strict=True)
+    ]
 
 
 def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -194,43 +188,3 @@ def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokeni
         return prompt
     ids = prompt.token_ids[-limit:] if how == "truncate_left" else prompt.token_ids[:limit]
     return replace(prompt, token_ids=ids, text=str(tokenizer.decode(ids.tolist())))
-
-
-def _prompt_of(row: dict[str, Any], data_config: DataConfig, where: str) -> Any:
-    for column in (data_config.prompt_key, _FALLBACK_PROMPT_KEY):
-        if row.get(column) is not None:
-            return row[column]
-    raise DataError(f"{where} has no prompt: its columns are {_columns(row)}; set data.prompt_key to one of them")
-
-
-def _ground_truth_of(row: dict[str, Any], data_config: DataConfig, where: str) -> Any:
-    """verl's reward_model.ground_truth, else the plain column."""
-    reward_model = row.get("reward_model")
-    if reward_model is not None and not isinstance(reward_model, dict):
-        raise DataError(f"{where}: reward_model is {type(reward_model).__name__}, not an object with ground_truth")
-    if reward_model and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
-    if row.get(data_config.answer_key) is None:
-        raise DataError(
-            f"{where} has no ground truth: neither reward_model.ground_truth nor column {data_config.answer_key!r}"
-            f" (its columns are {_columns(row)}); set data.answer_key to one of them"
-        )
-    return row[data_config.answer_key]
-
-
-def _data_source_of(row: dict[str, Any], where: str) -> str:
-    source = row.get("data_source")
-    if source is not None and not isinstance(source, str):
-        raise DataError(f"{where}: data_source is {type(source).__name__}, not a string")
-    return source or "unknown"
-
-
-def _extra_info_of(row: dict[str, Any], where: str) -> dict[str, Any]:
-    info = row.get("extra_info")
-    if info is not None and not isinstance(info, dict):
-        raise DataError(f"{where}: extra_info is {type(info).__name__}, not an object")
-    return info or {}
-
-
-def _columns(row: dict[str, Any]) -> str:
-    return ", ".join(row) or "none"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.columns import ANSWER_COLUMNS, Columns, listing
 from mcore_rl.data.prompts import LoadReport, PromptSet, iterate_blocks, offsets_of, prompt_set, tokenise_block
 from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import ConfigError, DataError
@@ -40,7 +41,7 @@ def load_supervised(
     rollout_config: RolloutConfig,
     key: str = "data.train",
 ) -> tuple[SupervisedSet, LoadReport]:
-    """Reads prompts and targets (column data.answer_key) of a jsonl or parquet file.
+    """Reads prompts and targets (column data.answer_key) of a jsonl, parquet or CSV file.
 
     Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
     rollout.max_response_tokens, are dropped and counted.
@@ -53,11 +54,11 @@ def load_supervised(
             f"data.long_prompts={data_config.long_prompts}: a target does not answer a truncated prompt; "
             "set data.long_prompts=drop for supervised training"
         )
-    renderer = PromptRenderer(tokenizer, data_config)
+    renderer, columns = PromptRenderer(tokenizer, data_config), Columns(data_config, key, path)
     kept: list[tuple[Prompt, np.ndarray]] = []
     longest_prompt = longest_target = long_prompts = long_targets = 0
     for block in iterate_blocks(path, key):
-        prompts = tokenise_block(block, renderer, data_config, key)
+        prompts = tokenise_block(block, renderer, columns)
         for prompt, target in zip(prompts, _targets(block, tokenizer, data_config, key), strict=True):
             longest_prompt = max(longest_prompt, len(prompt.token_ids))
             longest_target = max(longest_target, len(target))
@@ -80,7 +81,7 @@ def load_supervised(
         target_tokens=np.concatenate(targets),
         target_offsets=offsets_of([len(target) for target in targets]),
     )
-    return supervised, LoadReport(key, str(path), len(kept), dropped, longest_prompt, limits)
+    return supervised, LoadReport(key, str(path), len(kept), dropped, longest_prompt, limits, notes=columns.notes())
 
 
 def supervised_chunk(
@@ -130,13 +131,13 @@ def _bounds(offsets: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
 def _targets(
     block: list[tuple[str, dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, key: str
 ) -> list[np.ndarray]:
-    texts = []
+    texts, column = [], data_config.answer_key or ANSWER_COLUMNS[0]
     for place, row in block:
-        text = row.get(data_config.answer_key)
+        text = row.get(column)
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"{key}: {place} has no target text in column {data_config.answer_key!r}"
-                f" (its columns are {', '.join(row) or 'none'}); set data.answer_key to the column of target texts"
+                f"{key}: {place} has no target text in column {column!r} (its columns are {listing(row, column)});"
+                " set data.answer_key to the column of target texts"
             )
         texts.append(text)
     eos = np.array([tokenizer.eos_token_id], np.int32)

@@ -117,7 +117,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{_KEY}: {path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{_KEY}: {path} is not a JSON object")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.algorithms.interface import Estimator
+from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.lora import base_is_reference, uses_lora
 from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.schema import Config
@@ -29,6 +29,7 @@ from mcore_rl.megatron.mtp import MTPObjective
 from mcore_rl.megatron.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
 from mcore_rl.megatron.offload import Offloader
 from mcore_rl.megatron.output import PolicyModel
+from mcore_rl.megatron.rank_batch import RankBatch
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.replay import engine_routing
@@ -53,10 +54,8 @@ logger = logging.getLogger(__name__)
 class MegatronActor:
     """Builds the policy in its layout and trains it. Every method is collective over all ranks.
 
-    `trained` is the model with its optimizer, of which the actor shows the parts by their names. `old_logp` maps a
-    sample to the annotated log-probabilities of its trained tokens, on the ranks of the last stage; each
-    context-parallel rank has those of its own part of the sequence. So does `ref_logp` with those of the `reference`,
-    where the configuration has a KL term; `penalties` maps it to what the KL takes off the rewards of all its tokens.
+    `trained` is the model with its optimizer, of which the actor shows the parts by their names; there is a `reference`
+    where the configuration has a KL term. A batch is a RankBatch, which the passes over it take and return.
 
     `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
 
@@ -76,17 +75,12 @@ class MegatronActor:
         self.ddp, self.optimizer, self.scheduler = self.trained.ddp, self.trained.optimizer, self.trained.scheduler
         self.routers, self.routing = self.model.routers, self.model.routing
         self.objective = Objective.from_config(config, self.model.group, self.model.context)
+        self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         self.mtp: MTPObjective | None = None
         if config.actor.mtp_loss_coefficient:
             chunk_tokens = config.actor.logprob_chunk_tokens
             self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
-        self.old_logp: dict[int, torch.Tensor] = {}
-        self.token_advantages: dict[int, np.ndarray] = {}
         self.reference = self._reference() if uses_reference(config) else None
-        self.ref_logp: dict[int, torch.Tensor] = {}
-        self.penalties: dict[int, np.ndarray] = {}
-        self._chosen: dict[int, torch.Tensor] = {}
-        self._policy_is_old = self._replays = False
 
     @property
     def memory(self) -> Offloader:
@@ -103,165 +97,158 @@ class MegatronActor:
 
         return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
 
-    def annotate(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
-        """Recomputes the log-probabilities of the current policy for the samples of all updates but the first, once
-        each. They stay on the ranks of the last stage until the next call.
+    def recompute_logp(
+        self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
+    ) -> tuple[RankBatch, dict[str, Metric]]:
+        """The batch with the current policy's log-probabilities for the samples of all updates but the first, once
+        each; metrics.
 
         The first update starts from the very policy that they are of: its own forward pass gives those of its samples,
-        and its metrics then hold what annotation would have found of them. There is no pass at all where nothing reads
+        and its metrics then hold what this pass would have found of them. There is no pass at all where nothing reads
         what it would find: neither the loss, nor the KL of the rewards, nor a replay of the policy's own routing.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.old_logp, self.token_advantages, self._policy_is_old = {}, {}, True
         # A single update is of the old policy throughout: its routing is its own.
-        self._replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
-        replay = self._impose_engine(shares, chunks) if self.config.actor.moe.router_replay == "engine" else {}
-        reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or self._replays
+        replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
+        batch = RankBatch(shares, chunks, replays=replays)
+        replay = self._impose_engine(batch) if self.config.actor.moe.router_replay == "engine" else {}
+        reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or replays
         if len(shares) == 1 or not reads:
-            return replay
+            return batch, replay
         self.memory.load("params")
         share = distinct_samples(shares, first=1)
-        batches = self.model.microbatches(share, chunks)
-        rows = [self.routing.row(batch, records=self._replays) for batch in batches]
-        found = self.model.infer(batches, self._annotation, rows)
-        self.routing.keep(batches, rows)
-        self.old_logp = by_sample(found)
-        bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+        microbatches = self.model.microbatches(share, chunks)
+        rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
+        found = self.model.infer(microbatches, self._logp, rows)
+        self.routing.keep(microbatches, rows)
+        bad = [sample for microbatch, logp in found for sample in non_finite_samples(microbatch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.model.device)
-        return replay | self._mismatch(found)
+        return replace(batch, old_logp=by_sample(found)), replay | self._mismatch(found)
 
     def _mismatch(self, found: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
         return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self.model.counts_tokens else {}
 
-    def _impose_engine(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+    def _impose_engine(self, batch: RankBatch) -> dict[str, Metric]:
         """From now on the samples take the experts that the engine chose. When it is due, also a pass without: how far
         its experts are from the engine's, and its log-probabilities from those sampled with.
 
         Steps are counted by the optimizer's, which a resumed run knows.
         """
-        self.routing.impose(engine_routing(shares, chunks))
+        self.routing.impose(engine_routing(batch.shares, batch.chunks))
         every = self.config.actor.moe.replay_check_every_steps
-        if not every or self.scheduler.num_steps // len(shares) % every:
+        if not every or self.scheduler.num_steps // len(batch.shares) % every:
             return {}
         self.memory.load("params")
-        batches = self.model.microbatches(distinct_samples(shares), chunks)
-        rows = [self.routing.row(batch, records=True, free=True) for batch in batches]
-        gap = self._mismatch(self.model.infer(batches, self._annotation, rows))
-        metrics = self.routing.differences(batches, rows)
+        microbatches = self.model.microbatches(distinct_samples(batch.shares), batch.chunks)
+        rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
+        gap = self._mismatch(self.model.infer(microbatches, self._logp, rows))
+        metrics = self.routing.differences(microbatches, rows)
         if gap:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
         return metrics
 
-    def refer(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> None:
-        """Log-probabilities of the reference for all samples, which stay here until the next call.
+    def reference_logp(self, batch: RankBatch) -> RankBatch:
+        """The batch with the reference's log-probabilities for all samples.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
         assert self.reference is not None
-        self.ref_logp, self.penalties = self.reference.logp(distinct_samples(shares), chunks), {}
+        return replace(batch, ref_logp=self.reference.logp(distinct_samples(batch.shares), batch.chunks))
 
-    def penalize(
-        self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers], coefficient: float
-    ) -> tuple[dict[str, Metric], dict[int, float]]:
-        """What the KL between the old policy and the reference takes off the rewards, after `annotate` and `refer`,
-        before the updates: token by token for `estimate`, and the sum over each response, which is returned on the
-        ranks of the last stage.
+    def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
+        """The batch with what the KL between the old policy and the reference takes off the rewards; metrics. Takes
+        what `reference_logp` returned, before the updates.
 
-        The policy's pass over the samples of the first update, which annotation leaves out, is made here.
+        The policy's pass over the samples of the first update, which `recompute_logp` leaves out, is made here.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        assert self._policy_is_old
         self.memory.load("params")
-        every, first = distinct_samples(shares), distinct_samples(shares[:1])
-        found = self.model.infer(self.model.microbatches(first, chunks), self._annotation)
-        batches = self.model.microbatches(every, chunks)
+        every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
+        found = self.model.infer(self.model.microbatches(first, batch.chunks), self._logp)
+        microbatches = self.model.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
         place = self.layout.coordinates(self.rank)
         if place.pp == self.layout.pp - 1:
-            old_logp = self.old_logp | by_sample(found)
-            kl = whole_kl(batches, old_logp, self.ref_logp, self.config.algorithm.kl.reward_kind, self.model.context)
+            old_logp, kind = batch.old_logp | by_sample(found), self.config.algorithm.kl.reward_kind
+            kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.model.context)
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
         require_finite(describe_samples("KL", bad, every), self.model.device)
-        self.penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
-        sums = {sample: float(values.sum(dtype=np.float64)) for sample, values in self.penalties.items()}
-        if not self.model.counts_tokens or place.cp:
-            return {}, sums
-        total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
-        return {"reward/kl": Mean(total, sum(len(values) for values in kl.values()))}, sums
+        penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
+        metrics: dict[str, Metric] = {}
+        if self.model.counts_tokens and not place.cp:
+            total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
+            metrics["reward/kl"] = Mean(total, sum(len(values) for values in kl.values()))
+        return replace(batch, penalties=penalties), metrics
 
     def refresh_reference(self) -> None:
-        """The reference becomes the policy of now."""
+        """The reference takes the policy's present weights."""
         assert isinstance(self.reference, FrozenPolicy)
         self.gather_parameters()
         self.reference.copy_from(self.chunks)
 
     def estimate(
-        self,
-        estimator: Estimator,
-        shares: Sequence[RankShare],
-        chunks: Sequence[TrajectoryBuffers],
-        values: Mapping[int, np.ndarray] | None,
-    ) -> tuple[dict[str, Metric], dict[int, np.ndarray]]:
-        """Advantages of all samples token by token, for the updates that follow an `annotate`; `values` are a critic's,
-        if the estimator reads any. Returns metrics, and on ranks of the last stage the returns.
+        self, batch: RankBatch, values: Mapping[int, np.ndarray] | None
+    ) -> tuple[RankBatch, dict[str, Metric], dict[int, np.ndarray]]:
+        """The batch with advantages token by token, of the configured estimator; `values` are a critic's, if it reads
+        any. Also metrics, and on ranks of the last stage the returns.
 
         Shapes: values, returns float32 [n] by sample.
         Collective: the data-parallel ranks of the last stage.
         """
         place = self.layout.coordinates(self.rank)
         if place.pp < self.layout.pp - 1:
-            return {}, {}
+            return batch, {}, {}
         found = estimate_tokens(
-            estimator,
-            distinct_samples(shares),
-            chunks,
+            self.estimator,
+            distinct_samples(batch.shares),
+            batch.chunks,
             values=values,
-            penalties=self.penalties or None,
+            penalties=batch.penalties or None,
             group=parallel_state.get_data_parallel_group(),
         )
-        self.token_advantages = found.advantages
         # Context-parallel ranks have the same whole responses, of which one counts the tokens.
-        return found.describe() if self.model.counts_tokens and not place.cp else {}, found.returns
+        metrics = found.describe() if self.model.counts_tokens and not place.cp else {}
+        return replace(batch, token_advantages=found.advantages), metrics, found.returns
 
-    def update(self, share: RankShare, chunks: Sequence[TrajectoryBuffers], update_index: int) -> dict[str, Metric]:
-        """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
+    def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
+        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
+        The first one (0) must find the policy that `recompute_logp` found.
 
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
         """
-        batches, reports = self.accumulate_gradients(share, chunks)
-        self._policy_is_old = False
-        return self.trained.step(batches, reports, update_index)
+        microbatches, reports = self.accumulate_gradients(batch, index)
+        return self.trained.step(microbatches, reports, index)
 
     def accumulate_gradients(
-        self, share: RankShare, chunks: Sequence[TrajectoryBuffers], *, on_every_replica: bool = False
+        self, batch: RankBatch, index: int, *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """The gradient of the update's loss, as TrainedModel.accumulate_gradients leaves it.
+        """The gradient of the loss of update `index`, as TrainedModel.accumulate_gradients leaves it.
 
         Raises: NonFiniteError on every rank.
         """
-        batches = self.model.microbatches(share, chunks)
-        trained, routed = self.model.token_weights(batches)
+        share, policy_is_old = batch.shares[index], index == 0
+        replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
+        microbatches = self.model.microbatches(share, batch.chunks)
+        trained, routed = self.model.token_weights(microbatches)
+        chosen: dict[int, torch.Tensor] | None = None
         if self.objective.loss.needs.selection:
-            self._chosen = self._choose_tokens(batches)
-        own = self._policy_is_old
+            chosen = self._choose_tokens(batch, microbatches, replays=replays)
         rows = [
-            self.routing.row(
-                batch, token_weight=routed, replays=self._replays and not own, records=self._replays and own
-            )
-            for batch in batches
+            self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
+            for microbatch in microbatches
         ]
         reports = self.trained.accumulate_gradients(
             share,
-            batches,
+            microbatches,
             rows,
-            partial(self._loss_closure, trained),
+            partial(self._loss_closure, _Update(batch, policy_is_old, chosen, mtp_weight=trained)),
             suspects="loss or log-probability",
             on_every_replica=on_every_replica,
         )
-        self.routing.keep(batches, rows)
-        return batches, reports
+        self.routing.keep(microbatches, rows)
+        return microbatches, reports
 
     def gather_parameters(self) -> None:
         """As TrainedModel.gather_parameters."""
@@ -293,15 +280,16 @@ class MegatronActor:
         self.trained.reference = frozen if frozen.is_saved else None
         return frozen
 
-    def _choose_tokens(self, batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    def _choose_tokens(
+        self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool
+    ) -> dict[int, torch.Tensor]:
         """Of an update that is about to begin; a forward pass of its own.
 
         Collective: all ranks.
         """
         self.memory.load("params")
-        replays = self._replays and not self._policy_is_old
-        rows = [self.routing.row(batch, replays=replays) for batch in batches]
-        found = self.model.infer(batches, self._annotation, rows)
+        rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
+        found = self.model.infer(microbatches, self._logp, rows)
         if not found:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -312,40 +300,55 @@ class MegatronActor:
 
         seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # another for every update
         return self.objective.choose_tokens(
-            found, self.old_logp, self.token_advantages, seed=seed, all_reduce=all_reduce
+            found, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
         )
 
-    def _annotation(
-        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
-    ) -> tuple[MicroBatch, torch.Tensor]:
+    def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
         return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
-    def _loss_closure(self, mtp_weight: float, model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+    def _loss_closure(self, update: _Update, model: torch.nn.Module, microbatch: MicroBatch) -> LossClosure:
+        batch = update.batch
+
         def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
-            policy_is_old, row = self._policy_is_old, len(batch.tokens)
+            row = len(microbatch.tokens)
             policy = hidden[:row] if self.mtp else hidden
-            advantages = chosen = None
-            if self.token_advantages:
-                advantages = own_tokens(batch, self.token_advantages, self.model.context, "advantages")
-            if self.objective.loss.needs.selection:
-                none = batch.targets.new_empty(0).bool()
-                chosen = torch.cat([none, *(self._chosen[sample] for sample in batch.samples)])
+            advantages = None
+            if batch.token_advantages:
+                advantages = own_tokens(microbatch, batch.token_advantages, self.model.context, "advantages")
             loss, report = self.objective.evaluate(
                 model,
                 policy,
-                batch,
-                self.old_logp,
-                policy_is_old=policy_is_old,
+                microbatch,
+                batch.old_logp,
+                policy_is_old=update.policy_is_old,
                 advantages=advantages,
-                chosen=chosen,
-                ref_logp=self.ref_logp,
+                chosen=update.chosen_of(microbatch),
+                ref_logp=batch.ref_logp,
             )
             if self.mtp:
-                ahead, metrics = self.mtp.evaluate(model, hidden[row:], batch, mtp_weight)
+                ahead, metrics = self.mtp.evaluate(model, hidden[row:], microbatch, update.mtp_weight)
                 loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
             return loss, report
 
         return loss_closure(evaluate)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the loss of every micro-batch of an update reads; `chosen` are the tokens that a selective loss treats
+    differently, by sample."""
+
+    batch: RankBatch
+    policy_is_old: bool
+    chosen: Mapping[int, torch.Tensor] | None
+    mtp_weight: float
+
+    def chosen_of(self, microbatch: MicroBatch) -> torch.Tensor | None:
+        """Shapes: bool [N], of the micro-batch's trained tokens."""
+        if self.chosen is None:
+            return None
+        none = microbatch.targets.new_empty(0).bool()
+        return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])
 
 
 def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:

@@ -19,6 +19,7 @@ from mcore_rl.megatron.microbatches import MicroBatch, distinct_samples, own_tok
 from mcore_rl.megatron.model import build_model
 from mcore_rl.megatron.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.output import PolicyModel
+from mcore_rl.megatron.rank_batch import ValuedBatch
 from mcore_rl.megatron.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.trained_model import TrainedModel
 from mcore_rl.megatron.value_model import (
@@ -37,8 +38,7 @@ class MegatronCritic:
     over all ranks.
 
     The value of a trained token is the head's output at the position that predicts it, where the policy has its
-    log-probability. `old_values` maps a sample to those of all its trained tokens, [n], on every rank of the last
-    stage, as `values` last found them. `update_epochs` is how often the caller goes through the updates of a batch.
+    log-probability. `update_epochs` is how often the caller goes through the updates of a batch.
 
     `init_method` as of MegatronActor. Router replay does not apply: no routing of an engine or of an old policy is one
     of this model. Multi-token-prediction layers are left out.
@@ -57,64 +57,52 @@ class MegatronCritic:
             chunks = value_chunks(self.config, self.hf_config, self.layout)
             self.trained = TrainedModel(self.config, self.hf_config, self.layout, rank, role="critic", chunks=chunks)
         self.model = self.trained.model
-        self.old_values: dict[int, np.ndarray] = {}
 
-    def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
-        """The current values of all samples of the shares, each sample once: on every rank of the last stage float32
-        [n], one for each of its trained tokens; nothing on the others.
+    def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
+        """The batch with the current values of all samples of the shares, each sample once; none but on ranks of the
+        last stage.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.trained.memory.load("params")
         share = distinct_samples(shares)
         found = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
-        self.old_values = {sample: values for batch in found for sample, values in batch.items()}
-        bad = [sample for sample, values in self.old_values.items() if not np.isfinite(values).all()]
+        values = {sample: own for of_row in found for sample, own in of_row.items()}
+        bad = [sample for sample, own in values.items() if not np.isfinite(own).all()]
         require_finite(describe_samples("value", bad, share), self.model.device)
-        return self.old_values
+        return ValuedBatch(shares, chunks, values)
 
-    def update(
-        self,
-        share: RankShare,
-        chunks: Sequence[TrajectoryBuffers],
-        update_index: int,
-        returns: Mapping[int, np.ndarray],
-    ) -> dict[str, Metric]:
-        """One optimizer step on the share's samples, together with the other data-parallel ranks on theirs.
+    def update(self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]) -> dict[str, Metric]:
+        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
 
         Shapes: returns maps each sample of the share to float32 [n], one for each of its trained tokens; read on the
         ranks of the last stage only.
 
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
         """
-        batches, reports = self.accumulate_gradients(share, chunks, returns)
-        return self.trained.step(batches, reports, update_index)
+        microbatches, reports = self.accumulate_gradients(batch, index, returns)
+        return self.trained.step(microbatches, reports, index)
 
     def accumulate_gradients(
-        self,
-        share: RankShare,
-        chunks: Sequence[TrajectoryBuffers],
-        returns: Mapping[int, np.ndarray],
-        *,
-        on_every_replica: bool = False,
+        self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray], *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """The gradient of the clipped value loss, every token times its response's weight, as
+        """The gradient of the clipped value loss of update `index`, every token times its response's weight, as
         TrainedModel.accumulate_gradients leaves it.
 
         Raises: NonFiniteError on every rank.
         """
-        batches = self.model.microbatches(share, chunks)
-        _, routed = self.model.token_weights(batches)
-        rows = [self.model.routing.row(batch, token_weight=routed) for batch in batches]
+        microbatches = self.model.microbatches(batch.shares[index], batch.chunks)
+        _, routed = self.model.token_weights(microbatches)
+        rows = [self.model.routing.row(microbatch, token_weight=routed) for microbatch in microbatches]
         reports = self.trained.accumulate_gradients(
-            share,
-            batches,
+            batch.shares[index],
+            microbatches,
             rows,
-            partial(self._loss_closure, returns),
+            partial(self._loss_closure, batch.values, returns),
             suspects="value loss, value or return",
             on_every_replica=on_every_replica,
         )
-        return batches, reports
+        return microbatches, reports
 
     def gather_parameters(self) -> None:
         """As TrainedModel.gather_parameters."""
@@ -129,17 +117,20 @@ class MegatronCritic:
         return whole_values(batch, output, self.model.context)
 
     def _loss_closure(
-        self, returns: Mapping[int, np.ndarray], chunk: torch.nn.Module, batch: MicroBatch
+        self,
+        old_values: Mapping[int, np.ndarray],
+        returns: Mapping[int, np.ndarray],
+        chunk: torch.nn.Module,
+        batch: MicroBatch,
     ) -> LossClosure:
         del chunk
 
         def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
             values = output.index_select(0, batch.predictors)
-            old = "old values; ask for `values` before the updates"
             target = own_tokens(batch, returns, self.model.context, "returns")
             result = compute_value_loss(
                 values=values,
-                old_values=own_tokens(batch, self.old_values, self.model.context, old),
+                old_values=own_tokens(batch, old_values, self.model.context, "old values"),
                 returns=target,
                 mask=torch.ones_like(values),
                 clip_range=self.clip_range,

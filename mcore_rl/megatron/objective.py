@@ -160,7 +160,7 @@ class Objective:
                 metrics={
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
                     **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
-                    **(mismatch(batch, logp) if policy_is_old else {}),
+                    **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
                     **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),
@@ -300,7 +300,7 @@ def _remembered(
     unknown = [sample for sample in batch.samples if sample not in by_sample]
     if unknown:
         raise McoreRLError(
-            f"samples {unknown} have no {which} log-probabilities: annotate the batch before its updates"
+            f"samples {unknown} have no {which} log-probabilities: those of a batch are computed before its updates"
         )
     return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
 

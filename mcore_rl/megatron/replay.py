@@ -153,7 +153,7 @@ class RoutingStore:
         """Shapes: [layers, tokens of all samples + 1, k]; the last is padding's."""
         unknown = [sample for sample in batch.samples if sample not in self.by_sample]
         if unknown:
-            raise McoreRLError(f"samples {unknown} have no recorded routing: annotate the batch before its updates")
+            raise McoreRLError(f"samples {unknown} have no recorded routing: recompute_logp comes before the updates")
         padding = torch.arange(self.topk, dtype=self.dtype).expand(len(self.layers), 1, -1)
         return torch.cat([*(self.by_sample[sample] for sample in batch.samples), padding], 1)
 

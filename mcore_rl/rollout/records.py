@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 FIELDS = ".fields"
+HALF_CHARACTERS = "backslashreplace"
+"""Graders may hand over half of a surrogate pair, which UTF-8 does not have: it is written as the escape that JSON has
+for it, and comes back as it was."""
 
 
 def part_path(directory: Path, name: str, batch: int, engine: int) -> str:
@@ -36,7 +39,7 @@ def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
     """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
     lines of its own."""
-    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8") as file:
+    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
         for line, own in zip(lines, fields, strict=True):
             file.write(json.dumps([line, own], ensure_ascii=False) + "\n")
 
@@ -57,7 +60,10 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
     Shapes: [B], in the order of the lines.
     """
     temporary, fields = f"{part}.amended", _take_fields(part)
-    with open(part, encoding="utf-8") as source, open(temporary, "w", encoding="utf-8") as target:
+    with (
+        open(part, encoding="utf-8") as source,
+        open(temporary, "w", encoding="utf-8", errors=HALF_CHARACTERS) as target,
+    ):
         for index, line in enumerate(source):
             record = json.loads(line)
             record |= {"reward": float(rewards[index]), "accuracy": float(accuracies[index])}
@@ -67,10 +73,7 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
     os.replace(temporary, part)
 
 
-def remove_after(directory: Path, step: int) -> None:
-    """Forgets the responses of steps after `step`, and what a crash left unjoined (a resumed run writes them again)."""
+def remove_unjoined(directory: Path) -> None:
+    """Removes what a crash left of steps that had not ended."""
     for path in directory.glob(".*"):
         path.unlink()
-    for path in directory.glob("*step_*.jsonl"):
-        if int(path.stem.rpartition("_")[2]) > step:
-            path.unlink()

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import ray
 
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.health import Watch
 from mcore_rl.types import (
     Batch,
+    BatchHandle,
+    BuffersRef,
     Metric,
-    RolloutScalars,
+    RolloutResult,
+    RolloutTask,
     SavedFile,
     SavedState,
     Span,
+    TokenRefs,
     TrajectoryBuffers,
     merge_metrics,
 )
+
+_keys = itertools.count(1)
+"""Of batches on ranks: never used again, so that a handle of an earlier batch is recognised."""
 
 
 @dataclass(frozen=True)
@@ -47,27 +54,6 @@ class RankMap:
 
     dp_rank_of: tuple[int, ...]
     speakers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TokenRefs:
-    """References of TokenColumns, one per data-parallel rank of the group that made them."""
-
-    columns: tuple[Any, ...]
-
-    def overlapping(self, dp_rank: int, num_dp_ranks: int) -> tuple[Any, ...]:
-        """The columns with samples of a data-parallel rank of another group, whose number of them divides this one or
-        is a multiple of it."""
-        return tuple(self.columns[part] for part in matching(dp_rank, num_dp_ranks, len(self.columns)))
-
-
-def matching(dp_rank: int, num_dp_ranks: int, others: int) -> range:
-    """The ranks of `others` that have samples of `dp_rank`, when the larger number is cut into runs of equal length."""
-    if others >= num_dp_ranks:
-        run = others // num_dp_ranks
-        return range(dp_rank * run, (dp_rank + 1) * run)
-    first = dp_rank * others // num_dp_ranks
-    return range(first, first + 1)
 
 
 @dataclass
@@ -116,77 +102,72 @@ class RankGroup:
 
 @dataclass
 class TrainerGroup(RankGroup):
-    """All ranks of the policy."""
+    """All ranks of the policy: a ports.Actor."""
 
-    _kept: Batch | None = field(default=None, init=False)
-    """The batch that the ranks have."""
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
+        """Log-probabilities of the current policy, which stay on the ranks with the batch. The only update of a batch
+        finds them itself: nothing is sent then."""
+        handle = BatchHandle(batch, next(_keys))
+        return handle if len(batch.updates) == 1 else self._sent(handle)
 
-    def annotate(self, batch: Batch) -> dict[str, Metric]:
-        """Recomputes log-probabilities on the ranks, where they and the batch stay for its updates. The only update
-        of a batch finds them itself: nothing is sent then."""
-        self._kept = None
-        return {} if len(batch.updates) == 1 else self._prepare(batch)
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        """Log-probabilities of the reference, which stay on the ranks."""
+        sent = self._sent(handle)
+        self.on_every_rank("reference_logp", [(sent.key,)] * len(self.handles))
+        return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:
         """How far the policy's log-probabilities are from those that came with the batch."""
         return merge_metrics(self.on_every_rank("compare", self.shares_of(batch)))
 
-    def refer(self, batch: Batch) -> dict[str, Metric]:
-        """Log-probabilities of the reference, which stay on the ranks for the batch's updates. Returns what
-        `annotate` left to the first call that sends the batch."""
-        prepared = self._prepare(batch)
-        self.on_every_rank("refer")
-        return prepared
-
-    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Metric], np.ndarray]:
-        """What the KL takes off the rewards, after `refer`. Token by token it stays on the ranks for `estimate`; here
-        metrics, and the sums over responses. Shapes: float32 [B]."""
-        assert self._kept is batch
-        found = self.on_every_rank("penalize", [(coefficient,)] * len(self.handles))
-        sums = np.zeros(len(batch), np.float32)
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for
+        `estimate`; here the sums over responses. Shapes: float32 [B]."""
+        found = self.on_every_rank("kl_penalties", [(handle.key, coefficient)] * len(self.handles))
+        sums = np.zeros(len(handle.batch), np.float32)
         for speaker in self.ranks.speakers:
             for sample, total in found[speaker][1].items():
                 sums[sample] = total
-        return merge_metrics([metrics for metrics, _ in found]), sums
+        return _with_metrics(handle, [metrics for metrics, _ in found]), sums
 
-    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
         """The batch with other advantages; what the ranks have found of its tokens stays."""
-        assert self._kept is batch
-        self._kept = replace(batch, advantages=np.asarray(advantages, np.float32))
-        self.on_every_rank("replace_shares", [(shares,) for shares, *_ in self.shares_of(self._kept)])
-        return self._kept
+        other = replace(handle, batch=replace(handle.batch, advantages=np.asarray(advantages, np.float32)))
+        if other.is_sent:
+            shares = self.shares_of(other.batch)
+            self.on_every_rank("replace_shares", [(other.key, of_rank) for of_rank, *_ in shares])
+        return other
 
     def refresh_reference(self) -> None:
-        """The reference becomes the policy of now."""
+        """The reference takes the policy's present weights."""
         self.on_every_rank("refresh_reference")
 
-    def estimate(self, batch: Batch, estimator: Any, values: TokenRefs | None) -> tuple[dict[str, Metric], TokenRefs]:
-        """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's.
-        Returns metrics, and the returns."""
-        prepared = self._prepare(batch)
-        size = len(self.ranks.speakers)
+    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
+        """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's. Returns
+        the returns too."""
+        sent, size = self._sent(handle), len(self.ranks.speakers)
         columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
-        calls = [handle.estimate.remote(estimator, *own) for handle, own in zip(self.handles, columns, strict=True)]
-        metrics = merge_metrics([prepared, *self.watch.get([found for found, _ in calls])])
-        return metrics, TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
+        calls = [rank.estimate.remote(sent.key, *own) for rank, own in zip(self.handles, columns, strict=True)]
+        metrics = self.watch.get([found for found, _ in calls])
+        returns = TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers), sent.key)
+        return _with_metrics(sent, metrics), returns
 
-    def update(self, batch: Batch) -> dict[str, Metric]:
-        """One optimizer step per entry of batch.updates. A batch that nothing else has sent comes with the call.
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        """One optimizer step per entry of the batch's updates, after which the ranks let it go. A batch that nothing
+        else has sent comes with the call.
 
         Raises: NonFiniteError before a non-finite step.
         """
-        arguments = None if self._kept is batch else self.shares_of(batch)
-        self._kept = None
-        reports = self.on_every_rank("update", arguments)
+        brought = [()] * len(self.handles) if handle.is_sent else self.shares_of(handle.batch)
+        reports = self.on_every_rank("update", [(handle.key, *own) for own in brought])
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
-    def _prepare(self, batch: Batch) -> dict[str, Metric]:
-        """Sends the batch and has it annotated, unless the ranks have it."""
-        if self._kept is batch:
-            return {}
-        metrics = merge_metrics(self.on_every_rank("annotate", self.shares_of(batch)))
-        self._kept = batch
-        return metrics
+    def _sent(self, handle: BatchHandle) -> BatchHandle:
+        """The batch on the ranks, with the policy's log-probabilities."""
+        if handle.is_sent:
+            return handle
+        arguments = [(handle.key, *own) for own in self.shares_of(handle.batch)]
+        return _with_metrics(replace(handle, is_sent=True), self.on_every_rank("recompute_logp", arguments))
 
     def export_hf(self, directory: str, source: str) -> None:
         """Writes the weights as an HF directory; collective over all ranks."""
@@ -197,9 +178,9 @@ class TrainerGroup(RankGroup):
         self.on_every_rank("export_adapter", [(directory, source)] * len(self.handles))
 
     @staticmethod
-    def store(buffers: TrajectoryBuffers) -> Any:
+    def store(buffers: TrajectoryBuffers) -> BuffersRef:
         """A reference for Batch.chunks of trajectories that were made on the driver."""
-        return ray.put(buffers)
+        return BuffersRef(ray.put(buffers))
 
 
 @dataclass
@@ -209,19 +190,20 @@ class CriticGroup(RankGroup):
     own_batch: Callable[[Batch], Batch]
 
     def values(self, batch: Batch) -> TokenRefs:
-        """Of every trained token, in the object store; the batch stays for its updates."""
-        arguments = self.shares_of(self.own_batch(batch))
-        calls = [handle.values.remote(*own) for handle, own in zip(self.handles, arguments, strict=True)]
+        """Of every trained token, in the object store; the batch stays on the ranks for its updates."""
+        key, arguments = next(_keys), self.shares_of(self.own_batch(batch))
+        calls = [handle.values.remote(key, *own) for handle, own in zip(self.handles, arguments, strict=True)]
         self.watch.get([done for done, _ in calls])
-        return TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers))
+        return TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers), key)
 
-    def update(self, returns: TokenRefs) -> dict[str, Metric]:
-        """One optimizer step per update of the batch that `values` had.
+    def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
+        """One optimizer step per update of the batch that `values` are of.
 
         Raises: NonFiniteError before a non-finite step.
         """
         size = len(self.ranks.speakers)
-        reports = self.on_every_rank("update", [returns.overlapping(dp, size) for dp in self.ranks.dp_rank_of])
+        columns = [returns.overlapping(dp, size) for dp in self.ranks.dp_rank_of]
+        reports = self.on_every_rank("update", [(values.key, *own) for own in columns])
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
 
@@ -236,13 +218,13 @@ class EnginePool:
     def num_engines(self) -> int:
         return len(self.handles)
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """Runs task i on engine i % num_engines; the buffers stay in the object store."""
         calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
         scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
         return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
 
-    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> None:
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""
         calls = [
             self.handles[i % len(self.handles)].amend_records.remote(
@@ -270,6 +252,10 @@ class EnginePool:
 
     def spans(self) -> list[Span]:
         return drain_spans(self.watch, self.handles)
+
+
+def _with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:
+    return replace(handle, metrics=merge_metrics([handle.metrics, *found]))
 
 
 def drain_spans(watch: Watch, handles: Sequence[Any]) -> list[Span]:

@@ -5,7 +5,7 @@
     SYNC       parameters                    weights
     GENERATE   nothing that is offloaded     weights and KV cache
 
-    generate -> engines sleep -> annotate, update -> gradients and optimizer leave -> weights wake -> sync
+    generate -> engines sleep -> recompute_logp, update -> gradients and optimizer leave -> weights wake -> sync
              -> parameters leave -> KV cache wakes -> generate
 
 Ranks load what a call needs when it comes (megatron.offload); here is what must have left before.
@@ -13,12 +13,11 @@ Ranks load what a call needs when it comes (megatron.offload); here is what must
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import uses_cuda
@@ -121,23 +120,3 @@ class Phases:
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self.span("offload"):
             return self.trainers.offload(parts)
-
-
-class InPhase:
-    """Passes everything through to `target`; methods named in `phase_of` first enter that phase."""
-
-    def __init__(self, target: Any, phases: Phases, **phase_of: Phase) -> None:
-        self._target, self._phases, self._phase_of = target, phases, phase_of
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        phase = self._phase_of.get(name)
-        if phase is None:
-            return value
-
-        @functools.wraps(value)
-        def in_phase(*args: Any, **kwargs: Any) -> Any:
-            self._phases.enter(phase)
-            return value(*args, **kwargs)
-
-        return in_phase

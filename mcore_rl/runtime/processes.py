@@ -9,25 +9,37 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import McoreRLError
+from mcore_rl.ports import WeightReceiver
 from mcore_rl.runtime.hosts import Host, this_host
+from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.ports import free_port
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
     Metric,
     RankShare,
     RolloutScalars,
+    RolloutTask,
     SavedFile,
     SavedState,
     Span,
     TokenColumn,
     TrajectoryBuffers,
 )
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.rank_batch import RankBatch, ValuedBatch
+    from mcore_rl.weights.buckets import BucketSpec
+
+T = TypeVar("T")
 
 
 def see_only(devices: tuple[int, ...] | None) -> None:
@@ -36,10 +48,37 @@ def see_only(devices: tuple[int, ...] | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
 
 
+class Held(Generic[T]):
+    """The one batch that a rank keeps between calls, under the key that the driver gave it."""
+
+    def __init__(self) -> None:
+        self._key: int | None = None
+        self._batch: T | None = None
+
+    def keep(self, key: int, batch: T) -> None:
+        """In the place of what was there."""
+        self._key, self._batch = key, batch
+
+    def of(self, key: int) -> T:
+        """Raises: McoreRLError for the key of a batch that is not here (any more)."""
+        if self._batch is None or key != self._key:
+            raise McoreRLError(f"batch {key} is not on this rank, which holds {self._key or 'none'}")
+        return self._batch
+
+    def take(self, key: int) -> T:
+        """As `of`; nothing is here afterwards."""
+        batch = self.of(key)
+        self._key = self._batch = None
+        return batch
+
+
 class RunProcess:
     """What all processes have in common."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        """What the process writes goes to a file of its name in the directory `logs`; None: where Ray puts it."""
+        if logs is not None:
+            write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
 
@@ -103,6 +142,10 @@ class TrainedRankProcess(RankProcess):
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
+        self._held: Held[RankBatch] = Held()
+
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
         from mcore_rl.megatron.actor import MegatronActor
 
@@ -113,25 +156,28 @@ class TrainerProcess(TrainedRankProcess):
     def compare(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         return self.actor.compare(shares[0], chunks)
 
-    def annotate(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
-        """Of a batch that is kept for the calls that follow, up to its update. Its trajectories lie in the object store
-        until then."""
-        self._batch = shares, list(chunks)
-        with self.spans.span("annotate"):
-            return self.actor.annotate(*self._batch)
+    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        """Of a batch that is kept, under `key`, for the calls that follow up to its update. Its trajectories lie in the
+        object store until then."""
+        with self.spans.span("recompute logp"):
+            batch, metrics = self.actor.recompute_logp(shares, list(chunks))
+        self._held.keep(key, batch)
+        return metrics
 
-    def replace_shares(self, shares: list[RankShare]) -> None:
+    def replace_shares(self, key: int, shares: list[RankShare]) -> None:
         """Other numbers of the same samples."""
-        self._batch = shares, self._batch[1]
+        self._held.keep(key, replace(self._held.of(key), shares=shares))
 
-    def refer(self) -> None:
-        with self.spans.span("reference"):
-            self.actor.refer(*self._batch)
+    def reference_logp(self, key: int) -> None:
+        with self.spans.span("reference logp"):
+            self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
 
-    def penalize(self, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
+    def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
         """Metrics, and on ranks of the last stage what is taken off the reward of each sample of the share."""
-        with self.spans.span("penalize"):
-            return self.actor.penalize(*self._batch, coefficient)
+        with self.spans.span("kl penalties"):
+            batch, metrics = self.actor.kl_penalties(self._held.of(key), coefficient)
+        self._held.keep(key, batch)
+        return metrics, {sample: float(own.sum(dtype=np.float64)) for sample, own in batch.penalties.items()}
 
     def refresh_reference(self) -> None:
         with self.spans.span("refresh reference"):
@@ -144,33 +190,33 @@ class TrainerProcess(TrainedRankProcess):
         return away
 
     @ray.method(num_returns=2)
-    def estimate(self, estimator: Any, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
+    def estimate(self, key: int, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
         """Metrics, and the returns of the share, on ranks of the last stage."""
         with self.spans.span("estimate"):
-            by_sample = joined(values) if estimator.needs.values else None
-            metrics, returns = self.actor.estimate(estimator, *self._batch, by_sample)
+            by_sample = joined(values) if self.actor.estimator.needs.values else None
+            batch, metrics, returns = self.actor.estimate(self._held.of(key), by_sample)
+        self._held.keep(key, batch)
         return metrics, TokenColumn.of(returns)
 
-    def update(self, *batch: Any) -> list[dict[str, Metric]]:
-        """Trains on the batch and lets it go; one that is given with the call (as `annotate` takes it) is annotated
-        first. Metrics of that, and of every update."""
-        reports = [self.annotate(*batch)] if batch else []
-        shares, chunks = self._batch
-        del self._batch
-        for index, share in enumerate(shares):
+    def update(self, key: int, *brought: Any) -> list[dict[str, Metric]]:
+        """Trains on the batch and lets it go; one that is brought with the call (as `recompute_logp` takes it) goes
+        through that first. Metrics of that, and of every update."""
+        reports = [self.recompute_logp(key, *brought)] if brought else []
+        batch = self._held.take(key)
+        for index in range(len(batch.shares)):
             with self.spans.span("update"):
-                reports.append(self.actor.update(share, chunks, index))
+                reports.append(self.actor.update(batch, index))
         self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
 
-    def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
+    def sync_plan(self, bucket_bytes: int, num_slots: int) -> BucketSpec:
         """The bucket plan of what engines load of this model and layout; the same on every rank."""
         from mcore_rl.weights.buckets import plan_buckets
 
         self._plans = self.actor.sync_plan()
         return plan_buckets(self._plans, bucket_bytes, num_slots)
 
-    def attach_buckets(self, spec: Any) -> list[int]:
+    def attach_buckets(self, spec: BucketSpec) -> list[int]:
         """Maps the shared segment; returns the buckets that this rank writes to."""
         from mcore_rl.weights.buckets import SharedBuckets
         from mcore_rl.weights.publish import BucketWriter
@@ -213,6 +259,10 @@ class TrainerProcess(TrainedRankProcess):
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
+        self._held: Held[ValuedBatch] = Held()
+
     def setup(
         self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: tuple[int, ...] | None
     ) -> None:
@@ -225,23 +275,21 @@ class CriticProcess(TrainedRankProcess):
         self.critic.trained.memory.offload()
 
     @ray.method(num_returns=2)
-    def values(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
+    def values(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
         """Nothing, which says that it is done, and the values of the share, on ranks of the last stage; keeps the batch
-        for the `update` after it."""
-        self._batch = shares, list(chunks)
+        under `key` for the `update` after it."""
         with self.spans.span("values"):
-            found = self.critic.values(*self._batch)
+            batch = self.critic.values(shares, list(chunks))
+        self._held.keep(key, batch)
         self.critic.trained.memory.offload()
-        return None, TokenColumn.of(found)
+        return None, TokenColumn.of(batch.values)
 
-    def update(self, *returns: TokenColumn) -> list[dict[str, Metric]]:
+    def update(self, key: int, *returns: TokenColumn) -> list[dict[str, Metric]]:
         """`returns` have those of all samples of this rank's share."""
-        shares, chunks = self._batch
-        del self._batch
-        by_sample, reports = joined(returns), []
-        for index, share in enumerate(shares * self.critic.update_epochs):
+        batch, by_sample, reports = self._held.take(key), joined(returns), []
+        for index in [*range(len(batch.shares))] * self.critic.update_epochs:
             with self.spans.span("update"):
-                reports.append(self.critic.update(share, chunks, index, by_sample))
+                reports.append(self.critic.update(batch, index, by_sample))
         self.critic.gather_parameters()
         self.critic.trained.memory.offload()
         return reports
@@ -270,11 +318,11 @@ class EngineProcess(RunProcess):
             # Grading processes start while the engine does.
             rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = build_worker(config, rewarder, resolved)
+            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved)
             rewarder.wait_ready()
 
     @ray.method(num_returns=2)
-    def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
         with self.spans.span(f"generate {task.prompt_set}"):
             return self.worker.run(task)
 
@@ -294,20 +342,24 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"wake up {part}"):
             self.worker.engine.wake_up(part)
 
-    def attach_buckets(self, spec: Any) -> None:
-        self.worker.engine.attach_buckets(spec)
+    def attach(self, arrival: BucketSpec) -> None:
+        self.receiver.attach(arrival)
 
-    def begin_weight_update(self) -> None:
-        self.worker.engine.begin_weight_update()
+    def begin_update(self) -> None:
+        self.receiver.begin_update()
 
     def receive_bucket(self, index: int) -> int:
         with self.spans.span("receive bucket"):
-            return self.worker.engine.receive_bucket(index)
+            return self.receiver.receive_bucket(index)
 
-    def finish_weight_update(self, version: int) -> None:
+    def finish_update(self, version: int) -> None:
         with self.spans.span("finish weight update"):
-            self.worker.engine.finish_weight_update(version)
+            self.receiver.finish_update(version)
 
-    def weight_checksums(self) -> dict[str, Any]:
+    def checksums(self) -> dict[str, str]:
         with self.spans.span("digest"):
-            return self.worker.engine.weight_checksums()
+            return self.receiver.checksums()
+
+
+if TYPE_CHECKING:
+    _port: type[WeightReceiver[BucketSpec]] = EngineProcess

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, resume, save, saves_settled
-from mcore_rl.types import Batch, Mean, Metric, Total, merge_metrics
+from mcore_rl.trainer.diagnostics import describe_parts
+from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
+from mcore_rl.types import BatchHandle, Mean, Metric, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
@@ -18,34 +19,35 @@ def train(run: Run) -> bool:
         validate(run)
         run.journal.finish_step(0)
     with saves_settled(run):
-        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        for step in steps_left(run):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step, version)
-            figures = [run.actor.annotate(batch)]
+            logp = run.actor.recompute_logp(batch)  # what is found stays on the ranks; later calls take the handle
             if run.reference is not None:
-                batch, found = run.reference.apply(run.actor, groups, batch)
-                figures.append(found)
-            figures += estimate(run, batch)
+                logp = run.reference.apply(run.actor, groups, logp)
+            logp, critic = estimate(run, logp)
+            update: dict[str, Metric] = {}
             if step > run.config.trainer.critic_warmup_steps:
-                figures.append(run.actor.update(batch))  # raises before a non-finite step
+                update = run.actor.update(logp)  # raises before a non-finite step
             if run.reference is not None:
                 run.reference.refresh(run.actor, step)
             version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
             run.state = run.state.finished(step, version)
-            run.journal.record(run.describe(groups) | merge_metrics(figures))
+            run.journal.record(run.describe(groups) | merge_metrics([logp.metrics, critic, update]))
             run.journal.record({"rollout/version": Total(version - 1)})
             if finish(run) and step < run.config.trainer.steps:
                 return False
     return True
 
 
-def estimate(run: Run, batch: Batch) -> list[dict[str, Metric]]:
-    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update."""
-    if run.token_estimator is None:
-        return []
-    values = run.critic.values(batch) if run.critic else None
-    metrics, returns = run.actor.estimate(batch, run.token_estimator, values)
-    return [metrics, run.critic.update(returns)] if run.critic else [metrics]
+def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:
+    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update, of
+    which the figures are returned."""
+    if not run.estimates_tokens:
+        return logp, {}
+    values = run.critic.values(logp.batch) if run.critic else None
+    logp, returns = run.actor.estimate(logp, values)
+    return logp, run.critic.update(values, returns) if run.critic and values else {}
 
 
 def finish(run: Run) -> bool:
@@ -55,20 +57,19 @@ def finish(run: Run) -> bool:
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
         run.journal.record({"weights/tensors_verified": Total(run.publisher.verify())})
-    if last or _due(step, trainer.validate_every_steps):
-        validate(run)
+    accuracy = validate(run) if last or _due(step, trainer.validate_every_steps) else None
     run.journal.finish_step(step)
     run.checkpoints.poll()
-    stopping = run.stop_requested()
+    stopping = run.stops.requested()
     if last or stopping or _due(step, run.config.checkpoint.every_steps):
-        save(run)
+        save(run, accuracy)
     return stopping
 
 
-def validate(run: Run) -> None:
+def validate(run: Run) -> float | None:
     """Accuracy on the validation prompts, if there are any: the mean over all responses."""
     if run.validator is None:
-        return
+        return None
     result = run.validator.validate(run.state.step)
     count = len(result.accuracies)
     run.journal.record(
@@ -76,9 +77,12 @@ def validate(run: Run) -> None:
             "val/accuracy": Mean(float(result.accuracies.sum()), count),
             "val/reward": Mean(float(result.rewards.sum()), count),
             "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
+            "val/errors": Total(len(result.errors)),
+            **describe_parts("val", [result]),
             **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
         }
     )
+    return float(result.accuracies.mean())
 
 
 def _due(step: int, every: int) -> bool:

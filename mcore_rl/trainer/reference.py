@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.ports import Actor
-from mcore_rl.types import Batch, Mean, Metric
+from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER = "kl_controller"
 """The adaptive coefficient among the positions that a checkpoint carries."""
@@ -22,24 +21,25 @@ class Reference:
     rewards [B] in the order of the batch) where responses have one advantage each, which the driver makes."""
 
     controller: KLController | None = None
-    advantages_of: Callable[[Any, np.ndarray], np.ndarray] | None = None
+    advantages_of: Callable[[Groups, np.ndarray], np.ndarray] | None = None
     refresh_every_steps: int = 0
 
-    def apply(self, actor: Actor, groups: Any, batch: Batch) -> tuple[Batch, dict[str, Metric]]:
-        """After Actor.annotate: the batch to go on with, whose advantages are of the rewards less the KL; metrics.
+    def apply(self, actor: Actor, groups: Groups, logp: BatchHandle) -> BatchHandle:
+        """The batch to go on with, whose advantages are of the rewards less the KL.
 
         Estimators that need tokens find the KL on the ranks.
         """
-        referred = actor.refer(batch)
+        referred = actor.reference_logp(logp)
         if self.controller is None:
-            return batch, referred
+            return referred
         coefficient = self.controller.coefficient
-        found, penalties = actor.penalize(batch, coefficient)
-        metrics = referred | found | {"reward/kl_coefficient": Mean(coefficient, 1)}
-        self.controller.update(metrics["reward/kl"].value, len(batch))
+        penalized, penalties = actor.kl_penalties(referred, coefficient)
+        metrics: dict[str, Metric] = {**penalized.metrics, "reward/kl_coefficient": Mean(coefficient, 1)}
+        self.controller.update(metrics["reward/kl"].value, len(logp.batch))
+        penalized = replace(penalized, metrics=metrics)
         if self.advantages_of is None:
-            return batch, metrics
-        return actor.replace_advantages(batch, self.advantages_of(groups, batch.rewards - penalties)), metrics
+            return penalized
+        return actor.with_advantages(penalized, self.advantages_of(groups, logp.batch.rewards - penalties))
 
     def refresh(self, actor: Actor, step: int) -> None:
         """After the updates of `step`."""

@@ -2,6 +2,7 @@
 
 from mcore_rl.types.data import (
     Batch,
+    BuffersRef,
     Completion,
     GenerationRequest,
     Prompt,
@@ -15,6 +16,7 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
+from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,
@@ -29,15 +31,19 @@ from mcore_rl.types.metrics import (
     Total,
     merge_metrics,
 )
+from mcore_rl.types.rollout import Groups, RolloutResult, RolloutTask
 
 __all__ = [
     "Batch",
+    "BatchHandle",
+    "BuffersRef",
     "Completion",
     "Correlation",
     "Deviation",
     "EffectiveFraction",
     "ExplainedVariance",
     "GenerationRequest",
+    "Groups",
     "Max",
     "Mean",
     "Metric",
@@ -45,7 +51,9 @@ __all__ = [
     "Prompt",
     "Quantile",
     "RankShare",
+    "RolloutResult",
     "RolloutScalars",
+    "RolloutTask",
     "Root",
     "SamplingOptions",
     "SavedFile",
@@ -53,6 +61,7 @@ __all__ = [
     "Score",
     "Span",
     "TokenColumn",
+    "TokenRefs",
     "Total",
     "TrajectoryBuffers",
     "merge_metrics",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -157,7 +158,7 @@ class Root(_Sums):
 Metric = Mean | Max | Min | Quantile | Total | EffectiveFraction | ExplainedVariance | Correlation | Deviation | Root
 
 
-def merge_metrics(parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Adds metrics key by key; how they combine is in their type."""
     merged: dict[str, Metric] = {}
     for part in parts:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
-    "slurm": {"config"},
+    "slurm": {"config", "runtime"},
     "model_converters": set(),
     "doctor": {"megatron"},
 }

@@ -73,22 +73,26 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 
 
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
+    from mcore_rl.megatron.rank_batch import RankBatch
+
     actor = build_actor(rank, directory, case)
     load_weights(actor, checkpoint)
     place = actor.layout.coordinates(rank)
     shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
     chunks = policy_batch.chunks()
     values = {s: found for share in shares for s, found in policy_values(actor, share, chunks).items()}
-    actor.old_logp = {
+    old_logp = {
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held]) for sample, (held, logp, _) in values.items()
     }
+    # As a second update, which has an old policy.
+    later = RankBatch([shares[1], shares[0]], chunks, old_logp)
     # A reduction that overlaps the pass leaves sums only where the optimizer needs them.
     on_every_replica = not case.means.get("overlap_grad_reduce")
-    _, reports = actor.accumulate_gradients(shares[0], chunks, on_every_replica=on_every_replica)
+    _, reports = actor.accumulate_gradients(later, 1, on_every_replica=on_every_replica)
     loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
     gradients = pieces(actor, gradients=True) if on_every_replica else []
-    actor.annotate(shares, chunks)
-    metrics = [actor.update(share, chunks, index) for index, share in enumerate(shares)]
+    batch, _ = actor.recompute_logp(shares, chunks)
+    metrics = [actor.update(batch, index) for index in range(len(shares))]
     actor.gather_parameters()
     speaks = place.tp == 0
     return {

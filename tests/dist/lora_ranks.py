@@ -64,9 +64,8 @@ def _actor(process: int, root: str, model: str, layout: Layout, dtype: str = "fl
 def _update(actor: Any, index: int) -> None:
     dp = actor.layout.coordinates(actor.rank).dp
     share = policy_batch.share(policy_batch.UPDATES[index % 2], dp, actor.layout.dp)
-    actor.annotate([share], policy_batch.chunks())
-    actor.refer([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(actor.reference_logp(batch), 0)
 
 
 def _state(actor: Any) -> list[Any]:
@@ -107,10 +106,10 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     """Two updates, exports, a checkpoint, a third update."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import save_checkpoint
     from mcore_rl.megatron.export import export_hf
     from mcore_rl.megatron.lora.export import export_adapter
     from mcore_rl.megatron.names import canonical_tensors
+    from tests.dist.saving import save_checkpoint
 
     actor = _actor(rank, root, case.model, case.layout, case.dtype)
     base = {name: tensor.clone() for name, tensor in canonical_tensors(actor.chunks).items()}
@@ -144,19 +143,21 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 
 
 def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
+    from mcore_rl.megatron.rank_batch import RankBatch
+
     dp, chunks = actor.layout.coordinates(actor.rank).dp, policy_batch.chunks()
     shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
 
     def policy() -> dict[int, np.ndarray]:
         found = {}
         for share in shares:
-            for batch, logp in actor.model.infer(actor.model.microbatches(share, chunks), actor._annotation):
+            for batch, logp in actor.model.infer(actor.model.microbatches(share, chunks), actor._logp):
                 found |= zip(batch.samples, (part.numpy() for part in logp.split(batch.trained_counts)), strict=True)
         return found
 
     before = policy()
-    actor.refer(shares, chunks)
-    held = {s: (policy_batch.held(s, actor.layout, actor.rank), logp.numpy()) for s, logp in actor.ref_logp.items()}
+    ref_logp = actor.reference_logp(RankBatch(shares, chunks)).ref_logp
+    held = {s: (policy_batch.held(s, actor.layout, actor.rank), logp.numpy()) for s, logp in ref_logp.items()}
     return held, before, policy()
 
 
@@ -223,7 +224,8 @@ def with_settings(rank: int, root: str) -> dict[str, Any]:
 def refusals(rank: int, root: str, case: Case) -> dict[str, Any]:
     """What loading says of checkpoints of other adapters, or of none, than those of `case`, a dense model."""
     from mcore_rl.errors import CheckpointError
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     def refused(actor: Any, directory: str) -> str:
         with pytest.raises(CheckpointError) as caught:

@@ -151,11 +151,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         chunks = policy_batch.chunks()
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
         first = policy_batch.share(policy_batch.UPDATES[1], actor.layout.coordinates(rank).dp, actor.layout.dp)
-        actor.annotate([first, share], chunks)  # as a second update, which has an old policy
-        actor._policy_is_old = False
-        for sample, logp in actor.old_logp.items():
+        batch, _ = actor.recompute_logp([first, share], chunks)  # as a second update, which has an old policy
+        for sample, logp in batch.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)
+        _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
         with torch.no_grad():
             for chunk in actor.chunks:
                 for parameter in chunk.parameters():

@@ -1,5 +1,5 @@
-"""Whole updates: annotate, then two optimizer steps, against AdamW on transformers' model in float64; and the step that
-must not happen."""
+"""Whole updates: the policy's pass, then two optimizer steps, against AdamW on transformers' model in float64; and the
+step that must not happen."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) 
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]], Any]]:
-    """By case: final weights by HF name, merged metrics of the annotation and of each update, and the final policy's
-    log-probabilities of the first update's samples."""
+    """By case: final weights by HF name, merged metrics of the pass before the updates and of each one, and the final
+    policy's log-probabilities of the first update's samples."""
     joined = {}
     for size, cases in CASES.items():
         ranks = launch(_train, size, directories, cases)
@@ -113,18 +113,18 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dic
         actor, shares = _actor(rank, directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
         compared = actor.compare(shares[0], chunks)
-        # The first share twice, as a second epoch gives it: its samples must be annotated once.
-        metrics = [actor.annotate([*shares, shares[0]], chunks)]
-        metrics += [actor.update(share, chunks, index) for index, share in enumerate(shares)]
-        # The first update finds out itself what annotation would have found of its samples.
+        # The first share twice, as a second epoch gives it: its samples must be recomputed once.
+        batch, recomputed = actor.recompute_logp([*shares, shares[0]], chunks)
+        metrics = [recomputed, *(actor.update(batch, index) for index in range(len(shares)))]
+        # The first update finds out itself what the pass before it would have found of its samples.
         found = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
         metrics[0] = merge_metrics([metrics[0], found])
         metrics.append(compared)
         # Straight behind the step, before anything has gathered parameters.
-        actor.annotate(shares[::-1], chunks)
+        batch, _ = actor.recompute_logp(shares[::-1], chunks)
         after = {
             sample: (policy_batch.held(sample, actor.layout, rank), logp.numpy().copy())
-            for sample, logp in actor.old_logp.items()
+            for sample, logp in batch.old_logp.items()
         }
         actor.gather_parameters()
         results[name] = policy_batch.hf_pieces(actor), metrics, after
@@ -212,12 +212,12 @@ def test_the_second_update_sees_ratios_away_from_one(references: Any) -> None:
 
 def test_a_non_finite_update_stops_every_rank_and_changes_nothing(directories: dict[str, str]) -> None:
     for rank in launch(_fail_and_recover, 2, directories):
-        loss_message, gradient_message, annotation_message = rank["messages"]
+        loss_message, gradient_message, logp_message = rank["messages"]
         assert "sample 7 (rollout call 1, row 2)" in loss_message
         assert loss_message.startswith("rank ")
         assert "gradient of" in gradient_message
         assert "linear_proj" in gradient_message
-        assert f"of sample {rank['culprit']} (" in annotation_message
+        assert f"of sample {rank['culprit']} (" in logp_message
         assert rank["unchanged"]
         assert rank["recovered"]
 
@@ -225,18 +225,20 @@ def test_a_non_finite_update_stops_every_rank_and_changes_nothing(directories: d
 def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
     actor, shares = _actor(rank, directories["qwen3_moe"], {"ep": 2})
     chunks = policy_batch.chunks()
-    actor.annotate(shares, chunks)
-    actor.update(shares[0], chunks, 0)
+    batch, _ = actor.recompute_logp(shares, chunks)
+    actor.update(batch, 0)
     before = _state(actor)
     messages = []
 
     poisoned = shares[1].advantages.copy()
     poisoned[shares[1].samples == 7] = np.nan  # on one of the two ranks
-    messages.append(_refused(lambda: actor.update(replace(shares[1], advantages=poisoned), chunks, 1)))
+    messages.append(
+        _refused(lambda: actor.update(replace(batch, shares=[shares[0], replace(shares[1], advantages=poisoned)]), 1))
+    )
 
     projection = actor.chunks[0].decoder.layers[1].self_attention.linear_proj.weight
     hook = projection.register_hook(lambda gradient: gradient * (np.inf if rank == 1 else 1))
-    messages.append(_refused(lambda: actor.update(shares[1], chunks, 1)))
+    messages.append(_refused(lambda: actor.update(batch, 1)))
     hook.remove()
     unchanged = all(torch.equal(a, b) for a, b in zip(before, _state(actor), strict=True))
 
@@ -244,12 +246,12 @@ def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
     embedding = actor.chunks[0].embedding.word_embeddings.weight.data
     kept = embedding[token].clone()
     embedding[token] = np.inf
-    first = 1 if culprit in policy_batch.UPDATES[0] else 0  # whose samples are not annotated
-    messages.append(_refused(lambda: actor.annotate([shares[first], shares[1 - first]], chunks)))
+    first = 1 if culprit in policy_batch.UPDATES[0] else 0  # whose samples are not recomputed
+    messages.append(_refused(lambda: actor.recompute_logp([shares[first], shares[1 - first]], chunks)))
     embedding[token] = kept
 
-    actor.annotate(shares, chunks)
-    actor.update(shares[1], chunks, 1)
+    batch, _ = actor.recompute_logp(shares, chunks)
+    actor.update(batch, 1)
     moved = not torch.equal(before[0], _state(actor)[0])
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in _state(actor))
     return {"messages": messages, "unchanged": unchanged, "culprit": culprit, "recovered": moved and finite}
@@ -288,7 +290,7 @@ def _token_of_one_sample() -> tuple[int, int]:
 
 
 def test_supervised_loss_is_the_cross_entropy_at_temperature_one(directories: dict[str, str]) -> None:
-    """Without annotation, and whatever temperature rollouts have."""
+    """Without a pass before it, and whatever temperature rollouts have."""
     model = policy_batch.reference_model(directories["qwen3"])
     samples = policy_batch.UPDATES[0]
     with torch.no_grad():
@@ -306,7 +308,8 @@ def _supervise(rank: int, directories: dict[str, str]) -> tuple[float, float, bo
     for dtype in ("float32", "bfloat16"):
         actor, shares = _supervised_actor(rank, directories["qwen3"], supervised, dtype)
         before = {name: tensor.clone() for name, tensor in actor.tensors().items()}
-        metrics = actor.update(shares[0], policy_batch.chunks(), 0)
+        batch, _ = actor.recompute_logp(shares[:1], policy_batch.chunks())
+        metrics = actor.update(batch, 0)
         losses.append(metrics["actor/loss"].value)
         moved = any(not torch.equal(before[name], tensor) for name, tensor in actor.tensors().items())
         assert all(parameter.main_grad.dtype == torch.float32 for parameter in actor.chunks[0].parameters())
@@ -359,7 +362,8 @@ def test_a_resumed_actor_takes_the_very_same_step(
 
 
 def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -> bool:
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):
@@ -367,19 +371,17 @@ def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -
         if resumed:
             load_checkpoint(checkpoint, actor)
         else:
-            actor.annotate(shares, chunks)
-            actor.update(shares[0], chunks, 0)
+            actor.update(actor.recompute_logp(shares, chunks)[0], 0)
             save_checkpoint(checkpoint, actor)
-        actor.annotate(shares, chunks)
-        ends.append((actor.update(shares[1], chunks, 1), _state(actor)))
+        ends.append((actor.update(actor.recompute_logp(shares, chunks)[0], 1), _state(actor)))
     (metrics, state), (metrics_resumed, state_resumed) = ends
     return metrics == metrics_resumed and all(torch.equal(a, b) for a, b in zip(state, state_resumed, strict=True))
 
 
 def test_the_first_update_remembers_the_old_policy_for_further_epochs(directories: dict[str, str]) -> None:
-    remembered, annotated = launch(_old_policy, 1, directories["qwen3_moe"])[0]
-    assert remembered.keys() == annotated.keys()
-    for sample, logp in annotated.items():
+    remembered, recomputed = launch(_old_policy, 1, directories["qwen3_moe"])[0]
+    assert remembered.keys() == recomputed.keys()
+    for sample, logp in recomputed.items():
         # The same weights in other micro-batches: float32 sums in another order.
         assert np.allclose(remembered[sample], logp, rtol=0, atol=1e-5), sample
 
@@ -387,12 +389,12 @@ def test_the_first_update_remembers_the_old_policy_for_further_epochs(directorie
 def _old_policy(rank: int, directory: str) -> list[dict[int, np.ndarray]]:
     actor, shares = _actor(rank, directory, {})
     chunks = policy_batch.chunks()
-    actor.annotate([shares[1], shares[0]], chunks)
-    annotated = {sample: actor.old_logp[sample].numpy().copy() for sample in policy_batch.UPDATES[0]}
-    actor.annotate([shares[0], shares[0]], chunks)
-    assert not actor.old_logp
-    actor.update(shares[0], chunks, 0)
-    remembered = {sample: logp.numpy().copy() for sample, logp in actor.old_logp.items()}
-    actor.update(shares[0], chunks, 1)  # the second epoch: the policy has moved, the old one has not
-    assert all(np.array_equal(actor.old_logp[sample].numpy(), logp) for sample, logp in remembered.items())
-    return [remembered, annotated]
+    later, _ = actor.recompute_logp([shares[1], shares[0]], chunks)
+    recomputed = {sample: later.old_logp[sample].numpy().copy() for sample in policy_batch.UPDATES[0]}
+    batch, _ = actor.recompute_logp([shares[0], shares[0]], chunks)
+    assert not batch.old_logp
+    actor.update(batch, 0)
+    remembered = {sample: logp.numpy().copy() for sample, logp in batch.old_logp.items()}
+    actor.update(batch, 1)  # the second epoch: the policy has moved, the old one has not
+    assert all(np.array_equal(batch.old_logp[sample].numpy(), logp) for sample, logp in remembered.items())
+    return [remembered, recomputed]

@@ -57,8 +57,9 @@ def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
     from mcore_rl.megatron.export import export_hf
+    from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"ep": 2}, 24)
     config.model.dtype = "bfloat16"
@@ -67,8 +68,8 @@ def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
     name = "decoder.layers.1.mlp.router.expert_bias"
     seen = {"loaded": actor.tensors()[name].clone()}
     share = policy_batch.share(policy_batch.UPDATES[0], actor.layout.coordinates(rank).dp, actor.layout.dp)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
     seen["updated"] = actor.tensors()[name].clone()
     if rank == 0:
         Path(root, "checkpoint").mkdir()

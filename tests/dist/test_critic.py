@@ -6,6 +6,7 @@ One launch per number of ranks runs all its cases.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,20 +178,21 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     found: dict[str, Any] = {}
     saved = Path(directories["checkpoints"])
     for name, (model, parallel, tokens) in cases.items():
         critic = _critic(rank, directories[model], parallel, tokens)
         chunks, shares = policy_batch.chunks(), _shares(critic)
-        result = found[name] = {"values": {s: v.copy() for s, v in critic.values(shares, chunks).items()}}
-        for sample, values in critic.old_values.items():
-            critic.old_values[sample] = values + policy_batch.drift(sample)
+        batch = critic.values(shares, chunks)
+        result = found[name] = {"values": dict(batch.values)}
+        batch = replace(batch, values={s: values + policy_batch.drift(s) for s, values in batch.values.items()})
         wanted = {sample: returns(sample) for sample in SAMPLES}
-        critic.accumulate_gradients(shares[0], chunks, wanted, on_every_replica=True)
+        critic.accumulate_gradients(batch, 0, wanted, on_every_replica=True)
         result["gradients"] = _pieces(critic, gradients=True)
-        result["metrics"] = [critic.update(share, chunks, i, wanted) for i, share in enumerate(shares)]
+        result["metrics"] = [critic.update(batch, index, wanted) for index in range(len(shares))]
         critic.gather_parameters()
         result["weights"] = _pieces(critic)
         if name == SAVED:
@@ -198,14 +200,13 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
                 saved.mkdir()
             dist.barrier()
             save_checkpoint(str(saved), critic)
-            critic.update(shares[0], chunks, 2, wanted)
+            critic.update(batch, 0, wanted)
             result["third"] = _pieces(critic)
         if name == RESUMED:
             resumed = _critic(rank, directories[model], parallel, tokens)
             load_checkpoint(str(saved), resumed)
             result["loaded"] = _pieces(resumed)
-            resumed.old_values = critic.old_values
-            resumed.update(shares[0], chunks, 2, wanted)
+            resumed.update(batch, 0, wanted)
             result["third"] = _pieces(resumed)
     return found
 
@@ -293,7 +294,7 @@ def test_a_checkpoint_of_tp2_goes_on_in_pp2(results: Any) -> None:
 def _causal(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     """A critic from a causal model of tied embeddings, before any update."""
     critic = _critic(rank, directories["causal"], {"pp": size}, SMALL)
-    values = {s: v.copy() for s, v in critic.values(_shares(critic), policy_batch.chunks()).items()}
+    values = dict(critic.values(_shares(critic), policy_batch.chunks()).values)
     return {"values": values, "weights": _pieces(critic)}
 
 
@@ -324,8 +325,8 @@ def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, 
     wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
     chunks, shares, found = policy_batch.chunks(), _shares(critic), []
     for _ in range(LEARNING_STEPS):
-        critic.values(shares, chunks)
-        found.append(merge_metrics([critic.update(share, chunks, i, wanted) for i, share in enumerate(shares)]))
+        batch = critic.values(shares, chunks)
+        found.append(merge_metrics([critic.update(batch, index, wanted) for index in range(len(shares))]))
     return found
 
 
@@ -342,7 +343,8 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     """What goes wrong on one rank, and how it is said."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     def said(call: Any) -> str:
         try:
@@ -355,14 +357,13 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     save_checkpoint(root, MegatronActor(policy_batch.config(directories["policy"], {}, SMALL), rank, 1, None))
     critic = _critic(rank, directories["dense"], {}, SMALL)
     found["policy's checkpoint"] = said(lambda: load_checkpoint(root, critic))
-    share, chunks = _shares(critic)[0], policy_batch.chunks()
     wanted = {sample: returns(sample) for sample in SAMPLES}
-    found["no values"] = said(lambda: critic.update(share, chunks, 0, wanted))
-    critic.values(_shares(critic), chunks)
-    found["short"] = said(lambda: critic.update(share, chunks, 0, wanted | {2: wanted[2][1:]}))
+    batch = critic.values(_shares(critic), policy_batch.chunks())
+    found["no values"] = said(lambda: critic.update(replace(batch, values={}), 0, wanted))
+    found["short"] = said(lambda: critic.update(batch, 0, wanted | {2: wanted[2][1:]}))
     before = _pieces(critic)
     broken = wanted | {4: np.full_like(wanted[4], np.nan)}
-    found["nan"] = said(lambda: critic.update(share, chunks, 0, broken))
+    found["nan"] = said(lambda: critic.update(batch, 0, broken))
     found["kept"] = all(np.array_equal(a[-1], b[-1]) for a, b in zip(before, _pieces(critic), strict=True))
     found["layout"] = said(lambda: _critic(rank, directories["dense"], {"tp": 3}, SMALL))
     found["model"] = said(lambda: _critic(rank, root, {}, SMALL))

@@ -69,10 +69,10 @@ def _worker(rank: int, directory: str, parallel: dict[str, int]) -> tuple[float,
     actor = MegatronActor(_config(directory, parallel), rank, dist.get_world_size(), None)
     chunks = policy_batch.chunks()
     shares = [policy_batch.share(samples, 0, 1) for samples in reversed(policy_batch.UPDATES)]
-    assert actor.annotate(shares, chunks) == {}
-    actor._policy_is_old = False
-    _, reports = actor.accumulate_gradients(shares[1], chunks, on_every_replica=True)
-    assert actor.old_logp == {}
+    batch, metrics = actor.recompute_logp(shares, chunks)
+    assert metrics == {}
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    assert batch.old_logp == {}
     with torch.no_grad():
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
@@ -95,7 +95,7 @@ def test_only_what_is_read_is_recomputed_before_the_updates(directory: str) -> N
 
 
 def _passes(rank: int, directory: str) -> dict[str, int]:
-    """Forward passes of an annotation of two updates."""
+    """Forward passes before the first of two updates."""
     from mcore_rl.megatron.actor import MegatronActor
 
     actor = MegatronActor(_config(directory, {}), rank, 1, None)
@@ -125,6 +125,6 @@ def _passes(rank: int, directory: str) -> dict[str, int]:
     found = {}
     for name, config in cases.items():
         actor.config, actor.objective, count = config, Objective.from_config(config, None), 0
-        actor.annotate(shares, policy_batch.chunks())
+        actor.recompute_logp(shares, policy_batch.chunks())
         found[name] = count
     return found

@@ -81,11 +81,10 @@ def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str)
         actor.model.packing = replace(actor.model.packing, row_multiple=32)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
-    actor.annotate([other, share], chunks)
-    actor._policy_is_old = False
-    for sample, logp in actor.old_logp.items():
+    batch, _ = actor.recompute_logp([other, share], chunks)
+    for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample))
-    actor.accumulate_gradients(share, chunks, on_every_replica=True)
+    actor.accumulate_gradients(batch, 1, on_every_replica=True)
     with torch.no_grad():
         for chunk in actor.chunks:
             for parameter in chunk.parameters():

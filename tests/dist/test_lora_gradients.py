@@ -131,11 +131,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         dp = actor.layout.coordinates(rank).dp
         share = policy_batch.share(samples, dp, actor.layout.dp)
         first = policy_batch.share(policy_batch.UPDATES[1], dp, actor.layout.dp)
-        actor.annotate([first, share], chunks)  # as a second update, which has an old policy
-        actor._policy_is_old = False
-        for sample, logp in actor.old_logp.items():
+        batch, _ = actor.recompute_logp([first, share], chunks)  # as a second update, which has an old policy
+        for sample, logp in batch.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)
+        _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
         counted = actor.layout.coordinates(rank).tp == 0
         loss = sum(report.loss for report in reports) * counted
         results[name] = loss, lora.adapter_pieces(actor, gradients=True)

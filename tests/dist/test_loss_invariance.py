@@ -104,18 +104,17 @@ def measure(actor: Any, objective: Objectives) -> dict[str, Any]:
     chunks, place = policy_batch.chunks(), actor.layout.coordinates(actor.rank)
     share = policy_batch.share(SAMPLES, place.dp, actor.layout.dp)
     share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
-    actor.annotate([share, share], chunks)
-    actor._policy_is_old = False
-    actor.old_logp = {
+    batch, _ = actor.recompute_logp([share, share], chunks)
+    old_logp = {
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
         for sample, (held, logp, _) in policy_values(actor, share, chunks).items()
     }
-    metrics = {}
+    batch, metrics = replace(batch, old_logp=old_logp), {}
     if objective.estimator is not None:
-        chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
+        actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
-        metrics, _ = actor.estimate(chosen, [share], chunks, values)
-    _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)
+        batch, metrics, _ = actor.estimate(batch, values)
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
     counts = actor.model.counts_tokens
     return {
         "loss": sum(report.loss for report in reports) if counts else 0.0,

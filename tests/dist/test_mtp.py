@@ -76,8 +76,8 @@ def _train_and_export(rank: int, directory: str, target: str) -> tuple[list[str]
     logging.getLogger("mcore_rl.megatron.actor").addHandler(handler)
     actor = MegatronActor(policy_batch.config(directory, {"tp": 2}, 24), rank, dist.get_world_size(), None)
     share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
     export_hf(actor, target, directory)
     return sorted(actor.tensors()), records
 
@@ -100,8 +100,9 @@ def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
     from mcore_rl.megatron.export import export_hf
+    from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"pp": 2}, 24)
     config.actor.mtp_loss_coefficient, config.actor.optimizer.lr = 0.3, 1e-2
@@ -109,8 +110,8 @@ def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     held = {name: tensor for name, tensor in actor.tensors().items() if name.startswith("mtp.")}
     loaded = {name: tensor.clone() for name, tensor in held.items()}
     share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
     updated = {name: tensor.clone() for name, tensor in held.items()}
     if rank == 0:
         Path(root, "checkpoint").mkdir()

@@ -163,11 +163,10 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in reversed(policy_batch.UPDATES)]
-    actor.annotate(shares, chunks)
-    actor._policy_is_old = False
-    for sample, logp in actor.old_logp.items():
+    batch, _ = actor.recompute_logp(shares, chunks)
+    for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    _, reports = actor.accumulate_gradients(shares[1], chunks, on_every_replica=True)
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
     ahead = merge_metrics([report.metrics for report in reports]).get("actor/mtp_loss")
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
@@ -175,7 +174,7 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
         torch._foreach_copy_(parameters, [parameter.main_grad for parameter in parameters])
         gradients = policy_batch.hf_pieces(actor)
         torch._foreach_copy_(parameters, weights)
-    norms = [actor.update(shares[1], chunks, update).get("actor/grad_norm") for update in range(2)]
+    norms = [actor.update(batch, 1).get("actor/grad_norm") for _ in range(2)]
     return {
         "gradients": gradients,
         "mtp_loss": (ahead.total, ahead.count) if ahead and place.tp == 0 else (0.0, 0),

@@ -130,8 +130,8 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         critic = MegatronCritic(config, rank, 2, None)
         samples = policy_batch.UPDATES[0]
         share = policy_batch.share(samples, critic.layout.coordinates(rank).dp, critic.layout.dp)
-        values = critic.values([share], policy_batch.chunks())
-        critic.update(share, policy_batch.chunks(), 0, {sample: own + 1 for sample, own in values.items()})
+        batch = critic.values([share], policy_batch.chunks())
+        critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
         _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
         view = as_actor(config, config.reward_model)
         chunks = build_model(critic.hf_config, view.actor, view.model, critic.layout, kind=ValueModel)
@@ -183,8 +183,8 @@ def after_an_update(
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
     samples = policy_batch.UPDATES[0]
     share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
     return allocated(actor.chunks, actor.optimizer)
 
 

@@ -67,7 +67,7 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[d
                 setattr(config.actor, name, value)
             actor = MegatronActor(config, rank, 1, None)
             share = policy_batch.share(samples, 0, 1)
-            actor.annotate([share], policy_batch.chunks())
+            batch, _ = actor.recompute_logp([share], policy_batch.chunks())
             saved = 0
 
             def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[d
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                actor.accumulate_gradients(share, policy_batch.chunks())
+                actor.accumulate_gradients(batch, 0)
             named = actor.chunks[0].named_parameters()
             found[kind].append(({name: p.main_grad.numpy().copy() for name, p in named}, saved))
     return found

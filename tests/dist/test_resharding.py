@@ -99,8 +99,8 @@ def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
 def _update(actor: Any, index: int) -> None:
     dp = actor.layout.coordinates(actor.rank).dp
     share = policy_batch.share(policy_batch.UPDATES[index % 2], dp, actor.layout.dp)
-    actor.annotate([share], policy_batch.chunks())
-    actor.update(share, policy_batch.chunks(), 0)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
 
 
 def _pieces(actor: Any) -> dict[str, list[Any]]:
@@ -163,7 +163,7 @@ def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
     """Two updates, a checkpoint, a third update."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import save_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     found = {}
     for case in cases:

@@ -71,30 +71,32 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
-    actor.annotate(shares, chunks)
+    batch, _ = actor.recompute_logp(shares, chunks)
     recorded = {sample: ids.numpy().copy() for sample, ids in actor.routing.by_sample.items()}
-    actor.update(shares[0], chunks, 0)  # its own pass is the old policy's
+    actor.update(batch, 0)  # its own pass is the old policy's
     kept = sorted(actor.routing.by_sample)
     _restore(actor)
     # Other weights, another cut: were they asked, the routers would choose the least likely experts.
     for name, tensor in actor.tensors().items():
         if name.endswith("router.weight"):
             tensor.neg_()
-    for sample, logp in actor.old_logp.items():
+    for sample, logp in batch.old_logp.items():
         if sample in SAMPLES:
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
     actor.model.packing = replace(actor.model.packing, tokens=40)
     found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
-    found["replayed"] = _gradients(actor, shares[1], chunks)
+    found["replayed"] = _gradients(actor, batch)
     actor.routing.impose(_imposed())
-    found["imposed"] = _gradients(actor, shares[1], chunks)
+    found["imposed"] = _gradients(actor, batch)
     _restore(actor)
     config.actor.moe.router_replay = "engine"
-    found["metrics"] = actor.annotate(shares, _with_engines_experts(chunks, actor.routing.layers, recorded))
-    actor.accumulate_gradients(shares[0], chunks)  # the old policy's pass of its samples
+    batch, found["metrics"] = actor.recompute_logp(
+        shares, _with_engines_experts(chunks, actor.routing.layers, recorded)
+    )
+    actor.accumulate_gradients(batch, 0)  # the old policy's pass of its samples
     # By sample: which of its trained tokens this rank holds, and their log-probabilities.
-    held = {sample: policy_batch.held(sample, actor.layout, rank) for sample in actor.old_logp}
-    found["engine"] = {sample: (held[sample], logp.numpy()) for sample, logp in actor.old_logp.items()}
+    held = {sample: policy_batch.held(sample, actor.layout, rank) for sample in batch.old_logp}
+    found["engine"] = {sample: (held[sample], logp.numpy()) for sample, logp in batch.old_logp.items()}
     return found
 
 
@@ -123,8 +125,8 @@ def _restore(actor: Any) -> None:
     load_hf(actor.chunks, actor.config.model.hf_path, actor.layout)
 
 
-def _gradients(actor: Any, share: Any, chunks: Any) -> list[Any]:
-    actor.accumulate_gradients(share, chunks, on_every_replica=True)
+def _gradients(actor: Any, batch: Any) -> list[Any]:
+    actor.accumulate_gradients(batch, 1, on_every_replica=True)
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         weights = [parameter.clone() for parameter in parameters]
@@ -228,7 +230,7 @@ def test_further_epochs_find_the_experts_of_the_first_update(results: Any) -> No
 
 @pytest.mark.parametrize("case", NAMES)
 def test_the_old_policy_takes_the_experts_that_the_engine_chose(case: str, results: Any, reference: Any) -> None:
-    """Of samples that are annotated and of those whose own update comes first, token by token."""
+    """Of samples that are recomputed and of those whose own update comes first, token by token."""
     seen: dict[int, np.ndarray] = {}
     for rank in results[case]:
         for sample, (held, logp) in rank["engine"].items():
@@ -261,12 +263,13 @@ def test_what_replay_changes_is_counted_in_a_pass_without(case: str, results: An
 
 def _unrecorded(rank: int, directory: str) -> None:
     from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.rank_batch import RankBatch
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.moe.router_replay = "policy"
     actor = MegatronActor(config, rank, 1, None)
-    actor._replays = True
-    actor.accumulate_gradients(policy_batch.share(SAMPLES, 0, 1), policy_batch.chunks())
+    share = policy_batch.share(SAMPLES, 0, 1)
+    actor.accumulate_gradients(RankBatch([share, share], policy_batch.chunks(), replays=True), 1)
 
 
 def test_a_sample_without_recorded_experts_is_an_error(directory: str) -> None:

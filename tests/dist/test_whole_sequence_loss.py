@@ -83,11 +83,10 @@ def _worker(rank: int, directory: str) -> tuple[float, dict[str, Any], list[Any]
     actor.objective = replace(actor.objective, loss=SequenceRatio())
     chunks = policy_batch.chunks()
     first, share = (policy_batch.share(samples, 0, 1) for samples in (policy_batch.UPDATES[1], SAMPLES))
-    actor.annotate([first, share], chunks)
-    actor._policy_is_old = False
-    for sample, logp in actor.old_logp.items():
+    batch, _ = actor.recompute_logp([first, share], chunks)
+    for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    _, reports = actor.accumulate_gradients(share, chunks, on_every_replica=True)
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
     with torch.no_grad():
         for parameter in actor.chunks[0].parameters():
             parameter.copy_(parameter.main_grad)

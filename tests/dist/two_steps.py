@@ -44,10 +44,10 @@ def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> No
     shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
     for _ in range(2):
         between()
-        actor.annotate(shares, chunks)
+        batch, _ = actor.recompute_logp(shares, chunks)
         between()
-        for index, share in enumerate(shares):
-            actor.update(share, chunks, index)
+        for index in range(len(shares)):
+            actor.update(batch, index)
             # As before a sync: whole parameters are read, then all may leave.
             actor.gather_parameters()
             actor.tensors()

@@ -80,6 +80,18 @@ def rewrite_header(file, change):
 
 BREAKAGES = {
     "no config": (lambda d: (d / "config.json").unlink(), r"hf/config\.json does not exist"),
+    "config is nested without end": (
+        lambda d: (d / "config.json").write_text('{"a": ' + "[" * 100_000),
+        r"hf/config\.json cannot be read as JSON",
+    ),
+    "index is nested without end": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"a": ' + "[" * 100_000),
+        r"index\.json cannot be read as a safetensors index",
+    ),
+    "header is nested without end": (
+        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000),
+        r"part0\.safetensors is not a safetensors file: its header is not JSON",
+    ),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), r"hf/config\.json cannot be read as JSON"),
     "unknown model_type": (
         lambda d: (d / "config.json").write_text('{"model_type": "bert"}'),

@@ -230,6 +230,10 @@ def test_everything_that_is_wrong_is_in_one_message(merged_moe):
     [
         (lambda d: (d / "adapter_config.json").unlink(), r"adapter_config.json does not exist"),
         (lambda d: (d / "adapter_config.json").write_text("{"), r"adapter_config.json cannot be read as JSON"),
+        (
+            lambda d: (d / "adapter_config.json").write_text("[" * 100_000),
+            r"adapter_config.json cannot be read as JSON",
+        ),
         (lambda d: (d / "adapter_model.safetensors").unlink(), r"adapter_model.safetensors does not exist"),
         (lambda d: write_adapter(d, {}), "it holds no tensor"),
     ],

@@ -217,6 +217,7 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
     directory = tmp_path / "directory.jsonl"
     directory.mkdir()
     (tmp_path / "prompts.csv").write_text("question,answer\n")
+    (tmp_path / "prompts.json").write_text("[]")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and then nothing")
     torn = parquet(tmp_path, [GOOD])
@@ -224,7 +225,8 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
     for name, message in [
         ("missing.jsonl", "there is no file"),
         ("directory.jsonl", "is not a file"),
-        ("prompts.csv", "neither .jsonl nor .parquet"),
+        ("prompts.json", "neither .jsonl nor .parquet nor .csv"),
+        ("prompts.csv", "has no rows"),
         ("empty.jsonl", "has no rows"),
         ("bad.parquet", "not a readable parquet file"),
         ("prompts.parquet", "not a readable parquet file"),

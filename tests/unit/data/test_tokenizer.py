@@ -64,6 +64,7 @@ def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
     [
         (None, "there is no"),
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[]", "not a JSON object"),
         ('{"model": {"type": "Unheard"}}', "not a tokenizer that can be read"),
     ],

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.phases import InPhase, Phase, Phases, shares_device
-from mcore_rl.types import Total
+from mcore_rl.runtime.phases import Phases, shares_device
+from mcore_rl.runtime.staged import StagedActor, StagedPool, StagedPublisher, Stages
+from mcore_rl.types import BatchHandle, Total
 
 
 class Device:
@@ -46,33 +47,52 @@ class Device:
         return contextlib.nullcontext()
 
     # What a run calls:
-    def run(self) -> None:
+    def run(self, tasks: Any) -> None:
         self.moves.append("generate")
         assert self.of_engine == {"weights", "kv_cache"}
         assert self.weights_are_defined
 
-    def update(self) -> None:
+    def update(self, handle: Any) -> None:
         self.moves.append("update")
         assert not self.of_engine, "the ranks load beside the engine"
         self.of_trainer = {"params", "grads", "optimizer"}
 
-    def save(self) -> None:
+    def start_save(self, directory: str, *, snapshot: bool) -> None:
         self.moves.append("save")
         assert not self.of_engine
         self.of_trainer |= {"params", "optimizer"}
 
-    def publish(self) -> None:
+    def publish(self, version: int) -> None:
         self.moves.append("sync")
         assert self.of_engine == {"weights"}
         self.of_trainer.add("params")
         self.weights_are_defined = True
 
 
-def in_turns() -> tuple[Device, Any]:
+class Turns:
+    """The calls of a run, each in its turn."""
+
+    def __init__(self, device: Any) -> None:
+        stages = Stages(device.span, Phases(device, device, record=device.metrics.update, span=device.span))
+        self.pool, self.actor = StagedPool(device, stages), StagedActor(device, stages)
+        self.publisher = StagedPublisher(device, stages)
+
+    def run(self) -> None:
+        self.pool.run([])
+
+    def update(self) -> None:
+        self.actor.update(BatchHandle((), 1))  # type: ignore[arg-type]
+
+    def save(self) -> None:
+        self.actor.start_save("", snapshot=False)
+
+    def publish(self) -> None:
+        self.publisher.publish(1)
+
+
+def in_turns() -> tuple[Device, Turns]:
     device = Device()
-    phases = Phases(device, device, record=device.metrics.update, span=device.span)
-    calls = {"run": Phase.GENERATE, "update": Phase.REPLACE, "save": Phase.KEEP, "publish": Phase.SYNC}
-    return device, InPhase(device, phases, **calls)
+    return device, Turns(device)
 
 
 def test_a_step_moves_everything_once_and_in_order() -> None:

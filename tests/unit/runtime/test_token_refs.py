@@ -7,8 +7,7 @@ import pytest
 
 from mcore_rl.data.batching import spread
 from mcore_rl.data.packing import SequenceCost
-from mcore_rl.runtime.groups import TokenRefs
-from mcore_rl.types import Batch, TokenColumn
+from mcore_rl.types import Batch, TokenColumn, TokenRefs
 
 
 def batch(dp_ranks: list[int]) -> Batch:
@@ -33,7 +32,7 @@ def batch(dp_ranks: list[int]) -> Batch:
 def test_a_rank_receives_every_sample_of_its_own_from_the_ranks_that_have_it(mine: int, others: int) -> None:
     whole = batch(np.random.default_rng(0).integers(0, mine, 48).tolist())
     moved = spread(whole, mine, others, SequenceCost())
-    held = TokenRefs(tuple(set(np.flatnonzero(moved.dp_ranks == rank).tolist()) for rank in range(others)))
+    held = TokenRefs(tuple(set(np.flatnonzero(moved.dp_ranks == rank).tolist()) for rank in range(others)), key=1)
     for rank in range(mine):
         received = set().union(*held.overlapping(rank, mine))
         assert set(np.flatnonzero(whole.dp_ranks == rank).tolist()) <= received

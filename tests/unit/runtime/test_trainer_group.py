@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from mcore_rl.runtime.groups import RankMap, TrainerGroup
-from mcore_rl.runtime.processes import TrainerProcess
-from mcore_rl.types import Batch, Mean, RankShare, TokenColumn, Total
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron.rank_batch import RankBatch, ValuedBatch
+from mcore_rl.runtime.groups import CriticGroup, RankMap, TrainerGroup
+from mcore_rl.runtime.processes import CriticProcess, TrainerProcess
+from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 
 CHUNKS = ("chunk a", "chunk b")
 
@@ -18,31 +23,39 @@ CHUNKS = ("chunk a", "chunk b")
 class RecordedActor:
     """Stands for the rank's MegatronActor: notes each call with the samples, advantages and trajectories it is of."""
 
+    class estimator:
+        class needs:
+            values = False
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def note(self, call: str, shares: list[RankShare], chunks: list[Any]) -> None:
+    def note(self, call: str, shares: Sequence[RankShare], chunks: Sequence[Any]) -> None:
         samples = [share.samples.tolist() for share in shares]
         advantages = [float(advantage) for share in shares for advantage in share.advantages]
         self.calls.append((call, samples, advantages, tuple(chunks)))
 
-    def annotate(self, shares: list[RankShare], chunks: list[Any]) -> dict[str, Any]:
-        self.note("annotate", shares, chunks)
-        return {"annotated": Total(len(shares))}
+    def recompute_logp(self, shares: list[RankShare], chunks: list[Any]) -> tuple[RankBatch, dict[str, Any]]:
+        self.note("logp", shares, chunks)
+        return RankBatch(shares, chunks), {"recomputed": Total(len(shares))}
 
-    def refer(self, shares: list[RankShare], chunks: list[Any]) -> None:
-        self.note("refer", shares, chunks)
+    def reference_logp(self, batch: RankBatch) -> RankBatch:
+        self.note("reference", batch.shares, batch.chunks)
+        return replace(batch, ref_logp={0: torch.zeros(1)})
 
-    def estimate(self, estimator: Any, shares: list[RankShare], chunks: list[Any], values: Any) -> tuple[Any, Any]:
-        self.note("estimate", shares, chunks)
-        return {}, {}
+    def estimate(self, batch: RankBatch, values: Any) -> tuple[RankBatch, dict[str, Any], dict[int, np.ndarray]]:
+        self.note("estimate", batch.shares, batch.chunks)
+        return replace(batch, token_advantages={0: np.ones(1, np.float32)}), {"estimated": Total(1)}, {}
 
-    def penalize(self, shares: list[RankShare], chunks: list[Any], coefficient: float) -> tuple[Any, Any]:
-        self.note("penalize", shares, chunks)
-        return {}, {int(sample): coefficient for share in shares for sample in share.samples}
+    def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Any]]:
+        assert batch.ref_logp, "what the reference's pass found is gone"
+        self.note("penalties", batch.shares, batch.chunks)
+        halves = np.array([coefficient / 2] * 2, np.float32)
+        own = {int(sample): halves for share in batch.shares for sample in share.samples}
+        return replace(batch, penalties=own), {"penalized": Total(1)}
 
-    def update(self, share: RankShare, chunks: list[Any], index: int) -> dict[str, Any]:
-        self.note(f"update {index}", [share], chunks)
+    def update(self, batch: RankBatch, index: int) -> dict[str, Any]:
+        self.note(f"update {index}", batch.shares[index : index + 1], batch.chunks)
         return {"updated": Mean(1.0, 1)}
 
     def gather_parameters(self) -> None:
@@ -52,8 +65,8 @@ class RecordedActor:
 class Handle:
     """A rank as Ray shows it, in this process: a call runs at once, and its result is its own reference."""
 
-    def __init__(self, rounds: list[str]) -> None:
-        self.process = TrainerProcess.__ray_metadata__.modified_class("rank")
+    def __init__(self, rounds: list[str], process: Any = TrainerProcess) -> None:
+        self.process = process.__ray_metadata__.modified_class("rank")
         self.process.actor = RecordedActor()
         self.rounds = rounds
 
@@ -77,11 +90,6 @@ class Ready:
 
     def get(self, references: list[Any]) -> list[Any]:
         return list(references)
-
-
-class Estimator:
-    class needs:
-        values = False
 
 
 def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
@@ -112,62 +120,103 @@ def batch(num_updates: int) -> Batch:
 
 def test_a_batch_of_one_update_is_one_call() -> None:
     group, rounds, ranks = make()
-    one = batch(1)
-    assert group.annotate(one) == {}
-    assert group.update(one) == {"annotated": Total(2), "updated": Mean(2.0, 2)}
+    handle = group.recompute_logp(batch(1))
+    assert handle.metrics == {}
+    assert group.update(handle) == {"recomputed": Total(2), "updated": Mean(2.0, 2)}
     assert rounds == ["update"] * 2
     first, second = [0, 3], [1, 2]
     for calls, samples in zip(ranks, (first, second), strict=True):
         advantages = [float(sample) for sample in samples]
         assert calls == [
-            ("annotate", [samples], advantages, CHUNKS),
+            ("logp", [samples], advantages, CHUNKS),
             ("update 0", [samples], advantages, CHUNKS),
             ("gather",),
         ]
 
 
-def test_a_batch_of_several_comes_with_the_annotation() -> None:
+def test_a_batch_of_several_comes_with_the_policys_pass() -> None:
     group, rounds, ranks = make()
-    two = batch(2)
-    assert group.annotate(two) == {"annotated": Total(4)}
-    assert group.update(two) == {"updated": Mean(4.0, 4)}
-    assert rounds == ["annotate"] * 2 + ["update"] * 2
+    handle = group.recompute_logp(batch(2))
+    assert handle.metrics == {"recomputed": Total(4)}
+    assert group.update(handle) == {"updated": Mean(4.0, 4)}
+    assert rounds == ["recompute_logp"] * 2 + ["update"] * 2
     assert [call[:2] for call in ranks[0]] == [
-        ("annotate", [[0], [3]]),
+        ("logp", [[0], [3]]),
         ("update 0", [[0]]),
         ("update 1", [[3]]),
         ("gather",),
     ]
 
 
-def test_a_batch_comes_once_with_whatever_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenColumn, "of", lambda found: found)
+def test_a_batch_comes_once_with_whatever_is_first() -> None:
     group, rounds, ranks = make()
-    one = batch(1)
-    group.annotate(one)
-    assert group.refer(one) == {"annotated": Total(2)}
-    group.estimate(one, Estimator, None)
-    assert group.update(one) == {"updated": Mean(2.0, 2)}
-    assert rounds[::2] == ["annotate", "refer", "estimate", "update"]
-    assert [call[0] for call in ranks[1]] == ["annotate", "refer", "estimate", "update 0", "gather"]
+    handle = group.reference_logp(group.recompute_logp(batch(1)))
+    assert handle.metrics == {"recomputed": Total(2)}
+    handle, _ = group.estimate(handle, None)
+    assert handle.metrics == {"recomputed": Total(2), "estimated": Total(2)}
+    assert group.update(handle) == {"updated": Mean(2.0, 2)}
+    assert rounds[::2] == ["recompute_logp", "reference_logp", "estimate", "update"]
+    assert [call[0] for call in ranks[1]] == ["logp", "reference", "estimate", "update 0", "gather"]
 
 
-def test_other_advantages_reach_the_update_and_nothing_is_annotated_again() -> None:
+def test_other_advantages_reach_the_update_and_nothing_is_computed_again() -> None:
     group, rounds, ranks = make()
-    one = batch(1)
-    group.annotate(one)
-    group.refer(one)
-    _, penalties = group.penalize(one, 0.5)
+    handle, penalties = group.kl_penalties(group.reference_logp(group.recompute_logp(batch(1))), 0.5)
     assert penalties.tolist() == [0.5] * 4
-    group.update(group.replace_advantages(one, one.advantages + 10))
-    assert rounds[::2] == ["annotate", "refer", "penalize", "replace_shares", "update"]
+    group.update(group.with_advantages(handle, handle.batch.advantages + 10))
+    assert rounds[::2] == ["recompute_logp", "reference_logp", "kl_penalties", "replace_shares", "update"]
     assert ranks[1][-2] == ("update 0", [[1, 2]], [11.0, 12.0], CHUNKS)
 
 
-def test_every_batch_is_annotated_once_of_its_own() -> None:
+def test_other_advantages_of_a_batch_that_was_not_sent_come_with_it() -> None:
+    group, rounds, ranks = make()
+    handle = group.recompute_logp(batch(1))
+    group.update(group.with_advantages(handle, handle.batch.advantages + 10))
+    assert rounds == ["update"] * 2
+    assert ranks[1][0] == ("logp", [[1, 2]], [11.0, 12.0], CHUNKS)
+
+
+def test_a_batch_that_is_used_up_or_gone_is_refused() -> None:
     group, _, ranks = make()
-    one, two = batch(1), batch(2)
-    for made in (one, two, batch(1), one):
-        group.annotate(made)
-        group.update(made)
-    assert [call[0] for call in ranks[0]].count("annotate") == 4
+    used = group.recompute_logp(batch(2))
+    group.update(used)
+    with pytest.raises(McoreRLError, match=f"batch {used.key} is not on this rank"):
+        group.update(used)
+    gone = group.recompute_logp(batch(2))
+    held = group.recompute_logp(batch(2))
+    with pytest.raises(McoreRLError, match=f"batch {gone.key} is not on this rank, which holds {held.key}"):
+        group.reference_logp(gone)
+    assert [call[0] for call in ranks[0]] == ["logp", "update 0", "update 1", "gather", "logp", "logp"]
+
+
+def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
+    rounds: list[str] = []
+    handles = [Handle(rounds, CriticProcess), Handle(rounds, CriticProcess)]
+    for handle in handles:
+        handle.process.critic = RecordedCritic()
+    critic = CriticGroup(handles, RankMap((0, 1), (0, 1)), Ready(), lambda batch: batch)  # type: ignore[arg-type]
+    first, second = critic.values(batch(2)), critic.values(batch(1))
+    assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
+    assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]
+    with pytest.raises(McoreRLError, match=f"batch {first.key} is not on this rank"):
+        critic.update(first, TokenRefs(first.columns, 0))
+
+
+class RecordedCritic:
+    """Stands for the rank's MegatronCritic: notes the samples of each call, and of the returns of an update."""
+
+    update_epochs = 1
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.trained = SimpleNamespace(memory=SimpleNamespace(offload=lambda: None))
+
+    def values(self, shares: list[RankShare], chunks: list[Any]) -> ValuedBatch:
+        self.calls.append([share.samples.tolist() for share in shares])
+        return ValuedBatch(shares, chunks, {int(s): np.ones(1, np.float32) for share in shares for s in share.samples})
+
+    def update(self, batch: ValuedBatch, index: int, returns: dict[int, np.ndarray]) -> dict[str, Any]:
+        self.calls.append((batch.shares[index].samples.tolist(), sorted(returns)))
+        return {"updated": Mean(1.0, 1)}
+
+    def gather_parameters(self) -> None: ...

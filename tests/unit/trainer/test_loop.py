@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from mcore_rl.ports import PendingSave
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.loop import train
 from mcore_rl.trainer.run import Run, save
-from mcore_rl.types import SavedFile, SavedState, Total
+from mcore_rl.types import BatchHandle, SavedFile, SavedState, Total
 
 
 class Recorder:
@@ -29,6 +29,7 @@ class Recorder:
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
         self.pending: dict[str, Any] = {}
         self.saves_last = False
+        self.under_way = 0
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -40,13 +41,13 @@ class Recorder:
         self.note(f"collect {step}")
         return f"groups {step}"
 
-    def annotate(self, batch: Any) -> dict[str, Any]:
-        self.note(f"annotate {batch}")
-        return {}
+    def recompute_logp(self, batch: Any) -> BatchHandle:
+        self.note(f"logp {batch}")
+        return BatchHandle(batch, key=1, is_sent=True, metrics={"of/pass": Total(1)})
 
-    def update(self, batch: Any) -> dict[str, Any]:
+    def update(self, handle: BatchHandle) -> dict[str, Any]:
         self.updates += 1
-        self.note(f"update {batch}")
+        self.note(f"update {handle.batch}")
         return {"actor/updates": Total(self.updates)}
 
     def publish(self, version: int) -> int:
@@ -59,7 +60,10 @@ class Recorder:
 
     def validate(self, step: int) -> Any:
         self.note(f"validate {step}")
-        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2), scores={})
+        ones, parts = np.ones(2), {"format": np.array([0.5, np.nan])}
+        return SimpleNamespace(
+            accuracies=ones, rewards=ones, response_tokens=ones, scores={}, errors=((1, "raised"),), parts=parts
+        )
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
         self.note("start save" if snapshot else "save")
@@ -82,6 +86,12 @@ class Recorder:
         self.note(f"resume after {step}")
 
     def close(self) -> None: ...
+
+    def begin(self, step: int) -> None:
+        self.under_way = step
+
+    def requested(self) -> bool:
+        return self.stop_at is not None and self.stop_at in self.calls
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -121,11 +131,11 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
         validator=part,
         journal=part,
         checkpoints=Checkpoints(tmp_path / "checkpoints", 2),
-        forget_after=lambda step: part.note(f"forget after {step}"),
+        remove_unfinished=lambda: part.note("remove unfinished"),
         positions={"sampler": part},
         batch_of=lambda groups, step, version: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
-        stop_requested=lambda: part.stop_at is not None and part.stop_at in part.calls,
+        stops=part,
     )
 
 
@@ -133,11 +143,12 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     part = Recorder()
     train(make(tmp_path, 3, part))
     assert part.calls == [
-        *("resume after -1", "forget after -1", "publish 0", "validate 0", "figures 0"),
-        *("collect 1", "annotate 1", "update 1", "publish 1", "figures 1"),
-        *("collect 2", "annotate 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
-        *("collect 3", "annotate 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
+        *("remove unfinished", "resume after -1", "publish 0", "validate 0", "figures 0"),
+        *("collect 1", "logp 1", "update 1", "publish 1", "figures 1"),
+        *("collect 2", "logp 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
+        *("collect 3", "logp 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
     ]
+    assert (part.rows[3]["val/format"], part.rows[3]["val/errors"]) == (0.5, 1)
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
 
@@ -150,14 +161,15 @@ def test_a_batch_knows_the_version_that_its_step_starts_from_in_a_resumed_run_to
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
-def test_the_reference_comes_between_annotation_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
+def test_the_reference_comes_between_the_policys_pass_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
     part = Recorder()
     run = make(tmp_path, 1, part)
 
     class Recorded:
-        def apply(self, actor: Any, groups: Any, batch: Any) -> Any:
+        def apply(self, actor: Any, groups: Any, logp: BatchHandle) -> BatchHandle:
             part.note(f"compare {groups}")
-            return f"{batch} less KL", {"reward/kl": Total(3)}
+            metrics = {**logp.metrics, "reward/kl": Total(3)}
+            return replace(logp, batch=f"{logp.batch} less KL", metrics=metrics)  # type: ignore[arg-type]
 
         def refresh(self, actor: Any, step: int) -> None:
             part.note(f"refresh {step}")
@@ -165,12 +177,13 @@ def test_the_reference_comes_between_annotation_and_estimates_and_follows_before
     run.reference = Recorded()  # type: ignore[assignment]
     train(run)
     start = part.calls.index("collect 1")
-    wanted = ["annotate 1", "compare groups 1", "update 1 less KL", "refresh 1", "publish 1"]
+    wanted = ["logp 1", "compare groups 1", "update 1 less KL", "refresh 1", "publish 1"]
     assert part.calls[start + 1 : start + 6] == wanted
     assert part.rows[1]["reward/kl"] == 3
+    assert part.rows[1]["of/pass"] == 1
 
 
-@pytest.mark.parametrize("fail_at", ["collect 3", "annotate 3", "update 3", "publish 3", "figures 3", "save"])
+@pytest.mark.parametrize("fail_at", ["collect 3", "logp 3", "update 3", "publish 3", "figures 3", "save"])
 def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(tmp_path: Path, fail_at: str) -> None:
     whole = Recorder()
     train(make(tmp_path / "whole", 4, whole))
@@ -189,11 +202,29 @@ def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(t
     assert resumed.position == whole.position
 
 
+def test_a_checkpoint_knows_the_accuracy_of_its_step_where_that_was_validated(tmp_path: Path) -> None:
+    run = make(tmp_path, 4, Recorder(), every=1)
+    run.checkpoints.keep_last = 4
+    train(run)
+    states = [run.checkpoints.read(tmp_path / "checkpoints" / f"step_{step}")[0] for step in (1, 2, 3, 4)]
+    assert [state["accuracy"] for state in states] == [None, 1.0, None, 1.0]
+
+
+def test_each_step_is_under_way_until_the_next_begins(tmp_path: Path) -> None:
+    part = Recorder()
+    seen: list[int] = []
+    run = make(tmp_path, 3, part)
+    run.describe = lambda groups: seen.append(part.under_way) or {}  # type: ignore[func-returns-value]
+    assert part.under_way == 0
+    train(run)
+    assert seen == [1, 2, 3]
+
+
 def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     again = Recorder()
     train(make(tmp_path, 2, again))
-    assert again.calls == ["load", "resume after 2", "forget after 2", "publish 2"]
+    assert again.calls == ["load", "remove unfinished", "resume after 2", "publish 2"]
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])

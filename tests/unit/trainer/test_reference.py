@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.trainer.reference import Reference
-from mcore_rl.types import Batch, Mean
+from mcore_rl.types import Batch, BatchHandle, Mean
 
 KL_OF_A_TOKEN = 0.25
 
@@ -21,26 +21,27 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def refer(self, batch: Batch) -> dict[str, Any]:
-        self.calls.append("refer")
-        return {"of/annotation": Mean(1, 1)}
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        self.calls.append("reference")
+        return replace(handle, metrics={"of/pass": Mean(1, 1)})
 
-    def penalize(self, batch: Batch, coefficient: float) -> tuple[dict[str, Any], np.ndarray]:
-        self.calls.append(f"penalize {coefficient:g}")
-        tokens = batch.trained_tokens.astype(np.float32)
-        return {"reward/kl": Mean(KL_OF_A_TOKEN * tokens.sum(), tokens.sum())}, coefficient * KL_OF_A_TOKEN * tokens
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        self.calls.append(f"penalties {coefficient:g}")
+        tokens = handle.batch.trained_tokens.astype(np.float32)
+        kl = {"reward/kl": Mean(KL_OF_A_TOKEN * tokens.sum(), tokens.sum())}
+        return replace(handle, metrics={**handle.metrics, **kl}), coefficient * KL_OF_A_TOKEN * tokens
 
-    def replace_advantages(self, batch: Batch, advantages: np.ndarray) -> Batch:
-        self.calls.append("replace")
-        return replace(batch, advantages=advantages)
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
+        self.calls.append("advantages")
+        return replace(handle, batch=replace(handle.batch, advantages=advantages))
 
     def refresh_reference(self) -> None:
         self.calls.append("refresh")
 
 
-def batch() -> Batch:
+def handle() -> BatchHandle:
     ints = np.zeros(4, np.int32)
-    return Batch(
+    batch = Batch(
         chunks=(),
         chunk_ids=ints,
         rows=ints,
@@ -53,6 +54,7 @@ def batch() -> Batch:
         dp_ranks=ints,
         updates=(np.arange(4),),
     )
+    return BatchHandle(batch, key=1)
 
 
 def less_the_mean(groups: Any, rewards: np.ndarray) -> np.ndarray:
@@ -61,14 +63,15 @@ def less_the_mean(groups: Any, rewards: np.ndarray) -> np.ndarray:
 
 
 def test_advantages_are_of_the_rewards_less_the_kl_of_the_whole_response() -> None:
-    actor, given = Actor(), batch()
-    found, metrics = Reference(KLController(0.5), less_the_mean).apply(actor, "groups", given)  # type: ignore[arg-type]
+    actor, given = Actor(), handle()
+    found = Reference(KLController(0.5), less_the_mean).apply(actor, "groups", given)  # type: ignore[arg-type]
     rewards = np.array([1 - 0.25, 0 - 0.5, 1 - 1.0, 1])  # 0.5 * 0.25 a token
-    assert found.advantages.tolist() == (rewards - rewards.mean()).tolist()
-    assert found.rewards.tolist() == given.rewards.tolist()
-    assert actor.calls == ["refer", "penalize 0.5", "replace"]
-    assert metrics["reward/kl"].value == KL_OF_A_TOKEN
-    assert metrics["reward/kl_coefficient"].value == 0.5
+    assert found.batch.advantages.tolist() == (rewards - rewards.mean()).tolist()
+    assert found.batch.rewards.tolist() == given.batch.rewards.tolist()
+    assert actor.calls == ["reference", "penalties 0.5", "advantages"]
+    assert found.metrics["of/pass"] == Mean(1, 1)
+    assert found.metrics["reward/kl"].value == KL_OF_A_TOKEN
+    assert found.metrics["reward/kl_coefficient"].value == 0.5
 
 
 def test_the_step_has_the_coefficient_of_before_and_the_next_one_that_which_its_kl_made() -> None:
@@ -76,23 +79,25 @@ def test_the_step_has_the_coefficient_of_before_and_the_next_one_that_which_its_
     reference = Reference(controller, less_the_mean)
     coefficients = []
     for _ in range(2):
-        _, metrics = reference.apply(actor, "groups", batch())  # type: ignore[arg-type]
-        coefficients.append(metrics["reward/kl_coefficient"].value)
+        found = reference.apply(actor, "groups", handle())  # type: ignore[arg-type]
+        coefficients.append(found.metrics["reward/kl_coefficient"].value)
     assert coefficients == [0.5, pytest.approx(0.5 * (1 + 0.2 * 4 / 8))]  # 0.25 / 0.2 - 1 is cut at 0.2
 
 
 def test_estimators_of_tokens_leave_the_batch_to_the_ranks() -> None:
-    actor, given = Actor(), batch()
-    found, metrics = Reference(KLController(0.5)).apply(actor, "groups", given)  # type: ignore[arg-type]
-    assert found is given
-    assert actor.calls == ["refer", "penalize 0.5"]
-    assert "reward/kl" in metrics
+    actor, given = Actor(), handle()
+    found = Reference(KLController(0.5)).apply(actor, "groups", given)  # type: ignore[arg-type]
+    assert found.batch is given.batch
+    assert actor.calls == ["reference", "penalties 0.5"]
+    assert "reward/kl" in found.metrics
 
 
 def test_kl_in_the_loss_alone_asks_for_log_probabilities_only() -> None:
-    actor, given = Actor(), batch()
-    assert Reference().apply(actor, "groups", given) == (given, {"of/annotation": Mean(1, 1)})  # type: ignore[arg-type]
-    assert actor.calls == ["refer"]
+    actor, given = Actor(), handle()
+    found = Reference().apply(actor, "groups", given)  # type: ignore[arg-type]
+    assert found.batch is given.batch
+    assert found.metrics == {"of/pass": Mean(1, 1)}
+    assert actor.calls == ["reference"]
 
 
 def test_it_is_refreshed_after_every_so_many_steps() -> None:

@@ -1,0 +1,196 @@
+"""Finds prompt, ground truth and what goes with them in the rows of a file: verl's columns, or plain ones."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.files import read_rows
+from mcore_rl.data.json_text import parse_json
+from mcore_rl.data.templates import chat_messages
+from mcore_rl.errors import DataError
+
+PROMPT_COLUMNS = ("prompt", "question")
+ANSWER_COLUMNS = ("answer", "ground_truth")
+_MEDIA = ("images", "videos", "audios")
+_OF_TOOLS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
+_SINGLE_TURN = "single_turn_agent"
+"""verl's name of an episode without tools."""
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_NAME_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a row says; `where` starts error messages about it."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+class Columns:
+    """Reads the rows of one file, whose columns may differ from those of the run's other files. `key` is the
+    configuration key of the file."""
+
+    def __init__(self, data_config: DataConfig, key: str, path: str | Path) -> None:
+        self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
+        self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
+        self._key = key
+        self._noted: Counter[str] = Counter()
+
+    def read(self, place: str, row: Mapping[str, Any]) -> Fields:
+        """Raises: DataError for a row that lacks a column, or asks for what would not be done."""
+        where = f"{self._key}: {place}"
+        self._check_media(row, where)
+        extra_info = _object(row, "extra_info", where)
+        self._check_tools(row, extra_info, where)
+        return Fields(
+            where=where,
+            messages=self._messages(row, where),
+            data_source=_data_source(row, where),
+            ground_truth=self._ground_truth(row, where),
+            extra_info=extra_info,
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the rows read so far, with their number."""
+        return tuple(f"{count} rows {text}" for text, count in self._noted.items())
+
+    def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+        prompt = self._prompt(row, where)
+        if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
+            prompt = _messages_of_text(prompt, where)
+            self._noted["have chat messages as JSON text, read as messages"] += 1
+        return chat_messages(prompt, where)
+
+    def _prompt(self, row: Mapping[str, Any], where: str) -> Any:
+        wanted = self._prompt_key
+        for column in PROMPT_COLUMNS if wanted is None else (wanted,):
+            if row.get(column) is not None:
+                return row[column]
+        if wanted is None:
+            names = listing(row)
+            raise DataError(f"{where} has no prompt: {self._names} {names}; set data.prompt_key to one of them")
+        if _is_verls(row):
+            self._noted[f"have no column {wanted!r}: verl's prompt was read"] += 1
+            return row["prompt"]
+        raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
+
+    def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
+        wanted = self._answer_key
+        if wanted is not None and row.get(wanted) is not None:
+            return row[wanted]
+        truth = _object(row, "reward_model", where).get("ground_truth")
+        if truth is not None:
+            if wanted is not None:
+                self._noted[f"have no column {wanted!r}: verl's reward_model.ground_truth was read"] += 1
+            return truth
+        if wanted is not None:
+            raise DataError(
+                f"{where} has no ground truth in column {wanted!r}: {_remedy('data.answer_key', wanted, row)}"
+            )
+        for column in ANSWER_COLUMNS:
+            if row.get(column) is not None:
+                return row[column]
+        raise DataError(
+            f"{where} has no ground truth: neither reward_model.ground_truth nor column "
+            f"{' or '.join(map(repr, ANSWER_COLUMNS))} ({self._names} {listing(row)}); set data.answer_key to one of"
+            " them"
+        )
+
+    def _check_media(self, row: Mapping[str, Any], where: str) -> None:
+        for column in _MEDIA:
+            if row.get(column):
+                raise DataError(
+                    f"{where} has {column}, but prompts are text only: the model would be trained without what they are"
+                    f" about; set {self._key} to a file without such rows, or without the column if the text suffices"
+                )
+
+    def _check_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
+        agent = row.get("agent_name")
+        if agent is not None and agent != _SINGLE_TURN:
+            if _is_verls(row):
+                raise DataError(
+                    f"{where} has agent_name {agent!r}, but prompts are answered in a single turn, without tools; set"
+                    f" {self._key} to a file without such rows, or without the column if single turns are meant"
+                )
+            self._noted["have agent_name, which is not used: responses are single turns"] += 1
+        if unused := [name for name in _OF_TOOLS if extra_info.get(name) or row.get(name)]:
+            self._noted[f"have {', '.join(unused)}, used by no tool: responses are single turns, without tools"] += 1
+
+
+def check_keys(data_config: DataConfig, paths: Mapping[str, str]) -> None:
+    """Whether data.prompt_key and data.answer_key, where they are set, name a column of any file at all: rows of verl's
+    format need neither. `paths` maps configuration keys to files; of each, the first row is read.
+
+    Raises: DataError.
+    """
+    wanted = {"data.prompt_key": data_config.prompt_key, "data.answer_key": data_config.answer_key}
+    if not any(wanted.values()):
+        return
+    columns: dict[str, None] = {}
+    for key, path in paths.items():
+        for _, row in islice(read_rows(path, key), 1):
+            columns |= dict.fromkeys(row)
+    for key, column in wanted.items():
+        if columns and column is not None and column not in columns:
+            files = " and ".join(f"{name} ({path})" for name, path in paths.items())
+            raise DataError(f"{key}: there is no column {column!r} in {files}: {_remedy(key, column, columns)}")
+
+
+def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
+    """Names of columns, those like `nearest` first."""
+    names = list(columns)
+    if nearest is not None:
+        names.sort(key=lambda name: -SequenceMatcher(None, name.lower(), nearest.lower()).ratio())
+    return ", ".join(n if len(n) <= _NAME_CHARACTERS else f"{n[:_NAME_CHARACTERS]}..." for n in names) or "none"
+
+
+def _remedy(key: str, wanted: str, row: Mapping[str, Any]) -> str:
+    return (
+        f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for the usual ones of each file"
+    )
+
+
+def _is_verls(row: Mapping[str, Any]) -> bool:
+    return row.get("prompt") is not None and row.get("reward_model") is not None
+
+
+def _messages_of_text(text: str, where: str) -> Any:
+    try:
+        return parse_json(text, f"{where}: the prompt")
+    except DataError as error:
+        raise DataError(
+            f"{error} (it looks like a list of chat messages; write them as JSON, or put a text that is meant to look"
+            " like this into a chat message)"
+        ) from None
+
+
+def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+    """Value of a column of objects, which a flat file holds as JSON text; {} where there is none."""
+    value = row.get(column)
+    if value is None:
+        return {}
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = parse_json(value, f"{where}: {column}")
+    if not isinstance(value, dict):
+        example = " with ground_truth" if column == "reward_model" else ""
+        raise DataError(f"{where}: {column} is {type(value).__name__}, not an object{example}")
+    return value
+
+
+def _data_source(row: Mapping[str, Any], where: str) -> str:
+    source = row.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise DataError(f"{where}: data_source is {type(source).__name__}, not a string")
+    return source or "unknown"

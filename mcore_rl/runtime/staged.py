@@ -1,0 +1,188 @@
+"""The parts of a run with what goes around their calls: a span of the timeline and, where engines and trainer ranks
+take turns on the device, the phase. One wrapper for each Protocol: a call that does not exist is a type error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, ResponseScorer, Validator
+from mcore_rl.rollout.scored_pool import RecordedPool
+from mcore_rl.runtime.phases import Phase, Phases
+from mcore_rl.types import (
+    Batch,
+    BatchHandle,
+    Groups,
+    Metric,
+    RolloutResult,
+    RolloutScalars,
+    RolloutTask,
+    SavedFile,
+    TokenRefs,
+)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """`span` times what runs inside; without `phases` engines and trainer ranks hold their memory all the time."""
+
+    span: Callable[[str], AbstractContextManager[None]]
+    phases: Phases | None = None
+
+    @contextmanager
+    def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:
+        """Inside, it is the turn of `phase`; what it takes to get there counts in the span `name`."""
+        with self.span(name) if name is not None else nullcontext():
+            if self.phases is not None and phase is not None:
+                self.phases.enter(phase)
+            yield
+
+
+@dataclass(frozen=True)
+class StagedActor:
+    """An Actor."""
+
+    actor: Actor
+    stages: Stages
+
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
+        with self.stages.stage("logp", Phase.REPLACE):
+            return self.actor.recompute_logp(batch)
+
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        with self.stages.stage("reference", Phase.REPLACE):
+            return self.actor.reference_logp(handle)
+
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        with self.stages.stage("reference", Phase.REPLACE):
+            return self.actor.kl_penalties(handle, coefficient)
+
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
+        return self.actor.with_advantages(handle, advantages)
+
+    def refresh_reference(self) -> None:
+        with self.stages.stage("reference", Phase.REPLACE):
+            self.actor.refresh_reference()
+
+    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
+        with self.stages.stage("advantages", Phase.REPLACE):
+            return self.actor.estimate(handle, values)
+
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        with self.stages.stage("update", Phase.REPLACE):
+            return self.actor.update(handle)
+
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        with self.stages.stage(phase=Phase.KEEP):
+            return self.actor.start_save(directory, snapshot=snapshot)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        with self.stages.stage("load", Phase.KEEP):
+            self.actor.load(directory, files)
+
+    def export_hf(self, directory: str, source: str) -> None:
+        with self.stages.stage(phase=Phase.KEEP):
+            self.actor.export_hf(directory, source)
+
+    def export_adapter(self, directory: str, source: str) -> None:
+        with self.stages.stage(phase=Phase.KEEP):
+            self.actor.export_adapter(directory, source)
+
+
+@dataclass(frozen=True)
+class StagedCritic:
+    """A Critic."""
+
+    critic: Critic
+    stages: Stages
+
+    def values(self, batch: Batch) -> TokenRefs:
+        with self.stages.stage("values", Phase.REPLACE):
+            return self.critic.values(batch)
+
+    def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
+        with self.stages.stage("critic_update", Phase.REPLACE):
+            return self.critic.update(values, returns)
+
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        with self.stages.stage(phase=Phase.KEEP):
+            return self.critic.start_save(directory, snapshot=snapshot)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        with self.stages.stage(phase=Phase.KEEP):
+            self.critic.load(directory, files)
+
+
+@dataclass(frozen=True)
+class StagedPublisher:
+    """A Publisher."""
+
+    publisher: Publisher
+    stages: Stages
+
+    def publish(self, version: int) -> int:
+        with self.stages.stage("weight_sync", Phase.SYNC):
+            return self.publisher.publish(version)
+
+    def verify(self) -> int:
+        with self.stages.stage("verify", Phase.SYNC):
+            return self.publisher.verify()
+
+
+@dataclass(frozen=True)
+class StagedPool:
+    """A RecordedPool."""
+
+    pool: RecordedPool
+    stages: Stages
+
+    @property
+    def num_engines(self) -> int:
+        return self.pool.num_engines
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        with self.stages.stage(phase=Phase.GENERATE):
+            return self.pool.run(tasks)
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
+        self.pool.amend(tasks, results)
+
+
+@dataclass(frozen=True)
+class StagedScorer:
+    """A ResponseScorer; `name` is its span."""
+
+    scorer: ResponseScorer
+    stages: Stages
+    name: str
+
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        with self.stages.stage(self.name, Phase.KEEP):
+            return self.scorer.score(tasks, results)
+
+
+@dataclass(frozen=True)
+class StagedCollector:
+    """A Collector."""
+
+    collector: Collector
+    stages: Stages
+
+    def collect(self, step: int) -> Groups:
+        with self.stages.stage("rollout"):
+            return self.collector.collect(step)
+
+
+@dataclass(frozen=True)
+class StagedValidator:
+    """A Validator."""
+
+    validator: Validator
+    stages: Stages
+
+    def validate(self, step: int) -> RolloutScalars:
+        with self.stages.stage("validate"):
+            return self.validator.validate(step)

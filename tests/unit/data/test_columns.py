@@ -1,0 +1,150 @@
+"""Columns are found per file; what a row asks for and would not get is refused or reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.columns import Columns, Fields, check_keys
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+
+PLAIN = {"question": "1+1?", "answer": "2"}
+MESSAGES = [{"role": "user", "content": "1+1?"}]
+VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 1}}
+
+
+def read(row: dict[str, Any], **data: Any) -> tuple[Fields, tuple[str, ...]]:
+    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl")
+    return columns.read("rows.jsonl, line 1", row), columns.notes()
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("prompt_key", [None, "question"])
+def test_plain_rows_for_training_and_verls_for_validation(
+    tmp_path: Path, tokenizer_file: Path, prompt_key: str | None
+) -> None:
+    train, val = jsonl(tmp_path / "train.jsonl", [PLAIN]), str(tmp_path / "val.parquet")
+    pq.write_table(pa.Table.from_pylist([VERL, VERL]), val)
+    config, tokenizer = DataConfig(train=train, val=val, prompt_key=prompt_key), load_tokenizer(tokenizer_file)
+    check_keys(config, {"data.train": train, "data.val": val})
+    for path, noted in ((train, False), (val, prompt_key is not None)):
+        prompts, report = load_prompts(path, tokenizer, config, RolloutConfig())
+        assert (prompts[0].messages, prompts[0].ground_truth) == (MESSAGES, "2")
+        assert ("2 rows have no column 'question': verl's prompt was read" in str(report)) == noted
+
+
+def test_a_prompt_key_that_a_file_lacks_is_refused_with_the_nearest_column_first() -> None:
+    row = {"id": 1, "answer": "2", "question": "1+1?"}
+    with pytest.raises(
+        DataError, match=r"line 1 has no prompt in column 'questions': the columns are question, .*set data\.prompt_key"
+    ):
+        read(row, prompt_key="questions")
+
+
+def test_a_prompt_key_is_not_replaced_by_another_plain_column() -> None:
+    with pytest.raises(DataError, match="no prompt in column 'prompt'"):
+        read(PLAIN, prompt_key="prompt")
+    with pytest.raises(DataError, match=r"no prompt in column 'question'.*or to null"):
+        read({"prompt": "1+1?", "answer": "2"}, prompt_key="question")
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "answer_key"])
+def test_a_key_that_no_file_has_is_refused_though_verls_rows_need_none(tmp_path: Path, key: str) -> None:
+    path = jsonl(tmp_path / "verl.jsonl", [VERL])
+    with pytest.raises(DataError, match=rf"^data\.{key}: there is no column 'promts' in data\.val \(.*verl\.jsonl\)"):
+        check_keys(DataConfig(**{key: "promts"}), {"data.val": path})
+    check_keys(DataConfig(**{key: "prompt"}), {"data.val": path})
+
+
+def test_an_answer_key_comes_before_verls_ground_truth_where_the_row_has_it() -> None:
+    assert read({**VERL, "solution": "3"}, answer_key="solution")[0].ground_truth == "3"
+    fields, notes = read(VERL, answer_key="solution")
+    assert fields.ground_truth == "2"
+    assert notes == ("1 rows have no column 'solution': verl's reward_model.ground_truth was read",)
+    with pytest.raises(DataError, match=r"no ground truth in column 'answers': the columns are answer, question"):
+        read(PLAIN, answer_key="answers")
+
+
+def test_a_flat_file_may_call_its_answers_ground_truth() -> None:
+    assert read({"prompt": "1+1?", "ground_truth": "2"})[0].ground_truth == "2"
+
+
+def test_chat_messages_written_as_json_are_messages_and_reported() -> None:
+    fields, notes = read({**PLAIN, "question": json.dumps(MESSAGES)})
+    assert fields.messages == MESSAGES
+    assert notes == ("1 rows have chat messages as JSON text, read as messages",)
+
+
+@pytest.mark.parametrize("text", ["[1, 2] sorted?", '[{"id": 1}]', '{"role": "user", "content": "a"}', "[{role"])
+def test_a_prompt_with_other_json_in_it_is_text(text: str) -> None:
+    fields, notes = read({**PLAIN, "question": text})
+    assert (fields.messages, notes) == ([{"role": "user", "content": text}], ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (str(MESSAGES), "not valid JSON.*write them as JSON"),
+        (json.dumps(MESSAGES)[:-4], "not valid JSON.*write them as JSON"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "the prompt: content holds half of a character"),
+        ('[{"role": "user", "content": ' + "[" * 100_000, "nested more than 100 deep"),
+        ('[{"role": "user"}]', "`role` and `content`"),
+    ],
+)
+def test_text_that_only_looks_like_chat_messages_is_refused(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1.*{message}"):
+        read({**PLAIN, "question": text})
+
+
+def test_objects_of_a_flat_file_are_json_text() -> None:
+    flat = {"prompt": "1+1?", "reward_model": '{"ground_truth": "2"}', "extra_info": '{"index": 1}'}
+    fields, _ = read(flat)
+    assert (fields.ground_truth, fields.extra_info) == ("2", {"index": 1})
+    with pytest.raises(DataError, match="line 1: extra_info is not valid JSON"):
+        read({**flat, "extra_info": "{'index': 1}"})
+
+
+@pytest.mark.parametrize("media", ["images", "videos", "audios"])
+def test_pictures_are_refused_where_a_row_has_any(media: str) -> None:
+    assert read({**PLAIN, media: []})[1] == read({**PLAIN, media: None})[1] == ()
+    with pytest.raises(DataError, match=rf"line 1 has {media}, but prompts are text only.*set data\.val"):
+        read({**PLAIN, media: [{"bytes": b"x"}]})
+
+
+def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
+    assert read({**VERL, "agent_name": "single_turn_agent"})[1] == ()
+    with pytest.raises(DataError, match=r"line 1 has agent_name 'tool_agent', .*without tools; set data\.val"):
+        read({**VERL, "agent_name": "tool_agent"})
+    assert read({**PLAIN, "agent_name": "Ada"})[1] == (
+        "1 rows have agent_name, which is not used: responses are single turns",
+    )
+
+
+def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
+    columns = Columns(DataConfig(), "data.train", "rows.jsonl")
+    info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
+    for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
+        columns.read("a place", row)
+    assert columns.notes() == (
+        "2 rows have need_tools_kwargs, tools_kwargs, used by no tool: responses are single turns, without tools",
+    )
+
+
+def test_a_csv_without_a_header_says_so(tmp_path: Path, tokenizer_file: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{'Natalia sold clips ' * 9},72\nWeng earns,10\n")
+    named = r"its columns, which line 1 names, are Natalia.{33}\.\.\., 72; set data\.prompt_key"
+    with pytest.raises(DataError, match=f"line 2 has no prompt: {named}"):
+        load_prompts(path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())
