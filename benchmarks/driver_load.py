@@ -6,12 +6,20 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import Batch, BatchHandle, Mean, Metric, RankShare, RolloutScalars
+from mcore_rl.types import (
+    Batch,
+    BatchHandle,
+    BuffersRef,
+    Mean,
+    Metric,
+    RankShare,
+    RolloutResult,
+    RolloutScalars,
+    RolloutTask,
+)
 
 PROMPTS, SAMPLES, ENGINES, DP_RANKS = 8192, 16, 64, 64
 LONGEST = 20480
@@ -60,12 +68,12 @@ class ReadyPool:
         self._directory = directory
         self._wall_seconds = self._cpu_seconds = 0.0
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         wall, cpu = time.perf_counter(), time.process_time()
-        results = []
+        results: list[RolloutResult] = []
         for task in tasks:
             write_records(self._directory, task)
-            results.append((None, make_scalars(task)))
+            results.append((BuffersRef(None), make_scalars(task)))
         self._wall_seconds += time.perf_counter() - wall
         self._cpu_seconds += time.process_time() - cpu
         return results

@@ -8,20 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.ports import RolloutEngine
+from mcore_rl.ports import Engine
 from mcore_rl.types import Completion, GenerationRequest
 
 
-class ForcedLengths:
-    """A RolloutEngine whose call k gives response i lengths[k][i] tokens; the end token must be one that the model
+class ForcedLengths(Engine):
+    """An Engine whose call k gives response i lengths[k][i] tokens; the end token must be one that the model
     never draws."""
 
-    def __init__(self, engine: RolloutEngine, lengths: Sequence[np.ndarray]) -> None:
+    def __init__(self, engine: Engine, lengths: Sequence[np.ndarray]) -> None:
         self._engine = engine
         self._lengths: Iterator[np.ndarray] = iter(lengths)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         wanted = next(self._lengths).tolist()
@@ -30,6 +31,15 @@ class ForcedLengths:
             for request, length in zip(requests, wanted, strict=True)
         ]
         self._engine.generate(forced, on_finish)
+
+    def sleep(self, *, keep_weights: bool) -> int:
+        return self._engine.sleep(keep_weights=keep_weights)
+
+    def wake_up(self, part: str) -> None:
+        self._engine.wake_up(part)
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
 
 
 def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:

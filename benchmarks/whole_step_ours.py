@@ -23,6 +23,7 @@ from benchmarks.whole_step_task import (
 from mcore_rl.assembly import assemble
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.preflight import check_run
 from mcore_rl.preparation import make_run_dir, prepare
 from mcore_rl.trainer.loop import train
 from mcore_rl.types import Metric
@@ -83,10 +84,11 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     """Seconds by phase of every step of the schedule; `between` runs after each of them, outside the measurement."""
     lengths = schedule()
     config = step_config(task, run_dir, ranks=ranks, steps=len(lengths))
+    check_run(config)
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes)
-    with assemble(config, prepared) as run:
-        pool = run.collector.pool  # type: ignore[union-attr]
+    with assemble(config, prepared, lambda line: None) as run:
+        pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
         pool.watch.get([handle.__ray_call__.remote(force_lengths, lengths) for handle in pool.handles])
         pacer = Pacer(run.journal, between)
         run.journal = pacer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +22,17 @@ from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
+from mcore_rl.model_check import model_check
+from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.ports import Critic, PendingSave, Validator
 from mcore_rl.preparation import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
-from mcore_rl.rollout.records import remove_after
+from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.records import remove_unjoined
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.groups import RankMap
-from mcore_rl.runtime.health import stop_requested
 from mcore_rl.runtime.judge import judge_role
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phases, shares_device
@@ -48,21 +50,26 @@ from mcore_rl.runtime.staged import (
     StagedValidator,
     Stages,
 )
+from mcore_rl.runtime.stops import STOPS
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Mean, Metric, TrajectoryBuffers
+from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
 from model_converters.layout import TrainLayout
 
 MIB = 2**20
 
 
 @contextlib.contextmanager
-def assemble(config: Config, prepared: Prepared) -> Iterator[Run | SupervisedRun]:
-    """The run that the configuration describes, with all its processes up; they are gone when the block ends."""
-    with launch(config, _rank_map(prepared.layout), prepared.prompts, _roles(config, prepared)) as processes:
+def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
+    """The run that the configuration describes, with all its processes up; they are gone when the block ends. `say`
+    tells what starts."""
+    ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
+    checking = model_check(config, prepared.layout.dp, prepared.cost)
+    with checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
+        check(processes.trainers)
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
@@ -111,7 +118,8 @@ class _Site:
         has_rules = config.reward.function != NO_RULE
         pool = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else staged
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
-        collector = self._collector(pool, sampler)
+        failures = GradingFailures(config.reward, journal.note)
+        collector = self._collector(pool, sampler, failures)
         publisher = SharedMemoryPublisher.connect(
             self.processes.trainers,
             engines,
@@ -124,11 +132,11 @@ class _Site:
             actor=StagedActor(self.processes.trainers, stages),
             collector=StagedCollector(collector, stages),
             publisher=StagedPublisher(publisher, stages),
-            validator=self._validator(pool, stages),
+            validator=self._validator(pool, stages, failures),
             journal=journal,
             checkpoints=self._checkpoints(),
-            forget_after=self._forget_after,
-            stop_requested=stop_requested,
+            remove_unfinished=self._remove_unfinished,
+            stops=STOPS,
             positions={"sampler": sampler, "collector": collector, **kept},
             batch_of=self._batch_of(journal),
             describe=self._describe,
@@ -144,7 +152,7 @@ class _Site:
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
         controller, advantages_of = KLController.from_config(kl), response_advantages(self.config)
 
-        def recorded(groups: Any, rewards: np.ndarray) -> np.ndarray:
+        def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
             advantages = advantages_of(groups, rewards)
             journal.record(describe_advantages(advantages))
             return advantages
@@ -163,7 +171,7 @@ class _Site:
             scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
         return scorers
 
-    def _describe(self, groups: Any) -> dict[str, Metric]:
+    def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Figures of the step's responses, and of what the judge said of them."""
         judge = self.processes.groups.get("judge")
         return describe(groups) | (judge.take_figures() if judge is not None else {})
@@ -183,21 +191,25 @@ class _Site:
             config=self.config,
             actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
             next_batch=batches.draw,
-            journal=self._journal(),
+            journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
-            forget_after=self._forget_after,
+            remove_unfinished=self._remove_unfinished,
             positions={"sampler": sampler},
-            stop_requested=stop_requested,
+            stops=STOPS,
         )
 
     def _checkpoints(self) -> Checkpoints:
-        settings = self.config.checkpoint
-        return TimedCheckpoints(self.directory / "checkpoints", settings.keep_last, span=self.recorder.span)
+        settings, directory = self.config.checkpoint, self.directory / "checkpoints"
+        return TimedCheckpoints(directory, settings.keep_last, settings.keep_best, span=self.recorder.span)
 
-    def _journal(self) -> RunJournal:
+    def _remove_unfinished(self) -> None:
+        remove_unjoined(self.directory / "rollouts")
+
+    def _journal(self, signs: Sequence[Sign] = SIGNS) -> RunJournal:
+        """Without `signs`, as of a policy that samples, the gradient's norm alone is watched."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
-        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources)
+        return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
 
     def _stages(self, journal: RunJournal) -> Stages:
         """What goes around calls: their spans and, where a device is shared, whose turn it is."""
@@ -208,11 +220,11 @@ class _Site:
         phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
         return Stages(self.recorder.span, phases)
 
-    def _batch_of(self, journal: RunJournal) -> Callable[[Any, int, int], Batch]:
+    def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost
         build = batch_builder(self.config, dp_size, cost)
 
-        def batch_of(groups: Any, step: int, version: int) -> Batch:
+        def batch_of(groups: Groups, step: int, version: int) -> Batch:
             batch = build(groups, step, version)
             journal.record({"actor/balance": rank_balance(batch, cost, dp_size)})
             untrained = Mean(float((batch.loss_weights == 0).sum()), len(batch))
@@ -223,10 +235,7 @@ class _Site:
 
         return batch_of
 
-    def _forget_after(self, step: int) -> None:
-        remove_after(self.directory / "rollouts", step)
-
-    def _collector(self, pool: RolloutPool, sampler: PromptSampler) -> RolloutCollector:
+    def _collector(self, pool: RolloutPool, sampler: PromptSampler, failures: GradingFailures) -> RolloutCollector:
         config = self.config
         return RolloutCollector(
             pool=pool,
@@ -238,9 +247,10 @@ class _Site:
             seed=config.run.seed,
             records_dir=self.directory / "rollouts",
             with_greedy=self.prepared.estimator.needs.baseline_rewards,
+            failures=failures,
         )
 
-    def _validator(self, pool: RolloutPool, stages: Stages) -> Validator | None:
+    def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:
         if "val" not in self.prepared.prompts:
             return None
         validator = RolloutValidator(
@@ -249,6 +259,7 @@ class _Site:
             self.config.rollout,
             self.config.run.seed,
             self.directory / "rollouts",
+            failures,
         )
         return StagedValidator(validator, stages)
 
@@ -273,7 +284,7 @@ class SupervisedBatches:
     sampler: PromptSampler
     dp_size: int
     cost: SequenceCost
-    store: Callable[[TrajectoryBuffers], Any]
+    store: Callable[[TrajectoryBuffers], BuffersRef]
 
     def draw(self) -> Batch:
         """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""

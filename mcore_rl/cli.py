@@ -1,13 +1,15 @@
 """The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running,
-75 saved and stopped because SIGUSR1 asked for it: the same command goes on."""
+130 and 143 stopped by INT and TERM, 75 saved and stopped by USR1: the same command goes on from what is saved."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_rl import __version__
 from mcore_rl.errors import McoreRLError, storage_error
 
 
@@ -26,12 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {known}", file=sys.stderr)
         return known.exit_code
     except KeyboardInterrupt:
-        print("stopped: everything of this run was taken down; the same command resumes it", file=sys.stderr)
-        return 130
+        from mcore_rl.runtime.stops import STOPS
+
+        print("stopped", file=sys.stderr)
+        return STOPS.exit_code()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, run, text in (
         ("train", _train, "start a run, or resume what run.dir holds"),
@@ -45,14 +50,23 @@ def _parser() -> argparse.ArgumentParser:
     slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
     slurm.add_argument("config", metavar="CONFIG.yaml")
     slurm.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=64")
+    slurm.add_argument("--force", action="store_true", help="also of a job that is certain to be refused")
     slurm.set_defaults(run=_slurm)
+    text = "every configuration key: its type, default, unit, range and meaning"
+    keys = verbs.add_parser("keys", help=text, description=text)
+    keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with it in their name or text")
+    keys.add_argument("--json", action="store_true", help="a list of objects")
+    keys.set_defaults(run=_keys)
     doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
     doctor.set_defaults(run=_doctor)
     return parser
 
 
 def _add_plan(verbs: Any) -> None:
-    text = "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not"
+    text = (
+        "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not, 3 fits, but "
+        "this version cannot run it"
+    )
     plan = verbs.add_parser("plan", help=text, description=text)
     plan.add_argument("config", metavar="CONFIG.yaml")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as actor.parallel.ep=16")
@@ -85,12 +99,24 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _slurm(options: argparse.Namespace) -> int:
     from mcore_rl.config import load_config
-    from mcore_rl.slurm.script import limits_of, render_job
+    from mcore_rl.verbs import slurm
 
     config = load_config(options.config, options.overrides)
-    print(render_job(config, options.config, options.overrides), end="")
-    if limits := limits_of(config):
-        print(limits, file=sys.stderr)
+    return slurm(config, options.config, options.overrides, force=options.force)
+
+
+def _keys(options: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from mcore_rl.config.catalogue import find_keys
+
+    found = find_keys(options.word)
+    try:
+        print(json.dumps([asdict(entry) for entry in found]) if options.json else "\n".join(e.shown() for e in found))
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

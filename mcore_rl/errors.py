@@ -26,8 +26,16 @@ class WorkerDiedError(McoreRLError):
     """A process of the run ended unexpectedly; the message names its role, rank and cause."""
 
 
+class ClusterDiedError(WorkerDiedError):
+    """Ray's own processes ended under the run: nothing more can be asked of any of its processes."""
+
+
 class NonFiniteError(McoreRLError):
     """A loss or gradient is not finite; raised on every rank before the optimizer step, naming the samples."""
+
+
+class RewardError(McoreRLError):
+    """Too many responses could not be graded; the message names the function and its first error."""
 
 
 class WeightSyncError(McoreRLError):

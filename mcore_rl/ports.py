@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -12,9 +12,12 @@ from mcore_rl.types import (
     BatchHandle,
     Completion,
     GenerationRequest,
+    Groups,
     Metric,
     Prompt,
+    RolloutResult,
     RolloutScalars,
+    RolloutTask,
     SavedFile,
     SavedState,
     Score,
@@ -22,8 +25,7 @@ from mcore_rl.types import (
 )
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
+class Engine(Protocol):
     """An inference engine in this process. Token ids in; ids, processed log-probabilities, finish reason and
     weight version out."""
 
@@ -32,21 +34,10 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         """Runs all requests to their end; calls on_finish once per request, in the order they finish, on the
-        calling thread. Given the same weights, requests and order, the completions are the same."""
+        calling thread. Given the same weights, requests and order, the completions are the same.
 
-    def attach_buckets(self, spec: Any) -> None:
-        """Maps the shared weight buckets (weights.buckets.BucketSpec). Called once, before any update."""
-
-    def begin_weight_update(self) -> None: ...
-
-    def receive_bucket(self, index: int) -> int:
-        """Loads bucket `index` of the plan; returns its bytes as the acknowledgement."""
-
-    def finish_weight_update(self, version: int) -> None:
-        """Makes the update visible: resets the prefix cache, sets weight_version."""
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
+        Raises: WeightSyncError while the engine holds a part of an update.
+        """
 
     def sleep(self, *, keep_weights: bool) -> int:
         """Gives device memory back, as much as the engine can: the KV cache, and weights, which keep_weights moves
@@ -59,6 +50,35 @@ class RolloutEngine(Protocol):
         """Takes memory back for "weights" or "kv_cache". Discarded weights are undefined until an update."""
 
     def shutdown(self) -> None: ...
+
+
+Arrival_contra = TypeVar("Arrival_contra", contravariant=True)
+"""What a transport says of where weights arrive (weights.buckets.BucketSpec)."""
+
+
+class WeightReceiver(Protocol[Arrival_contra]):
+    """Takes updates of an engine's weights, bucket after bucket, whatever brings them."""
+
+    def attach(self, arrival: Arrival_contra, /) -> None:
+        """Opens the place where buckets arrive, before the first update, or in the place of another."""
+
+    def begin_update(self) -> None:
+        """Begins an update. One that was begun and not finished is discarded: its sender may have died."""
+
+    def receive_bucket(self, index: int) -> int:
+        """Loads bucket `index` of the plan, in their order; returns its bytes as the acknowledgement.
+
+        Raises: WeightSyncError; until the next update is whole, the engine must not generate.
+        """
+
+    def finish_update(self, version: int) -> None:
+        """Makes the update visible: nothing computed with earlier weights is used again, weight_version is `version`.
+
+        Raises: WeightSyncError when something of the model did not come.
+        """
+
+    def checksums(self) -> dict[str, str]:
+        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
 
 
 class Rewarder(Protocol):
@@ -76,9 +96,8 @@ class Rewarder(Protocol):
 class ResponseScorer(Protocol):
     """A model that scores responses, on processes of its own."""
 
-    def score(self, tasks: Sequence[Any], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
-        """Scores of all responses of each task (rollout.worker.RolloutTask), whose `results` are the reference of its
-        TrajectoryBuffers and its scalars.
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        """Scores of all responses of each task.
 
         Shapes: float32 [B] per task.
         Raises: NonFiniteError naming the response.
@@ -88,8 +107,8 @@ class ResponseScorer(Protocol):
 class Collector(Protocol):
     """Generates, scores, filters and refills one step's groups."""
 
-    def collect(self, step: int) -> Any:
-        """The groups of one step (rollout.collector.Groups)."""
+    def collect(self, step: int) -> Groups:
+        """The groups of one step."""
 
 
 class PendingSave(Protocol):

@@ -1,4 +1,5 @@
-"""Everything that can be refused before a process starts, and the inputs that passed. Only cli and assembly use it."""
+"""Everything that can be refused before a process starts, after `preflight`, and the inputs that passed. Only verbs
+and assembly use it."""
 
 from __future__ import annotations
 
@@ -19,15 +20,12 @@ from mcore_rl.config import (
     num_reward_model_ranks,
     num_trainer_ranks,
     read_hf_config,
-    validate,
     validate_critic,
-    validate_reward_model,
-    write_resolved,
 )
-from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge, validate_judge
+from mcore_rl.config.earlier import replace_config
+from mcore_rl.config.judge import as_policy, named_as_judge, template_text, uses_judge
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.config.reference import uses_reference
-from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.reward_model import uses_reward_model
 from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.data.columns import check_keys
@@ -44,6 +42,7 @@ from mcore_rl.megatron.lora.table import bound_adapters, check_adapter, check_pe
 from mcore_rl.megatron.objective import Objective
 from mcore_rl.megatron.recompute import recompute_arguments
 from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.trial import try_reward_function
 from mcore_rl.rollout.judge_prompts import JudgePrompts, check_room
 from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.reward_inputs import RewardInputs
@@ -68,7 +67,7 @@ class Prepared:
     cost: SequenceCost
     prompts: dict[str, PromptSet]
     targets: SupervisedSet | None
-    reports: tuple[LoadReport, ...]
+    reports: tuple[LoadReport | str, ...]
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None = None
@@ -78,15 +77,10 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks everything and loads the data; writes nothing.
+    """Checks what `preflight.check_run` had to leave, and loads the data; writes nothing.
 
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
-    validate(config)
-    validate_judge(config)
-    _check_cluster(config)
-    _check_export(config)
-    _make_paths_absolute(config)
     hf_config = _trained_model(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
     check_experts(config.actor.moe, model_arguments(hf_config).transformer)
@@ -103,10 +97,8 @@ def prepare(config: Config) -> Prepared:
     reward_model = _reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
-    reports = []
+    reports: list[LoadReport | str] = []
     if needs.advantages:
-        if config.rollout.engine != "vllm":
-            raise ConfigError(f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm")
         check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
         check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
@@ -126,6 +118,7 @@ def prepare(config: Config) -> Prepared:
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports.append(report)
     _check_judge(config, needs, prompts)
+    reports += _try_rewards(config, prompts)
     trained = own if critic is None else own + parameters
     checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
@@ -155,11 +148,6 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
     """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
     algorithm = config.algorithm
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
-    if chosen_estimator.needs.group_ids and not chosen_estimator.per_response:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} needs whole groups token by token, but ranks hold parts of "
-            "them; declare it per_response, or without group_ids"
-        )
     if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
         raise ConfigError(
             f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
@@ -195,7 +183,6 @@ def _reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
-    validate_reward_model(config)
     with named_as("reward_model", section):
         view = as_actor(config, section)
         hf_config = without_mtp(read_hf_config(view))
@@ -288,74 +275,37 @@ def _check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) ->
     check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
 
 
-def _check_cluster(config: Config) -> None:
-    if config.cluster.nodes > 1 and config.cluster.address is None:
-        raise ConfigError(
-            f"cluster.address must name the Ray cluster that offers cluster.nodes={config.cluster.nodes} nodes (a job "
-            "of `mcore-rl slurm` sets it by itself); on one machine set cluster.nodes=1 and more cluster.gpus_per_node"
-        )
+def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
+    """Warnings of a call of the reward function, if responses will be graded."""
+    warning = try_reward_function(config.reward, prompts["train"][0]) if prompts else None
+    return [] if warning is None else [warning]
 
 
-def _check_export(config: Config) -> None:
-    for key in ("export_hf", "export_adapter"):
-        target = getattr(config.trainer, key)
-        if target is not None and Path(target).exists():
-            raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
+def open_run_dir(config: Config) -> Path:
+    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
+    directory = Path(config.run.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
 
 
-def _make_paths_absolute(config: Config) -> None:
-    """Other processes need not run in this one's directory."""
-    config.run.dir = os.path.abspath(config.run.dir)
-    config.model.hf_path = os.path.abspath(config.model.hf_path)
-    if config.reference.hf_path is not None:
-        config.reference.hf_path = os.path.abspath(config.reference.hf_path)
-    if config.reward_model.hf_path is not None:
-        config.reward_model.hf_path = os.path.abspath(config.reward_model.hf_path)
-    if config.model.tokenizer_path is not None:
-        config.model.tokenizer_path = os.path.abspath(config.model.tokenizer_path)
-    for key in ("export_hf", "export_adapter"):
-        target = getattr(config.trainer, key)
-        if target is not None:
-            setattr(config.trainer, key, os.path.abspath(target))
-    if config.actor.lora.path is not None:
-        config.actor.lora.path = os.path.abspath(config.actor.lora.path)
-    config.reward.function = _absolute_function(config.reward.function)
-    if uses_judge(config):
-        _make_judge_absolute(config.judge)
-
-
-def _make_judge_absolute(judge: JudgeConfig) -> None:
-    """Paths, and the text of a template that is a file's."""
-    assert judge.hf_path is not None
-    judge.hf_path = os.path.abspath(judge.hf_path)
-    judge.template = template_text(judge)
-    if judge.tokenizer_path is not None:
-        judge.tokenizer_path = os.path.abspath(judge.tokenizer_path)
-    if judge.parser is not None:
-        judge.parser = _absolute_function(judge.parser)
-
-
-def _absolute_function(spec: str) -> str:
-    file, colon, function = spec.rpartition(":")
-    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
-
-
-def make_run_dir(config: Config, checkpoint_bytes: int) -> None:
-    """Makes the run directory and writes the resolved configuration there.
+def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
+    """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
+    start before, as replace_config does.
 
     Raises: ConfigError when it cannot be written or a checkpoint would not fit.
     """
     directory = Path(config.run.dir)
     try:
+        open_run_dir(config)
         for name in ("rollouts", "checkpoints"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name).mkdir(exist_ok=True)
         free = shutil.disk_usage(directory).free
         if free < checkpoint_bytes:
             raise ConfigError(
                 f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
                 f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
             )
-        write_resolved(config, directory / "config.yaml")
+        return replace_config(config, directory)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None

@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.startup import StartUp
 from mcore_rl.observe.summary import summary_table
+from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
+
+CANNOT_RUN = 3
+"""Exit code of a plan that fits and that this version cannot run."""
 
 
 def train(config: Config) -> int:
-    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code, which is
-    os.EX_TEMPFAIL (75) when SIGUSR1 asked it to stop before it was finished."""
+    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code: that of
+    Stops where a signal ended the run before it was finished."""
+    from mcore_rl.runtime.stops import STOPS
+
+    start_up = StartUp()
+    with STOPS.listening(), third_party_log() as log:  # from here on: what is imported warns too
+        try:
+            finished = is_finished(config) or _train(config, start_up, log)
+        except KeyboardInterrupt:
+            print(f"stopped: {_what_follows(config)}", file=sys.stderr)
+            return STOPS.exit_code()
+    if not finished:
+        print(f"stopped as asked: {_what_follows(config)}", flush=True)
+        return STOPS.exit_code()
+    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
+    print(f"run directory: {config.run.dir}")
+    print(f"as a Hugging Face model: {_hugging_face(config)}")
+    return 0
+
+
+def is_finished(config: Config) -> bool:
+    """Says what run.dir holds; whether nothing is left to do of it."""
+    if not Path(config.run.dir, "checkpoints").is_dir():  # what reads them imports more than a mistyped key should cost
+        return False
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    step, steps = newest_step(Path(config.run.dir)), config.trainer.steps
+    if step is None:
+        return False
+    if step < steps:
+        print(f"resumes from step_{step} in {config.run.dir}", file=sys.stderr)
+        return False
+    targets = {f"trainer.{key}": getattr(config.trainer, key) for key in ("export_hf", "export_adapter")}
+    missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not Path(path).exists()]
+    if missing:
+        print(f"step {steps} of {steps} is done; what is left is {' and '.join(missing)}", file=sys.stderr)
+        return False
+    print(f"step {steps} of {steps} is done; raise trainer.steps to go on\n")
+    return True
+
+
+def _hugging_face(config: Config) -> str:
+    """Where the trained model is in that format, or what writes it."""
+    from mcore_rl.config.lora import uses_lora
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    if config.trainer.export_hf is not None:
+        return config.trainer.export_hf
+    if uses_lora(config.actor):
+        return "the same command with trainer.export_hf=DIR"
+    newest = Path(config.run.dir, "checkpoints", f"step_{newest_step(Path(config.run.dir))}")
+    return f"python -m model_converters to-hf --ckpt {newest} --out DIR"
+
+
+def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
+    """Whether the run is finished; else it has saved and stopped."""
+    from mcore_rl.preflight import check_exports, check_run
+
+    check_run(config)
+    check_exports(config)
+    start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation import make_run_dir, prepare
     from mcore_rl.trainer.loop import train as train_policy
@@ -21,38 +85,62 @@ def train(config: Config) -> int:
     from mcore_rl.trainer.supervised import train_supervised
 
     prepared = prepare(config)
-    make_run_dir(config, prepared.checkpoint_bytes)
-    for report in prepared.reports:
-        print(report, file=sys.stderr)
-    with assemble(config, prepared) as run:
+    changed = make_run_dir(config, prepared.checkpoint_bytes)
+    log.begin(Path(config.run.logs))
+    for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
+        start_up.say(str(line))
+    with assemble(config, prepared, start_up.say) as run:
+        start_up.say("handing the weights over" if isinstance(run, Run) else "training")
         finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
         if finished and config.trainer.export_hf is not None:
             run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
         if finished and config.trainer.export_adapter is not None:
             run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
-    if not finished:
-        print(f"stopped as asked after step {run.state.step}, which is saved; the same command goes on from there")
-        return os.EX_TEMPFAIL
-    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
-    print(f"run directory: {config.run.dir}")
-    return 0
+    return finished
+
+
+def _what_follows(config: Config) -> str:
+    """What a run that was stopped leaves to the next start."""
+    from mcore_rl.errors import McoreRLError
+    from mcore_rl.trainer.checkpoints import newest_step
+
+    try:
+        step = newest_step(Path(config.run.dir))
+    except McoreRLError as error:
+        return str(error)
+    if step is None:
+        return "nothing saved; the same command starts over"
+    return f"step {step} is saved; the same command goes on from there"
 
 
 def evaluate(config: Config) -> int:
     """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
-    from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
-    from mcore_rl.preparation import prepare
-    from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
-    from mcore_rl.trainer.run import Run
+    from mcore_rl.runtime.stops import STOPS
 
     if config.data.val is None:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
+    start_up = StartUp()
+    with STOPS.listening(), third_party_log() as log:
+        return _evaluate(config, start_up, log)
+
+
+def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
+    from mcore_rl.preflight import check_run
+
+    check_run(config)
+    from mcore_rl.assembly import assemble
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.preparation import open_run_dir, prepare
+    from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
+    from mcore_rl.trainer.run import Run
+
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
-    Path(config.run.dir, "rollouts").mkdir(parents=True, exist_ok=True)
-    with assemble(config, prepared) as run:
+    (open_run_dir(config) / "rollouts").mkdir(exist_ok=True)
+    log.begin(Path(config.run.logs))
+    with assemble(config, prepared, start_up.say) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples
@@ -62,14 +150,12 @@ def evaluate(config: Config) -> int:
 
 
 def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
-    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits."""
+    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits and can be run."""
     import json
-    import warnings
 
     from rich.console import Console
 
-    # Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it).
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    _quiet_megatron()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions
     from mcore_rl.planner.suggest import suggest_layouts
@@ -87,4 +173,46 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
         print(json.dumps(made.to_json()))
     else:
         print_plan(made, console)
-    return 0 if made.fits else 1
+    if not made.fits:
+        return 1
+    return CANNOT_RUN if made.cannot_run else 0
+
+
+def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: bool) -> int:
+    """Prints a job script, or with `force` also that of a job which is certain to be refused, and why.
+
+    Raises: ConfigError.
+    """
+    from mcore_rl.config.available import cannot_run
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.preflight import missing_files
+    from mcore_rl.slurm.script import render_job
+
+    script = render_job(config, config_path, overrides, force=force)
+    problems = cannot_run(config) + missing_files(config)
+    if not force:
+        problems = problems or _plan_errors(config)
+        if problems:
+            raise ConfigError(f"the job would be refused: {'; '.join(problems)}. --force renders it all the same")
+    print(script, end="")
+    for problem in problems:
+        print(f"note: {problem}", file=sys.stderr)
+    return 0
+
+
+def _plan_errors(config: Config) -> list[str]:
+    """Why the run does not fit its cluster.
+
+    Raises: ConfigError for what cannot work on any.
+    """
+    _quiet_megatron()
+    from mcore_rl.planner.plan import make_plan
+
+    return list(make_plan(config).verdict.errors)
+
+
+def _quiet_megatron() -> None:
+    """Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it)."""
+    import warnings
+
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -1,8 +1,8 @@
 """HF directories to megatron-core distributed checkpoints, and back.
 
 Keys, global shapes and offsets are megatron's own, asked of its model in the layout, so that any other layout loads
-what is written here, and what a trainer saved in any layout is read here. This module's functions are the only place
-of the converters that knows mcore_rl.megatron.
+what is written here, and what a trainer saved in any layout is read here. Functions of this module and of logits.py are
+the only places of the converters that know mcore_rl.megatron.
 """
 
 from __future__ import annotations
@@ -30,27 +30,36 @@ from model_converters.fp8_export import encoded, fp8_plans
 from model_converters.hf_config import read_hf_config
 from model_converters.io import HFCheckpoint, HFWriter
 from model_converters.layout import TrainLayout
+from model_converters.logits import Compare, compare_logits, is_compared, require_same_logits
 from model_converters.mcore_checkpoint import McoreCheckpoint, plan_bytes
 from model_converters.mtp import settle_mtp, without_mtp
 from model_converters.partial import PartialCheckpoint, Span
 from model_converters.placement import TensorPlan
 from model_converters.plan import check_complete, check_redundant, load_plan
 from model_converters.progress import Progress
-from model_converters.side_files import HF_FOLDER, copy_side_files
+from model_converters.side_files import HF_FOLDER, copy_side_files, side_files_in
 from model_converters.table import BoundRow, bind
-from model_converters.verify import Certificate, LogitDifference, compare
+from model_converters.verify import Certificate, compare
 
 MAX_FILE_BYTES = 2 * 2**30
 MAX_SHARD_BYTES = 5 * 2**30
 
 
 def to_mcore(
-    hf: Path, out: Path, layout: TrainLayout, *, lora: Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+    hf: Path,
+    out: Path,
+    layout: TrainLayout,
+    *,
+    lora: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    logits: Compare = "never",
 ) -> None:
     """Writes the HF directory `hf` as a distributed checkpoint `out`, as the ranks of `layout` would, one after the
     other; tensors keep their dtype, FP8 ones become what they stand for. In memory is one tensor of one rank at a time.
 
-    lora: directory of a PEFT adapter that is merged into the weights.
+    lora: directory of a PEFT adapter that is merged into the weights. logits: whether a few tokens go through
+    transformers' model of `hf` and megatron's of the checkpoint, which is let go if they differ; "auto": where both fit
+    into memory.
 
     A killed conversion leaves `.<out>.partial`, and the same call finishes it; after an error in the input nothing is
     left.
@@ -58,6 +67,8 @@ def to_mcore(
     Raises: ConversionError; LayoutError.
     """
     with HFCheckpoint(hf, lora) as source:
+        _check_config("--hf", hf, source.config)
+        compared = is_compared(source, logits, lora)
         conversion = _plan(source, layout, max_file_bytes)
         partial = PartialCheckpoint(out)
         spans = partial.open(_identity(conversion, lora, max_file_bytes))
@@ -67,6 +78,8 @@ def to_mcore(
             write_metadata(partial.directory, conversion.metadata, conversion.files, spans)
             copy_side_files(hf, partial.directory / HF_FOLDER, conversion.config)
             _write_format_files(partial.directory)
+            if compared:
+                require_same_logits(hf, partial.directory, conversion.config)
             partial.publish()
         except ConversionError:
             partial.discard()
@@ -78,6 +91,14 @@ def to_mcore(
             ) from error
         finally:
             partial.close()
+
+
+def _check_config(flag: str, directory: Path, config: dict[str, Any]) -> None:
+    """Raises: ConversionError naming the flag and the field for a configuration that no model is built from."""
+    try:
+        family_for(config).model_arguments(config)
+    except ConversionError as error:
+        raise ConversionError(f"{flag} {directory}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -203,7 +224,9 @@ def to_hf(
     Raises: ConversionError; then there is no `out`.
     """
     side_files = side_files_of(ckpt, hf)
-    checkpoint = open_checkpoint(ckpt, read_hf_config(side_files))
+    config = read_hf_config(side_files)
+    _check_config("--ckpt" if hf is None else "--hf", side_files, config)
+    checkpoint = open_checkpoint(ckpt, config)
     checkpoint.require_complete()
     sources = checkpoint.plans
     plans = fp8_plans(sources, _bound(checkpoint.config)) if fp8 else sources
@@ -227,13 +250,14 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
 
     Raises: ConversionError.
     """
-    if hf is None and not (ckpt / HF_FOLDER / "config.json").is_file():
+    own = side_files_in(ckpt)
+    if hf is None and not (own / "config.json").is_file():
         read_metadata(ckpt)  # what is no checkpoint at all is refused as such
         raise ConversionError(
-            f"{ckpt / HF_FOLDER / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
+            f"{own / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
             "give the HF directory with --hf"
         )
-    return hf or ckpt / HF_FOLDER
+    return hf or own
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
@@ -258,30 +282,21 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
 
 
 def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = False) -> Certificate:
-    """Compares every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint; with
-    `logits` also what the two models compute, each by its own config.json, when every tensor is there.
+    """Compares every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint, and what
+    the config.json of both describe; with `logits` also what the two models compute, each by its own config.json, when
+    every tensor is there.
 
     Raises: ConversionError when either side is no model at all.
     """
     if lora is not None and logits:
         raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
     with HFCheckpoint(hf, lora) as source:
-        own = ckpt / HF_FOLDER
-        checkpoint = open_checkpoint(ckpt, read_hf_config(own) if own.is_dir() else source.config)
+        _check_config("--hf", hf, source.config)
+        own = side_files_in(ckpt)
+        config = read_hf_config(own) if own.is_dir() else source.config
+        _check_config("--ckpt", own, config)
+        checkpoint = open_checkpoint(ckpt, config)
         certificate = compare(source, checkpoint)
     if not logits or certificate.missing:
         return certificate
-    return replace(certificate, logits=LogitDifference(*_compare_logits(hf, ckpt, checkpoint.config)))
-
-
-def _compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> tuple[float, float]:
-    from mcore_rl.errors import McoreRLError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from mcore_rl.megatron.parity import compare_logits
-
-            return compare_logits(hf, ckpt, config)
-    except McoreRLError as error:
-        raise ConversionError(str(error)) from error
+    return replace(certificate, logits=compare_logits(hf, ckpt, checkpoint.config))

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.checkpoint import to_hf, to_mcore, verify
@@ -17,6 +17,7 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf_config import read_hf_config, weights_dtype
 from model_converters.layout import TrainLayout
+from model_converters.logits import COMPARED_PARAMETERS, Compare
 from model_converters.show import as_json, as_table
 from model_converters.table import bind
 
@@ -66,6 +67,13 @@ def _add_to_mcore(verbs: Any) -> None:
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint; must not exist")
     verb.add_argument("--lora", type=Path, metavar="DIR", help="PEFT adapter to merge into the weights")
     verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
+    verb.add_argument(
+        "--logits",
+        choices=get_args(Compare),
+        default="auto",
+        help="run both models in float32 on a few random tokens (default auto: where they fit in memory, up to "
+        f"{COMPARED_PARAMETERS // 10**9} billion parameters); if they differ, nothing is written",
+    )
     add_layout_flags(verb)
     verb.set_defaults(verb=to_mcore_verb)
 
@@ -137,7 +145,8 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
 def to_mcore_verb(parsed: argparse.Namespace) -> int:
     max_file_bytes = int(parsed.max_file_gib * 2**30)
-    to_mcore(parsed.hf, parsed.out, layout_from(parsed), lora=parsed.lora, max_file_bytes=max_file_bytes)
+    layout = layout_from(parsed)
+    to_mcore(parsed.hf, parsed.out, layout, lora=parsed.lora, max_file_bytes=max_file_bytes, logits=parsed.logits)
     print(f"wrote {parsed.out}")
     return 0
 
@@ -161,6 +170,7 @@ def verify_verb(parsed: argparse.Namespace) -> int:
 
 def show_verb(parsed: argparse.Namespace) -> int:
     config = read_hf_config(parsed.config)
+    family_for(config).model_arguments(config)  # a setting that no model is built from is refused before its table
     bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)
     if parsed.json:

@@ -12,7 +12,7 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.family import expert_rows, gated_rows, mlp_rows
-from model_converters.hf_config import HFConfig, integer, require
+from model_converters.hf_config import HFConfig, flag, integer, number, require
 from model_converters.mtp import num_mtp_layers
 from model_converters.table import Row
 from model_converters.transforms import Same
@@ -38,7 +38,8 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
         dense_intermediate=integer(config, "intermediate_size"),
         intermediate=intermediate,
         shared_intermediate=intermediate * integer(config, "n_shared_experts"),
-        num_experts=integer(config, "n_routed_experts"),
+        # transformers knows a second spelling in each of these families, and takes it where both are there.
+        num_experts=integer(config, "n_routed_experts", "num_local_experts", "num_experts"),
         topk=integer(config, "num_experts_per_tok"),
     )
     if sizes.topk > sizes.num_experts:
@@ -50,9 +51,7 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
 
 def is_sparse(config: HFConfig, layer: int) -> bool:
     """Whether the layer has experts: not the first first_k_dense_replace, then every moe_layer_freq-th."""
-    first = config.get("first_k_dense_replace")
-    if not isinstance(first, int) or first < 0:
-        raise ConversionError(f"config.json: first_k_dense_replace is {first!r}; it must be a whole number")
+    first = integer(config, "first_k_dense_replace", least=0)
     return layer >= first and layer % integer(config, "moe_layer_freq", default=1) == 0
 
 
@@ -130,10 +129,7 @@ def sparse_arguments(sizes: ExpertSizes, pattern: Sequence[bool], routing: dict[
 
 def scaling_factor(config: HFConfig) -> float:
     """routed_scaling_factor."""
-    factor = config.get("routed_scaling_factor")
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor <= 0:
-        raise ConversionError(f"config.json: routed_scaling_factor is {factor!r}; it must be a positive number")
-    return float(factor)
+    return number(config, "routed_scaling_factor", positive=True)
 
 
 def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
@@ -143,8 +139,8 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     """
     require(config, "scoring_func", "sigmoid", None, why="this family's scores are sigmoids")
     require(config, "topk_method", "noaux_tc", None, why="its experts are chosen with a correction bias")
-    normalised = config.get("norm_topk_prob")
-    if bool(normalised) != (sizes.topk > 1):
+    normalised = flag(config, "norm_topk_prob")
+    if normalised != (sizes.topk > 1):
         raise ConversionError(
             f"config.json: norm_topk_prob {normalised} with num_experts_per_tok {sizes.topk} is not supported: "
             "megatron normalises the scores of several experts, and never that of one"

@@ -10,12 +10,13 @@ from model_converters.description import Description
 from model_converters.errors import ConversionError
 from model_converters.hf_config import (
     HFConfig,
-    Rotary,
+    flag,
     integer,
+    number,
     refuse_sliding_window,
     refuse_unsupported,
-    rotary,
 )
+from model_converters.rotary import Rotary, rotary
 from model_converters.table import FINAL_NORM, Row
 from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
 
@@ -65,16 +66,14 @@ class AttentionSizes:
     head_dim: int
 
 
-def attention_sizes(
-    config: HFConfig, default_head_dim: int | None = None, *, bias_of_qkv_only: bool = False
-) -> AttentionSizes:
+def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> AttentionSizes:
     """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for.
 
     `bias_of_qkv_only`: attention_bias of this family leaves o_proj without one.
     """
     refuse_unsupported(config)
     refuse_sliding_window(config)
-    if config.get("attention_bias") and not bias_of_qkv_only:
+    if flag(config, "attention_bias") and not bias_of_qkv_only:
         raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
     num_heads = integer(config, "num_attention_heads")
     num_groups = integer(config, "num_key_value_heads", default=num_heads)
@@ -83,14 +82,16 @@ def attention_sizes(
         raise ConversionError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_groups}"
         )
-    head_dim = integer(config, "head_dim", default=default_head_dim or hidden // num_heads)
+    head_dim = integer(config, "head_dim", default=hidden // num_heads)
+    if head_dim % 2:
+        raise ConversionError(f"config.json: head_dim {head_dim} is odd, but rotation pairs the elements of a head")
     return AttentionSizes(hidden=hidden, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim)
 
 
 def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
     """Embedding, final norm and head; a tied head is the embedding once more."""
     vocab = integer(config, "vocab_size")
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = flag(config, "tie_word_embeddings")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     vocabulary: dict[str, Any] = {
         "shapes": ((vocab, hidden),),
@@ -259,23 +260,25 @@ def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]
         "num_attention_heads": sizes.num_heads,
         "num_query_groups": sizes.num_groups,
         "kv_channels": sizes.head_dim,
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": number(config, "rms_norm_eps", 1e-6, positive=True),
         "normalization": "RMSNorm",
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "attention_dropout": float(config.get("attention_dropout", 0.0)),
+        "attention_dropout": number(config, "attention_dropout", 0.0),
         "hidden_dropout": 0.0,
-        "init_method_std": float(config.get("initializer_range", 0.02)),
+        "init_method_std": number(config, "initializer_range", 0.02, positive=True),
     }
 
 
-def softmax_routing(config: HFConfig, *, normalised: bool) -> dict[str, Any]:
+def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> dict[str, Any]:
     """TransformerConfig arguments of a softmax router; `normalised` weights of the chosen experts sum to 1.
 
-    Raises: ConversionError for one normalised expert per token.
+    Raises: ConversionError for more experts per token than there are, and for one normalised expert per token.
     """
     topk = integer(config, "num_experts_per_tok")
+    if topk > num_experts:
+        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds the {num_experts} experts")
     if normalised and topk == 1:
         raise ConversionError(
             "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
@@ -294,14 +297,14 @@ def model_arguments(
     transformer: dict[str, Any],
     *,
     rope_types: tuple[str, ...] = ("default",),
-    default_rotary_fraction: float | None = None,
+    partial_rotation: bool = False,
 ) -> ModelArguments:
     """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows, and
-    `default_rotary_fraction` is as in `rotary`."""
+    `partial_rotation` is as `partial` in `rotary`."""
     return ModelArguments(
         transformer=transformer,
         vocab_size=integer(config, "vocab_size"),
         max_position_embeddings=integer(config, "max_position_embeddings"),
-        rotary=rotary(config, known=rope_types, default_fraction=default_rotary_fraction),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rotary=rotary(config, known=rope_types, partial=partial_rotation),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
     )

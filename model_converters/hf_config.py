@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,79 +34,121 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
     return config
 
 
-def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
-    """The first of `keys` that is set, a whole number of at least 1."""
-    for key in keys:
-        value: int | None = config.get(key)
-        if value is None:
-            continue
-        if not _is_size(value):
-            raise ConversionError(f"config.json: {key} is {value!r}; it must be a whole number of at least 1")
-        return value
+COMPUTED = "its default"
+"""As a default of `settled`: what the rest of the configuration gives."""
+
+
+def settled(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> dict[str, Any]:
+    """The configuration with what config.json leaves out as the family's class in transformers has it. A null is no
+    default: transformers refuses it, or reads something else into it (`nullable`: keys of which the caller knows what).
+
+    Raises: ConversionError for any other null, by name.
+    """
+    for key, default in defaults.items():
+        if key in config and config[key] is None and key not in nullable:
+            raise ConversionError(f"config.json: {key} is null; set it, or remove it for {default}")
+    return {**{key: default for key, default in defaults.items() if default != COMPUTED}, **config}
+
+
+def integer(config: HFConfig, *keys: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of at least `least`; further `keys` are other spellings of the first. `default` stands for what
+    is absent or null.
+
+    Raises: ConversionError for another value, for spellings that differ, and without a default for an absent one.
+    """
+    # Another spelling that is null would be the one that transformers takes.
+    found = {key: config[key] for key in keys if key in config and (config[key] is not None or key != keys[0])}
+    for key, value in found.items():
+        if not _is_whole(value, least):
+            raise ConversionError(
+                f"config.json: {key} is {_shown(value)}; it must be a whole number of at least {least}"
+            )
+    if len(set(found.values())) > 1:
+        both = " and ".join(f"{key} {value}" for key, value in found.items())
+        raise ConversionError(f"config.json: {both} are two spellings of one size and differ; remove one of them")
+    if found:
+        return next(iter(found.values()))
     if default is None:
         raise ConversionError(f"config.json of this {config.get('model_type')} model lacks {keys[0]}")
     return default
 
 
-def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
-    """Refuses, by name, a setting that changes the maths; `expressed` are the values that do not (None: not set).
+def number(
+    config: HFConfig, key: str, default: float | None = None, *, inside: str = "", positive: bool = False
+) -> float:
+    """A finite number of at least 0, or above 0 where `positive`; `default` stands for what is absent, not for null.
+    `inside` names the object of config.json that `config` is.
+
+    Raises: ConversionError.
+    """
+    value = config.get(key, default)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not known or value < 0 or (positive and value == 0):
+        wanted = "above 0" if positive else "of at least 0"
+        raise ConversionError(f"config.json: {_full(key, inside)} is {_shown(value)}; it must be a number {wanted}")
+    return float(value)
+
+
+def flag(config: HFConfig, key: str, default: bool = False) -> bool:
+    """True or false; `default` stands for what is absent, not for null.
+
+    Raises: ConversionError.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ConversionError(f"config.json: {key} is {_shown(value)}; it must be true or false")
+    return value
+
+
+def whole_numbers(config: HFConfig, key: str) -> list[int]:
+    """A list of whole numbers; empty where it is absent or null.
 
     Raises: ConversionError.
     """
     value = config.get(key)
-    if not any(value is known or (known is not None and value == known) for known in expressed):
-        allowed = " or ".join("unset" if known is None else json.dumps(known) for known in expressed)
-        raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple) or not all(_is_whole(item, 0) for item in value):
+        raise ConversionError(f"config.json: {key} is {_shown(value)}; it must be a list of whole numbers")
+    return list(value)
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of the first `fraction` of each head. `scaling_factor` is that of Llama 3.1, None for
-    unscaled frequencies."""
+def section(config: HFConfig, key: str) -> HFConfig:
+    """An object inside of config.json; empty where it is absent or null.
 
-    base: float
-    scaling_factor: float | None = None
-    fraction: float = 1.0
-
-
-# megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
-_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-
-
-def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), default_fraction: float | None = None) -> Rotary:
-    """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
-
-    `default_fraction`: of each head that the family rotates when config.json does not say; None: it rotates all of it.
-
-    Raises: ConversionError for rope types that are not in `known`, for scaling that megatron cannot express and for
-    partial rotation in a family that has none.
+    Raises: ConversionError.
     """
-    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = nested.get("rope_type", nested.get("type", "default"))
-    if rope_type not in known:
-        names = " and ".join(repr(name) for name in known)
-        raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only {names}")
-    fraction = nested.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if fraction is None:
-        fraction = 1.0 if default_fraction is None else default_fraction
-    if fraction != 1 and default_fraction is None:
-        raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only 1")
-    theta = nested.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ConversionError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return Rotary(float(theta), _llama3_factor(nested) if rope_type == "llama3" else None, float(fraction))
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConversionError(f"config.json: {key} is {_shown(value)}; it must be an object")
+    return value
 
 
-def _llama3_factor(scaling: Mapping[str, Any]) -> float:
-    for key, fixed in _LLAMA3.items():
-        if scaling.get(key) != fixed:
-            raise ConversionError(
-                f"config.json: rope scaling 'llama3' with {key} {scaling.get(key)} is not supported, only {fixed}"
-            )
-    factor = scaling.get("factor")
-    if not isinstance(factor, int | float) or factor < 1:
-        raise ConversionError(f"config.json: rope scaling 'llama3' has factor {factor!r}; it must be at least 1")
-    return float(factor)
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _full(key: str, inside: str) -> str:
+    return f"{inside}.{key}" if inside else key
+
+
+def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
+    """Refuses, by name, a setting that changes the maths; one that is absent does not, nor do the values `expressed`.
+
+    Raises: ConversionError.
+    """
+    if key not in config:
+        return
+    value = config[key]
+    if not any(type(value) is type(known) and value == known for known in expressed):
+        allowed = " or ".join(["unset", *(json.dumps(known) for known in expressed if known is not None)][::-1])
+        raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
 
 
 def weights_dtype(config: HFConfig) -> torch.dtype:
@@ -134,11 +176,9 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
 
     Raises: ConversionError for every other kind of quantisation, by name.
     """
-    quantised = config.get("quantization_config")
+    quantised = section(config, "quantization_config")
     if not quantised:
         return None
-    if not isinstance(quantised, Mapping):
-        raise ConversionError(f"config.json: quantization_config is {quantised!r}; it must be an object")
     method = quantised.get("quant_method", "unknown")
     refused = f"config.json: quantization_config ({method})"
     cure = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
@@ -152,29 +192,34 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
     block = quantised.get("weight_block_size")
     if block is None:
         raise ConversionError(f"{refused} has no weight_block_size: one scale per tensor is not supported; {cure}")
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_size(length) for length in block):
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_whole(length, 1) for length in block):
         raise ConversionError(f"{refused}: weight_block_size {block!r} must be two whole numbers of at least 1")
     return block[0], block[1]
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def refuse_unsupported(config: HFConfig) -> None:
-    """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations."""
+    """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations,
+    layers that differ from each other by their number."""
     fp8_block(config)
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConversionError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+    require(config, "per_layer_config", None, {}, why="all layers of a table have the same sizes")
 
 
 def refuse_sliding_window(config: HFConfig) -> None:
     """Raises: ConversionError when any layer attends to a window instead of all tokens."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
-        others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+        if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):
+            raise ConversionError(f"config.json: layer_types is {_shown(layer_types)}; it must be a list of names")
+        others = sorted(set(layer_types) - {"full_attention"})
         if others:
             raise ConversionError(f"config.json: layer_types {others} are not supported, only 'full_attention'")
-    # Where the size of the window is absent, transformers has one of its own; null means full attention.
-    elif config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+    # Not every family of transformers reads layer_types. Where the size of the window is absent, those that have one
+    # have one of their own; null means full attention.
+    window = config.get("sliding_window", 4096)
+    if window is not None:
+        integer(config, "sliding_window", default=1)
+    if flag(config, "use_sliding_window") and window is not None:
         raise ConversionError("config.json: use_sliding_window is not supported; set it to false for full attention")

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from model_converters.buffers import check_frequencies, split_buffers
 from model_converters.computed import ComputedTensor
 from model_converters.errors import ConversionError, listing
 from model_converters.families import Family, family_for
@@ -31,23 +32,37 @@ class HFCheckpoint:
     Construction reads the headers of all shards and checks them against the index and the file sizes; tensors are
     read on demand, slice by slice. FP8 weights appear as what they stand for: their scales are no tensors of `shapes`,
     and every read dequantises, in float32, rounded once to the dtype of the target. With `lora`, the directory of a
-    PEFT adapter, reads give the merged weights: base + scale * B A, likewise.
+    PEFT adapter, reads give the merged weights: base + scale * B A, likewise. Saved rotary frequencies are no tensors
+    of `shapes` either: they are compared with what config.json gives.
 
     Raises: ConversionError naming the file: config.json missing or of an unsupported model_type or quantisation, no
     weights, a shard missing or truncated, an index that does not fit its shards, FP8 weights and scales that do not
-    fit each other, an adapter that does not fit the model.
+    fit each other, an adapter that does not fit the model, rotary frequencies of another configuration.
     """
 
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
         self.config: dict[str, Any] = read_hf_config(self.directory)
         self.family, self.block = self._describe()
-        self._stored, self._scales = split_scales(_read_headers(self.directory), self.block, self.directory)
+        tensors, buffers = split_buffers(_read_headers(self.directory))
+        self._stored, self._scales = split_scales(tensors, self.block, self.directory)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
         self._computed = self._find_computed(adapter)
         self._files = TensorFiles()
         self._maps: dict[Path, mmap.mmap] = {}
+        if buffers:
+            self._check_buffers(buffers)
+
+    def _check_buffers(self, buffers: dict[str, StoredTensor]) -> None:
+        try:
+            arguments = self.family.model_arguments(self.config)
+            for name, stored in buffers.items():
+                check_frequencies(name, self._files.read(name, stored), arguments)
+        except ConversionError as error:
+            raise ConversionError(f"{self.directory}: {error}") from None
+        finally:
+            self._files.close()
 
     def _describe(self) -> tuple[Family, Block | None]:
         try:

@@ -13,7 +13,8 @@ from typing import Any
 
 from model_converters.errors import ConversionError
 from model_converters.family import AttentionSizes, norm_row
-from model_converters.hf_config import HFConfig, integer, refuse_unsupported, require
+from model_converters.hf_config import HFConfig, integer, number, refuse_sliding_window, refuse_unsupported, require
+from model_converters.rotary import rope_section, scale_factor
 from model_converters.table import Row
 from model_converters.transforms import Heads, Same, Shape
 
@@ -38,6 +39,7 @@ _YARN_KEYS = {
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+    "truncate",
 }
 
 
@@ -58,19 +60,24 @@ class LatentSizes:
 def latent_sizes(config: HFConfig) -> LatentSizes:
     """Raises: ConversionError for what neither the rows nor megatron's attention express, by name."""
     refuse_unsupported(config)
-    require(config, "attention_bias", False, None, why="it adds biases that no row holds")
-    require(config, "rope_interleave", True, None, why="megatron pairs neighbouring elements of a latent head")
+    refuse_sliding_window(config)
+    require(config, "attention_bias", False, why="it adds biases that no row holds")
+    require(config, "rope_interleave", True, why="megatron pairs neighbouring elements of a latent head")
     for key in ("index_topk", "index_n_heads", "index_head_dim"):
         require(config, key, None, why="the table has no row for the indexer of sparse attention")
     num_heads = integer(config, "num_attention_heads")
     require(config, "num_key_value_heads", num_heads, None, why="latent attention has no groups of heads")
+    rope_dim = integer(config, "qk_rope_head_dim")
+    require(config, "head_dim", rope_dim, why="transformers rotates so much of a head, which is qk_rope_head_dim")
+    if rope_dim % 2:
+        raise ConversionError(f"config.json: qk_rope_head_dim {rope_dim} is odd, but rotation pairs its elements")
     return LatentSizes(
         hidden=integer(config, "hidden_size"),
         num_heads=num_heads,
         q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
         kv_rank=integer(config, "kv_lora_rank"),
         nope_dim=integer(config, "qk_nope_head_dim"),
-        rope_dim=integer(config, "qk_rope_head_dim"),
+        rope_dim=rope_dim,
         value_dim=integer(config, "v_head_dim"),
     )
 
@@ -160,40 +167,46 @@ def latent_attention_arguments(config: HFConfig, sizes: LatentSizes, rotary_base
         "qk_layernorm": True,
         "add_qkv_bias": False,
         "rotary_base": rotary_base,
-        **_position_arguments(config.get("rope_parameters") or config.get("rope_scaling") or {}),
+        **_position_arguments(*rope_section(config)),
     }
 
 
-def _position_arguments(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    if scaling.get("rope_type", scaling.get("type", "default")) != "yarn":
+def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    if scaling["rope_type"] != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
-    if scaling.get("truncate") is True:
-        unknown.remove("truncate")
+    if scaling.get("partial_rotary_factor") == 1:
+        unknown.remove("partial_rotary_factor")
     if unknown:
         raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
-    for key in ("factor", "original_max_position_embeddings"):
-        if not isinstance(scaling.get(key), int | float) or scaling[key] < 1:
-            raise ConversionError(
-                f"config.json: rope scaling 'yarn' has {key} {scaling.get(key)!r}; it must be at least 1"
-            )
-    mscale, mscale_all_dim = _mscales(scaling)
+    # Null is not the default: transformers then leaves the bounds of the ramp where they are between two elements.
+    if scaling.get("truncate", True) is not True:
+        raise ConversionError(f"config.json: {name}.truncate must be true or unset: megatron rounds the ramp's bounds")
+    factor = scale_factor(scaling, name, "factor")
+    scale_factor(scaling, name, "original_max_position_embeddings")
+    mscale, mscale_all_dim = _mscales(name, scaling)
     return {
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(scaling["factor"]),
-        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
-        "beta_fast": float(scaling.get("beta_fast") or 32),
-        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": integer(scaling, "original_max_position_embeddings"),
+        "beta_fast": _optional(name, scaling, "beta_fast") or 32.0,
+        "beta_slow": _optional(name, scaling, "beta_slow") or 1.0,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
 
 
-def _mscales(scaling: Mapping[str, Any]) -> tuple[float, float]:
+def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
     """Both or none: with one of them transformers and megatron scale by different rules."""
-    given = {key: float(scaling[key]) for key in ("mscale", "mscale_all_dim") if scaling.get(key)}
+    read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
+    given = {key: value for key, value in read.items() if value}
     if len(given) == 1 and given != {"mscale": 1.0}:
         (key,) = given
         other = "mscale_all_dim" if key == "mscale" else "mscale"
         raise ConversionError(f"config.json: rope scaling 'yarn' has {key} {given[key]} without {other}; set both")
     return given.get("mscale", 1.0), given.get("mscale_all_dim", 0.0)
+
+
+def _optional(name: str, scaling: Mapping[str, Any], key: str) -> float:
+    """To transformers null and 0 are the same as absent."""
+    return 0.0 if scaling.get(key) is None else number(scaling, key, inside=name)

@@ -21,7 +21,7 @@ from typing import Any
 
 from model_converters.errors import ConversionError
 from model_converters.family import embedding_rows, norm_row
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import HFConfig, flag, integer
 from model_converters.table import Row
 from model_converters.transforms import Same
 
@@ -30,10 +30,7 @@ _KEY = "num_nextn_predict_layers"
 
 def num_mtp_layers(config: HFConfig) -> int:
     """Raises: ConversionError."""
-    count = config.get(_KEY) or 0
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ConversionError(f"config.json: {_KEY} is {count!r}; it must be a whole number")
-    return count
+    return integer(config, _KEY, default=0, least=0)
 
 
 def without_mtp(config: HFConfig) -> dict[str, Any]:
@@ -63,7 +60,7 @@ def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
     Raises: ConversionError where embeddings are tied, which no released model with these layers has.
     """
     count = num_mtp_layers(config)
-    if count and config.get("tie_word_embeddings"):
+    if count and flag(config, "tie_word_embeddings"):
         raise ConversionError(
             f"config.json: tie_word_embeddings with {_KEY} {count} is not supported; set {_KEY} to 0 to drop the layers"
         )

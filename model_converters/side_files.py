@@ -11,8 +11,9 @@ from typing import Any
 
 from model_converters.errors import ConversionError
 
-HF_FOLDER = "hf"
-"""Where a megatron checkpoint keeps them."""
+HF_FOLDER = "config_and_tokenizer"
+"""Where a megatron checkpoint keeps them: named so that nobody takes it for a model with weights."""
+_OLDER_HF_FOLDER = "hf"
 
 _CONFIG = "config.json"
 _PATTERNS = (
@@ -48,6 +49,12 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
         (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         sync(target / _CONFIG)
     sync(target)
+
+
+def side_files_in(ckpt: Path) -> Path:
+    """Where a checkpoint keeps them, if it has any; one that is older has them under another name."""
+    older = ckpt / _OLDER_HF_FOLDER
+    return older if older.is_dir() else ckpt / HF_FOLDER
 
 
 def sync(path: Path) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.families import ModelArguments, family_for
 from model_converters.fp8_export import is_quantised_from
+from model_converters.hf_config import HFConfig
 from model_converters.io import HFCheckpoint
 from model_converters.mcore_checkpoint import McoreCheckpoint
+from model_converters.mtp import without_mtp
 from model_converters.progress import Progress
 from model_converters.shards import as_bytes
 
 # Of two float32 implementations of one model; a wrong weight or setting moves logits by far more.
 _LOGIT_TOLERANCE = 1e-3
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,20 @@ class Certificate:
     what differs, an HF name or, for what has no row, the checkpoint's own; missing: those that one side lacks.
 
     quantised: those of `checksums` (the checkpoint's bytes) of which the HF directory holds the FP8 quantisation: its
-    codes and scales are bit for bit what rounding the checkpoint's values gives.
+    codes and scales are bit for bit what rounding the checkpoint's values gives. config: fields of config.json by which
+    the two compute differently -> how they differ.
     """
 
     checksums: Mapping[str, str]
     mismatched: Mapping[str, str]
     missing: frozenset[str]
     quantised: frozenset[str] = frozenset()
+    config: Mapping[str, str] = field(default_factory=dict)
     logits: LogitDifference | None = None
 
     @property
     def holds(self) -> bool:
-        return not self.mismatched and (self.logits is None or self.logits.problem is None)
+        return not self.mismatched and not self.config and (self.logits is None or self.logits.problem is None)
 
     @property
     def checksum(self) -> str:
@@ -66,6 +73,7 @@ class Certificate:
             "mismatched": sorted(self.mismatched),
             "max_abs_logit_diff": self.logits.max_abs_diff if self.logits else None,
             "quantised": len(self.quantised),
+            "config": dict(self.config),
             "reasons": dict(self.mismatched),
             "checksum": self.checksum,
             "checksums": dict(self.checksums),
@@ -76,11 +84,45 @@ class Certificate:
         width = max(map(len, self.mismatched), default=0)
         for name in sorted(self.mismatched):
             yield f"{name:{width}}  {self.mismatched[name]}"
+        for name, difference in self.config.items():
+            yield f"config.json: {name} {difference}"
         total, same = len(self.checksums) + len(self.mismatched), len(self.checksums)
         rounded = f" ({len(self.quantised)} of them after FP8 rounding)" if self.quantised else ""
         yield f"{same} of {total} tensors are the same bit for bit{rounded}; BLAKE2b of all: {self.checksum}"
         if self.logits is not None:
             yield f"logits {self.logits.problem or f'agree: they differ by at most {self.logits.max_abs_diff:.3g}'}"
+
+
+def config_differences(hf: HFConfig, own: HFConfig) -> dict[str, str]:
+    """Fields of config.json -> how they differ, of an HF directory and a checkpoint; none where both describe the same
+    computation, however they spell it. Of the fields that differ those are named which alone make a difference, or all.
+    Multi-token prediction, which a checkpoint may leave out, is not compared."""
+    theirs, ours = without_mtp(hf), without_mtp(own)
+    described = _described(ours)
+    if _described(theirs) == described:
+        return {}
+    differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key, _ABSENT) != ours.get(key, _ABSENT)]
+    decisive = [key for key in differing if _described(_exchanged(ours, key, theirs)) != described]
+    return {
+        key: f"is {_value(theirs, key)} in the HF directory, {_value(ours, key)} in the checkpoint"
+        for key in decisive or differing
+    }
+
+
+def _described(config: HFConfig) -> ModelArguments | None:
+    try:
+        return family_for(config).model_arguments(config)
+    except ConversionError:
+        return None
+
+
+def _exchanged(config: HFConfig, key: str, other: HFConfig) -> dict[str, Any]:
+    rest = {name: value for name, value in config.items() if name != key}
+    return {**rest, key: other[key]} if key in other else rest
+
+
+def _value(config: HFConfig, key: str) -> str:
+    return json.dumps(config[key]) if key in config else "absent"
 
 
 def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint) -> Certificate:
@@ -106,7 +148,9 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint) -> Certificate:
             except _DifferenceError as difference:
                 mismatched[name] = str(difference)
             progress.advance(sizes[name])
-    return Certificate(checksums, mismatched, missing, frozenset(quantised))
+    return Certificate(
+        checksums, mismatched, missing, frozenset(quantised), config_differences(source.config, checkpoint.config)
+    )
 
 
 class _DifferenceError(Exception):

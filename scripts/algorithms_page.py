@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms import aggregation, kl, kl_controller
+from mcore_rl.algorithms.advantages import user as user_advantage
 from mcore_rl.algorithms.interface import Needs
+from mcore_rl.algorithms.losses import user as user_loss
 from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
@@ -30,7 +32,8 @@ HEADER = """\
 Written by `python scripts/algorithms_page.py` from the registry (`mcore_rl/algorithms/registry.py`); a test compares.
 Options are those of `algorithm.*` (advantages) and `algorithm.policy_loss.*`; a name refuses options it does not take.
 A name can also be `module_or_file.py:function`, a function of your own. It gets those of these options that are set,
-and any others as `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`.
+and any others as `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`; how it is
+called stands behind the losses.
 """
 
 
@@ -43,6 +46,8 @@ def page() -> str:
     for name, loss in POLICY_LOSSES.items():
         lines += _section(name, loss)
     rest = {
+        "An advantage of your own: `algorithm.advantage`": user_advantage,
+        "A loss of your own: `algorithm.policy_loss.name`": user_loss,
         "Aggregation: `algorithm.loss_aggregation`": aggregation,
         "Estimates of KL: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,
         "KL in the reward: `algorithm.kl.controller`": kl_controller,

@@ -64,21 +64,30 @@ DEMOS = {
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Runs `mcore-rl train` and waits for it, through Ctrl-C too, so that it can end its own processes.
+    """Runs `mcore-rl train` and waits for it, through signals too, which are its own: it saves and takes its processes
+    down. One that its process group has had as well counts there once.
 
     Raises: SystemExit with its exit code, unless that is 0.
     """
     command = [str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
     print(f"$ mcore-rl train {' '.join(arguments)}", flush=True)
-    # A handler, unlike SIG_IGN, is not inherited: Ctrl-C reaches the run, and this process outlives it.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    process = subprocess.Popen(command, cwd=ROOT)
-    terminate = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    started: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        for process in started:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = process.wait()
+        started.append(subprocess.Popen(command, cwd=ROOT))
+        for number in received:  # before it was known here
+            started[0].send_signal(number)
+        code = started[0].wait()
     finally:
-        signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGTERM, terminate)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
 

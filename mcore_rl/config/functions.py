@@ -1,6 +1,7 @@
 """Functions that users bring: what a key names as `module_or_file.py:function`.
 
-A file's path is relative to the working directory. Each process loads what it calls, so nothing is pickled.
+A file's path is relative to the working directory. Each process loads what it calls, and loads a file once, whatever
+names it: a function crosses processes as its name, never as a reference into a module that the other may not have.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +27,13 @@ def names_function(spec: str) -> bool:
     return ":" in spec
 
 
-def load_function(key: str, spec: str, instead: str = "") -> Callable[..., Any]:
+def absolute_spec(spec: str) -> str:
+    """`spec` for a process with another working directory; what names no file stays as it is."""
+    file, colon, function = spec.rpartition(":")
+    return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
+
+
+def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool = False) -> Callable[..., Any]:
     """The function that `key=spec` names; `instead` says what else the key could hold, for the message.
 
     Raises: ConfigError naming `key` and the cause.
@@ -33,12 +42,14 @@ def load_function(key: str, spec: str, instead: str = "") -> Callable[..., Any]:
     if not source or not name.isidentifier():
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     told = f"{key}={spec}"
-    module = _load_file(told, key, Path(source)) if source.endswith(".py") else _load_module(told, source)
+    module = _load_file(told, Path(source)) if source.endswith(".py") else _load_module(told, source)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{told}: {source} has no function {name}")
-    if not callable(function) or inspect.iscoroutinefunction(function):
+    if not callable(function):
         raise ConfigError(f"{told}: {name} must be a plain function, not {type(function).__name__}")
+    if not may_be_async and _is_async(function):
+        raise ConfigError(f"{told}: {name} must be a plain function, not an async one; write def in place of async def")
     return function
 
 
@@ -66,10 +77,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _load_file(told: str, key: str, path: Path) -> ModuleType:
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _load_file(told: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{told}: there is no file {path.absolute()}")
-    name = f"mcore_rl_user_{key.replace('.', '_')}_{path.stem}"
+    # The same name in every process, so that what the file defines (an exception that it raises) can be pickled.
+    name = f"mcore_rl_user_{path.stem}_{zlib.crc32(os.fsencode(os.path.abspath(path))):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
     assert module_spec.loader is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mcore_rl.config.aliases import nearest
+from mcore_rl.config.fields import leaves
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -24,6 +25,7 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming the nearest known one), a value
     of the wrong type, and a key without which nothing can start.
     """
+    _refuse_blanks(overrides)
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = ""
@@ -42,17 +44,21 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
 
 def known_keys() -> list[str]:
     """Every leaf key of the schema, dotted."""
-    return sorted(_leaves(Config, ""))
+    return sorted(leaf.key for leaf in leaves(Config()))
 
 
 def write_resolved(config: Config, path: Path) -> None:
-    """Writes the whole configuration as YAML, atomically."""
+    """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=_for_the_owner) as file:
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     try:
-        tree = yaml.load(text, Loader=_YamlLoader)
+        tree = yaml.load(text, Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -69,24 +75,40 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return tree
 
 
-class _YamlLoader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
     though it is a time limit."""
 
 
 _INT = "tag:yaml.org,2002:int"
-_YamlLoader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_YamlLoader.add_implicit_resolver(
+YamlLoader.add_implicit_resolver(
     _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
 )
-_YamlLoader.add_implicit_resolver(
+YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
     list("-+0123456789"),
 )
+
+
+def _refuse_blanks(overrides: Sequence[str]) -> None:
+    """`trainer.steps = 3` are three words of a command line."""
+    for place, word in enumerate(overrides):
+        key, _, value = word.partition("=")
+        before, after = overrides[max(0, place - 1) : place], list(overrides[place + 1 : place + 3])
+        if key != key.strip() and key.strip() and "=" in word:
+            joined = f"{key.strip()}={value.strip()}"
+        elif "=" not in word and after and after[0].startswith("="):
+            joined = "".join([word, *after[: 2 if after[0] == "=" else 1]])
+        elif "=" not in word and before and before[0].endswith("="):
+            joined = before[0] + word
+        else:
+            continue
+        raise ConfigError(f"write {joined} without blanks around =")
 
 
 def _parse_override(item: str) -> dict[str, Any]:
@@ -94,7 +116,7 @@ def _parse_override(item: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
-        value = yaml.load(text, Loader=_YamlLoader) if text else None
+        value = yaml.load(text, Loader=YamlLoader) if text else None
     except (yaml.YAMLError, RecursionError):
         value = text
     if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
@@ -107,15 +129,15 @@ def _parse_override(item: str) -> dict[str, Any]:
 
 def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
     for key in _unknown(tree, Config, ""):
-        near = difflib.get_close_matches(key, [*known_keys(), *_sections(Config, "")], n=1, cutoff=0.0)
-        raise ConfigError(f"{source}: unknown key {key}; did you mean {near[0]}?")
+        near = nearest(key, [*known_keys(), *_sections(Config, "")])
+        raise ConfigError(f"{source}: unknown key {key}; did you mean {near}?")
 
 
 def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
     hints = get_type_hints(node)
     for name, value in tree.items():
         if name not in hints:
-            yield f"{prefix}{name}"
+            yield _first_leaf(f"{prefix}{name}", value)
         elif is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise ConfigError(
@@ -124,16 +146,15 @@ def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
             yield from _unknown(value, hints[name], f"{prefix}{name}.")
 
 
+def _first_leaf(key: str, value: Any) -> str:
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
+
+
 def _example(node: Any) -> str:
     return fields(node)[0].name
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(node).items():
-        if is_dataclass(hint):
-            yield from _leaves(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _sections(node: Any, prefix: str) -> Iterator[str]:

@@ -21,15 +21,11 @@ def base_is_reference(config: Config) -> bool:
 def check_lora(config: Config) -> None:
     """Raises: ConfigError for a key that has no effect, or one that adapters cannot go with."""
     lora = config.actor.lora
-    if lora.rank < 0:
-        raise ConfigError(f"actor.lora.rank={lora.rank} must be 0 (no adapters) or more")
     if not uses_lora(config.actor):
         remedy = "set actor.lora.rank above 0, so that there are adapters"
         refuse_unless_default("actor.lora", lora, remedy)
         refuse_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
         return
-    if lora.alpha <= 0:
-        raise ConfigError(f"actor.lora.alpha={lora.alpha} must be above 0: it scales what the adapters add")
     if len(set(lora.target_modules)) != len(lora.target_modules):
         raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
     refused = {

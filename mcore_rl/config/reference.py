@@ -37,6 +37,5 @@ def _check_adaptive(kl: KLConfig) -> None:
             "from, or algorithm.kl.controller=fixed"
         )
     for name in ("target", "horizon"):
-        value = getattr(kl, name)
-        if value is None or value <= 0:
-            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not {value}; set it")
+        if getattr(kl, name) is None:
+            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not null; set it")

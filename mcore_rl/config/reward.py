@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mcore_rl.config.fields import setting
+
 NO_RULE = "none"
 """Value of reward.function where reward models alone give rewards."""
 
@@ -13,24 +15,33 @@ class OverlongConfig:
     """DAPO's soft overlong punishment: 0 up to max_response_tokens - buffer_tokens, then linearly to -penalty."""
 
     enable: bool = False
-    buffer_tokens: int = 128
-    penalty: float = 1.0
+    """Whether long responses are punished."""
+    buffer_tokens: int = setting(128, minimum=1)
+    """Length of the stretch before the limit in which the punishment grows."""
+    penalty: float = setting(1.0, minimum=0)
+    """Of a response that reaches the limit."""
 
 
 @dataclass
 class RewardConfig:
-    function: str = "math"
-    """math, `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    function: str = setting("math", choices=("math", NO_RULE), function=True)
+    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number),
+    `module_or_file.py:function` with verl's signature, or none: reward models alone."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
     """Extra keyword arguments of a user's function."""
     correct: float = 1.0
+    """Reward of the built-in grader for a right answer."""
     incorrect: float = 0.0
     """Rewards of the built-in grader (DAPO's paper: 1 and -1)."""
-    timeout_seconds: float = 10.0
-    workers: int = 1
+    timeout_seconds: float = setting(10.0, above=0)
+    """Of one response; a function that takes longer has failed."""
+    workers: int = setting(1, minimum=1, unit="processes")
     """Grading processes beside each engine."""
+    max_error_fraction: float = setting(1.0, minimum=0, maximum=1)
+    """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
+    too long, died, or returned no number. 0: any."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 
@@ -38,11 +49,11 @@ class RewardConfig:
 class JudgeConfig:
     """A frozen language model that reads every response and writes a score, on inference engines of its own."""
 
-    hf_path: str | None = None
+    hf_path: str | None = setting(None, path=True)
     """HF directory, of a supported family; null: no judge."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, path=True)
     """Directory or tokenizer.json file; null: judge.hf_path."""
-    dtype: str | None = None
+    dtype: str | None = setting(None, choices=("float32", "bfloat16"))
     """float32 or bfloat16; null: model.dtype."""
     weight: float = 1.0
     """Of the judge's score in the reward."""
@@ -51,29 +62,35 @@ class JudgeConfig:
     tokenizer has a chat template, this is a user's message."""
     score_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the number; its last match in the judge's answer is the score."""
-    parser: str | None = None
+    parser: str | None = setting(None, function=True)
     """`module_or_file.py:function` that finds the score instead, called as f(answer, finish_reason, data_source,
     ground_truth, extra_info) in the judge's process; it returns a number, or None where it finds none."""
     min_score: float | None = None
+    """A score below it counts as none; null: no bound."""
     max_score: float | None = None
     """A score beyond these bounds counts as none."""
     unparsable: float = 0.0
     """Score of an answer without one, and of a response too long for judge.max_prompt_tokens."""
-    samples: int = 1
+    samples: int = setting(1, minimum=1)
     """Answers to every response; the score is their mean."""
-    num_engines: int = 1
-    tp: int = 1
+    num_engines: int = setting(1, minimum=1)
+    """Copies of the judge, each on judge.tp ranks."""
+    tp: int = setting(1, minimum=1)
     """Tensor-parallel ranks of one engine."""
-    temperature: float = 0.0
+    temperature: float = setting(0.0, minimum=0)
     """0: greedy."""
-    top_p: float = 1.0
-    max_prompt_tokens: int = 4096
+    top_p: float = setting(1.0, above=0, maximum=1)
+    """As in rollout."""
+    max_prompt_tokens: int = setting(4096, minimum=1)
     """Of the rendered question, prompt and response included."""
-    max_response_tokens: int = 512
+    max_response_tokens: int = setting(512, minimum=1)
     """An answer that reaches it is read as far as it goes, but a score at its very end, which may lack digits, counts
     as none."""
-    max_concurrent_requests: int = 256
-    kv_cache_gib: float = 0.25
+    max_concurrent_requests: int = setting(256, minimum=1)
+    """Sequences that one engine decodes together."""
+    kv_cache_gib: float = setting(0.25, above=0)
     """As in rollout, for judges."""
-    gpu_memory_fraction: float = 0.6
+    gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
+    """As in rollout."""
     enforce_eager: bool = True
+    """As in rollout."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.schema import Config
 from mcore_rl.config.unused import changed, refuse_unless_default
@@ -38,7 +36,7 @@ def check_rewards(config: Config) -> None:
                 f"{key}={value} has no effect: a reward model is not trained and predicts no tokens; leave it at "
                 f"{default}"
             )
-    if not math.isfinite(section.weight) or section.weight == 0:
+    if section.weight == 0:
         raise ConfigError(
             f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
             "reward_model.hf_path to null"

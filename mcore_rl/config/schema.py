@@ -5,39 +5,51 @@ Imports nothing heavy, so a configuration can be read and checked on a machine w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 
 
 @dataclass
 class RunConfig:
-    dir: str = MISSING
+    dir: str = setting(MISSING, path=True)
     """Where everything of this run goes; an existing run in it is resumed."""
-    seed: int = 1
+    seed: int = setting(1, minimum=0)
+    """Of everything that is drawn: prompts, samples, initial weights."""
+
+    @property
+    def logs(self) -> str:
+        """Directory of what the processes of the run and third parties write."""
+        return os.path.join(self.dir, "logs")
 
 
 @dataclass
 class ModelConfig:
-    hf_path: str = MISSING
+    hf_path: str = setting(MISSING, path=True)
     """HF directory with config.json and safetensors; also where the tokenizer is, unless tokenizer_path is set."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, path=True)
     """Directory or tokenizer.json file."""
-    dtype: str = "float32"
+    dtype: str = setting("float32", choices=("float32", "bfloat16"))
     """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer)."""
     random_init: bool = False
     """Initialise from config.json alone, with run.seed, ignoring weights (for tests and throughput runs)."""
+    check_logits: str = setting("auto", choices=("auto", "always", "never"))
+    """Before training, log-probabilities of a few random tokens against transformers' model on the CPU: auto (up to 2
+    billion parameters that fit in memory) | always | never."""
 
 
 @dataclass
 class DataConfig:
-    train: str = MISSING
+    train: str = setting(MISSING, path=True)
     """jsonl, parquet or CSV file of prompts."""
-    val: str | None = None
+    val: str | None = setting(None, path=True)
+    """Such a file too, of the prompts of validation; null: no validation."""
     prompt_key: str | None = None
     """Column of the prompt, a string or chat messages; null: `prompt`, else `question`, whichever a file has. Rows in
     verl's format (`prompt` beside `reward_model`) without the column named here are read as they are, and reported;
@@ -46,97 +58,122 @@ class DataConfig:
     """Column of the ground truth and, for supervised warm start, of the target text; null: `reward_model.ground_truth`,
     else `answer`, else `ground_truth` (of targets: `answer`). Rows in verl's format without the column named here keep
     their `reward_model.ground_truth`."""
-    template: str = "auto"
+    template: str = setting("auto", choices=("auto", "chat", "plain"))
     """auto | chat | plain. auto: chat when the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"
     """Text around a plain prompt; {prompt} is replaced."""
-    val_max_prompts: int | None = None
-    long_prompts: str = "drop"
+    val_max_prompts: int | None = setting(None, minimum=1, unit="prompts")
+    """The first so many of data.val; null: all."""
+    long_prompts: str = setting("drop", choices=("drop", "truncate_left", "truncate_right"))
     """drop | truncate_left | truncate_right: what happens to prompts longer than rollout.max_prompt_tokens. Truncation
     keeps the last (left) or the first (right) tokens of the rendered prompt, chat template included."""
     shuffle: bool = True
+    """Prompts in another order in every epoch; false: in that of the file."""
 
 
 @dataclass
 class RolloutConfig:
-    engine: str = "vllm"
+    engine: str = setting("vllm", choices=("vllm", "sglang"))
     """vllm | sglang."""
-    num_engines: int = 1
-    tp: int = 1
+    num_engines: int = setting(1, minimum=1)
+    """Copies of the policy that generate, each on rollout.tp ranks."""
+    tp: int = setting(1, minimum=1)
     """Tensor-parallel ranks of one engine."""
-    samples_per_prompt: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_prompt_tokens: int = 512
-    max_response_tokens: int = 512
-    validation_temperature: float = 0.0
-    validation_top_p: float = 1.0
-    validation_samples: int = 1
+    samples_per_prompt: int = setting(8, minimum=1)
+    """Responses to a prompt; they form a group."""
+    temperature: float = setting(1.0, minimum=0)
+    """Of sampling for training. 0 is greedy: every response to a prompt is the same."""
+    top_p: float = setting(1.0, above=0, maximum=1)
+    """Sampling from the likeliest tokens that have this probability together; 1: from all."""
+    top_k: int = setting(-1, minimum=-1, unit="tokens")
+    """Sampling from so many of the likeliest tokens; -1: from all."""
+    max_prompt_tokens: int = setting(512, minimum=1)
+    """Longer prompts are dropped, or cut, as data.long_prompts says."""
+    max_response_tokens: int = setting(512, minimum=1)
+    """Where a response ends at the latest."""
+    validation_temperature: float = setting(0.0, minimum=0)
+    """Of validation; 0 is greedy."""
+    validation_top_p: float = setting(1.0, above=0, maximum=1)
+    """As top_p, in validation."""
+    validation_samples: int = setting(1, minimum=1)
     """Responses per validation prompt; accuracy is their mean. Temperature 0 is greedy."""
-    max_batched_tokens: int | None = None
+    max_batched_tokens: int | None = setting(None, minimum=1)
     """Tokens that an engine computes in one pass, prompts in pieces where they exceed it (chunked prefill); null: the
     engine's default."""
     expert_parallel: bool = False
     """The engine's tensor-parallel ranks hold whole experts instead of slices of all (CUDA only)."""
-    max_concurrent_requests: int = 256
+    max_concurrent_requests: int = setting(256, minimum=1)
     """Sequences that one engine decodes together."""
-    kv_cache_gib: float = 0.25
+    kv_cache_gib: float = setting(0.25, above=0)
     """Memory of one engine rank's KV cache (CPU; on GPUs gpu_memory_fraction decides)."""
-    gpu_memory_fraction: float = 0.6
+    gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
+    """Share of a GPU's memory that an engine rank takes for weights, workspace and KV cache."""
     enforce_eager: bool = True
+    """The engine runs without CUDA graphs and compilation: it starts sooner and decodes slower."""
 
 
 @dataclass
 class WeightsConfig:
-    bucket_mib: float = 256.0
-    num_buckets: int = 2
+    bucket_mib: float = setting(256.0, above=0)
+    """Of weights that travel to the engines in one piece."""
+    num_buckets: int = setting(2, minimum=1)
     """Slots of the ring; when the whole model fits in them, nothing is staged twice."""
-    verify_every: int = 0
+    verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th sync; 0: never."""
 
 
 @dataclass
 class TrainerConfig:
-    steps: int = 100
-    prompts_per_step: int = 32
-    prompts_per_update: int = 32
+    steps: int = setting(100, minimum=1)
+    """Of the whole run: each generates responses and trains on them."""
+    prompts_per_step: int = setting(32, minimum=1, unit="prompts")
+    """Prompts (groups) that a step trains on."""
+    prompts_per_update: int = setting(32, minimum=1, unit="prompts")
     """Prompts (groups) per optimizer update; prompts_per_step / prompts_per_update updates follow one rollout."""
-    update_epochs: int = 1
-    critic_warmup_steps: int = 0
+    update_epochs: int = setting(1, minimum=1)
+    """How often the updates of a step go through its responses."""
+    critic_warmup_steps: int = setting(0, minimum=0)
     """The first steps train the critic alone, if there is one."""
-    validate_every_steps: int = 10
+    validate_every_steps: int = setting(10, minimum=0)
     """0: only before and after training."""
     validate_before: bool = True
-    export_hf: str | None = None
+    """Validation before the first step, as step 0 of the metrics."""
+    export_hf: str | None = setting(None, path=True)
     """Directory that receives the final weights as an HF checkpoint; of a LoRA run merged."""
-    export_adapter: str | None = None
+    export_adapter: str | None = setting(None, path=True)
     """Directory that receives the final adapters of a LoRA run in PEFT's format."""
 
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0
-    """0: only at the end of the run."""
-    keep_last: int = 2
+    every_steps: int = setting(10, minimum=0)
+    """0: only at the end of the run, and when it is stopped."""
+    keep_last: int = setting(2, minimum=1, unit="checkpoints")
+    """Older ones are removed."""
+    keep_best: int = setting(1, minimum=0, unit="checkpoints")
+    """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
     async_save: bool = False
     """Files are written while training goes on; a checkpoint counts once it is complete."""
 
 
 @dataclass
 class ClusterConfig:
-    nodes: int = 1
-    gpus_per_node: int = 1
+    nodes: int = setting(1, minimum=1)
+    """Hosts of the run, each with gpus_per_node slots."""
+    gpus_per_node: int = setting(1, minimum=1)
     """Trainer slots per node: GPUs, or on CPU processes."""
-    gpu_memory_gib: float = 80.0
-    host_memory_gib: float | None = None
+    gpu_memory_gib: float = setting(80.0, above=0)
+    """Of one GPU, for what `plan` says."""
+    host_memory_gib: float | None = setting(None, above=0)
     """Of one node, for what `plan` says of offloading; null: not checked."""
-    placement: str = "colocated"
+    placement: str = setting("colocated", choices=("colocated", "disaggregated"))
     """colocated | disaggregated."""
-    device: str = "auto"
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """auto | cpu | cuda."""
-    collective_timeout_seconds: int = 600
-    object_store_gib: float = 0.5
+    collective_timeout_seconds: int = setting(600, minimum=1)
+    """After which a process gives up waiting: a trainer rank for its peers, an engine for one of its ranks."""
+    object_store_gib: float = setting(0.5, above=0)
+    """Shared memory of a node in which Ray keeps trajectories."""
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
 
@@ -146,25 +183,36 @@ class SlurmConfig:
     """Of the job script that `mcore-rl slurm` renders."""
 
     job_name: str = "mcore-rl"
+    """Also of its log, NAME.JOB.log."""
     partition: str | None = None
+    """null: the cluster's default."""
     account: str | None = None
+    """null: the user's default."""
     qos: str | None = None
+    """null: the user's default."""
     time_limit: str = "04:00:00"
     """Of one run of the job; a preempted job is queued again and resumes."""
-    grace_seconds: int = 600
+    grace_seconds: int = setting(600, minimum=0)
     """Before the time limit SLURM sends USR1: the run saves a checkpoint within this time and is queued again."""
-    start_timeout_seconds: int = 600
+    start_timeout_seconds: int = setting(600, minimum=1)
     """Nodes that have not passed their check, or not joined the Ray cluster, within this time are excluded."""
-    cpus_per_node: int | None = None
+    cpus_per_node: int | None = setting(None, minimum=1)
     """null: whole nodes, shared with no other job."""
     exclude: str | None = None
-    container: str = "none"
+    """Nodes that the job never uses, such as n[3-4]."""
+    container: str = setting("none", choices=("none", "pyxis", "apptainer"))
     """none | pyxis | apptainer."""
     container_image: str | None = None
+    """What pyxis or apptainer runs a task in."""
     container_mounts: list[str] = field(default_factory=list)
+    """Such as /data:/data, beside the working and the run directory."""
     setup: list[str] = field(default_factory=list)
     """Shell commands on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
+    values are written nowhere."""
     extra: list[str] = field(default_factory=list)
     """Further #SBATCH options, such as --constraint=h100."""
 
@@ -173,16 +221,19 @@ class SlurmConfig:
 class PlanConfig:
     """Assumptions of `mcore-rl plan` that no other key says."""
 
-    peak_tflops: float | None = None
+    peak_tflops: float | None = setting(None, above=0)
     """Of one GPU in the training dtype; null: no time estimate."""
-    mfu_update: float = 0.3
-    mfu_logp: float = 0.35
-    mfu_prefill: float = 0.3
-    memory_bandwidth_gib_per_second: float | None = None
+    mfu_update: float = setting(0.3, above=0, maximum=1)
+    """Share of peak_tflops that updates reach."""
+    mfu_logp: float = setting(0.35, above=0, maximum=1)
+    """Share of it that passes without gradients reach."""
+    mfu_prefill: float = setting(0.3, above=0, maximum=1)
+    """Share of it that engines reach on prompts."""
+    memory_bandwidth_gib_per_second: float | None = setting(None, above=0)
     """Of one GPU; decides the time of decoding. null: no time estimate."""
-    mean_response_fraction: float = 0.5
+    mean_response_fraction: float = setting(0.5, above=0, maximum=1)
     """Mean response length, of rollout.max_response_tokens."""
-    moe_imbalance: float = 1.5
+    moe_imbalance: float = setting(1.5, minimum=1)
     """Tokens of the most loaded expert-parallel rank over the mean."""
 
 

@@ -39,9 +39,10 @@ def _changed(section: str, given: Any, default: Any) -> Iterator[Changed]:
         if is_dataclass(value):
             yield from _changed(key, value, only)
         elif value != only:
-            yield Changed(key, _written(value), _written(only))
+            yield Changed(key, written(value), written(only))
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A value as a message shows it."""
     text = "null" if value is None else str(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
+from mcore_rl.config.fields import check_domains
 from mcore_rl.config.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.reference import check_reference
 from mcore_rl.config.reward_model import check_rewards
@@ -15,93 +16,6 @@ from mcore_rl.config.roles import as_actor, named_as
 from mcore_rl.config.schema import Config
 from mcore_rl.config.unused import changed
 from mcore_rl.errors import ConfigError
-
-KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
-CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
-    "data.template": ("auto", "chat", "plain"),
-    "data.long_prompts": ("drop", "truncate_left", "truncate_right"),
-    "rollout.engine": ("vllm", "sglang"),
-    "algorithm.dynamic_sampling.metric": ("accuracy", "reward"),
-    "algorithm.kl.loss_kind": KL_KINDS,
-    "algorithm.kl.reward_kind": KL_KINDS,
-    "algorithm.kl.controller": ("fixed", "adaptive"),
-    "actor.optimizer.schedule": ("constant", "linear", "cosine"),
-    "actor.recompute": ("none", "selective", "full"),
-    "actor.moe.load_balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
-    "actor.moe.dispatcher": ("auto", "alltoall", "allgather", "deepep"),
-    "actor.moe.router_replay": ("none", "policy", "engine"),
-    "actor.fp8": ("none", "delayed", "tensorwise", "blockwise", "mxfp8"),
-    "slurm.container": ("none", "pyxis", "apptainer"),
-    "cluster.placement": ("colocated", "disaggregated"),
-    "cluster.device": ("auto", "cpu", "cuda"),
-}
-AT_LEAST_ONE = [
-    "rollout.num_engines",
-    "rollout.tp",
-    "rollout.samples_per_prompt",
-    "rollout.max_prompt_tokens",
-    "rollout.max_response_tokens",
-    "rollout.max_concurrent_requests",
-    "reward.workers",
-    "actor.parallel.tp",
-    "actor.parallel.pp",
-    "actor.parallel.ep",
-    "actor.parallel.cp",
-    "actor.tokens_per_microbatch",
-    "actor.logprob_chunk_tokens",
-    "actor.recompute_layers",
-    "rollout.validation_samples",
-    "weights.num_buckets",
-    "trainer.steps",
-    "trainer.prompts_per_step",
-    "trainer.prompts_per_update",
-    "trainer.update_epochs",
-    "checkpoint.keep_last",
-    "cluster.nodes",
-    "cluster.gpus_per_node",
-    "cluster.collective_timeout_seconds",
-    "algorithm.dynamic_sampling.max_batches",
-]
-NOT_NEGATIVE = [
-    "run.seed",
-    "rollout.temperature",
-    "rollout.validation_temperature",
-    "actor.moe.aux_loss_coefficient",
-    "actor.moe.z_loss_coefficient",
-    "actor.moe.bias_update_rate",
-    "actor.moe.replay_check_every_steps",
-    "actor.mtp_loss_coefficient",
-    "slurm.grace_seconds",
-    "actor.optimizer.lr",
-    "actor.optimizer.min_lr",
-    "actor.optimizer.weight_decay",
-    "actor.optimizer.warmup_steps",
-    "algorithm.kl.in_loss",
-    "algorithm.kl.in_reward",
-    "reference.refresh_every_steps",
-    "trainer.critic_warmup_steps",
-    "trainer.validate_every_steps",
-    "checkpoint.every_steps",
-    "weights.verify_every",
-    "reward.overlong.penalty",
-]
-POSITIVE = [
-    "rollout.kv_cache_gib",
-    "rollout.top_p",
-    "rollout.validation_top_p",
-    "plan.mfu_update",
-    "plan.mfu_logp",
-    "plan.mfu_prefill",
-    "plan.mean_response_fraction",
-    "plan.moe_imbalance",
-    "weights.bucket_mib",
-    "reward.timeout_seconds",
-    "actor.optimizer.clip_grad",
-    "actor.optimizer.eps",
-    "cluster.gpu_memory_gib",
-    "cluster.object_store_gib",
-]
 
 NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -131,7 +45,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     Raises: ConfigError for the first thing that cannot work.
     """
     for check in (
-        check_values,
+        check_domains,
         _check_batches,
         _check_lengths,
         _check_row,
@@ -152,34 +66,30 @@ def validate(config: Config, *, run_here: bool = True) -> None:
 
 
 def validate_critic(config: Config) -> None:
-    """What `validate` checks of the actor, of the critic; for runs that have one.
+    """What `validate` checks of the actor beside values, of the critic; for runs that have one.
 
     Raises: ConfigError naming the key.
     """
     critic = config.critic
-    if critic.update_epochs < 1:
-        raise ConfigError(f"critic.update_epochs={critic.update_epochs} must be at least 1")
     check_no_critic_lora(critic.lora)
     with named_as("critic", critic):
         view = as_actor(config, critic)
-        for check in (check_values, _check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
+        for check in (_check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
             check(view)
         read_hf_config(view)
     for key, value, default in changed("critic", critic):
         if key in NOT_OF_A_CRITIC:
             raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
-    if critic.clip_range is not None and critic.clip_range <= 0:
-        raise ConfigError(f"critic.clip_range={critic.clip_range} must be above 0, or null for no bound")
 
 
 def validate_reward_model(config: Config) -> None:
-    """What `validate` checks of the actor, of the reward model; for runs that have one.
+    """What `validate` checks of the actor beside values, of the reward model; for runs that have one.
 
     Raises: ConfigError naming the key.
     """
     with named_as("reward_model", config.reward_model):
         view = as_actor(config, config.reward_model)
-        for check in (check_values, _check_row, _check_layout):
+        for check in (_check_row, _check_layout):
             check(view)
         read_hf_config(view)
 
@@ -201,31 +111,6 @@ def read_hf_config(config: Config) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model.hf_path: {path} must hold a JSON object")
     return content
-
-
-def _value(config: Config, key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
-def check_values(config: Config) -> None:
-    for key, allowed in CHOICES.items():
-        if _value(config, key) not in allowed:
-            raise ConfigError(f"{key}={_value(config, key)} must be one of {', '.join(allowed)}")
-    bounds: list[tuple[list[str], Callable[[float], bool], str]] = [
-        (AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-        (NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
-        (POSITIVE, lambda v: v > 0, "above 0"),
-    ]
-    for keys, holds, text in bounds:
-        for key in keys:
-            if not holds(_value(config, key)):
-                raise ConfigError(f"{key}={_value(config, key)} must be {text}")
-    for key in ("rollout.top_p", "rollout.validation_top_p"):
-        if _value(config, key) > 1:
-            raise ConfigError(f"{key}={_value(config, key)} must be at most 1")
 
 
 def _check_batches(config: Config) -> None:
@@ -250,6 +135,12 @@ def _check_lengths(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     rollout = config.rollout
+    compares = config.algorithm.advantage in COMPARING_ADVANTAGES and not is_supervised(config.algorithm)
+    if rollout.temperature == 0 and compares:
+        raise ConfigError(
+            f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
+            f"{config.algorithm.advantage} learns from their differences; set rollout.temperature above 0"
+        )
     if rollout.validation_samples > 1 and rollout.validation_temperature == 0:
         raise ConfigError(
             f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
@@ -339,7 +230,7 @@ def _check_actor(config: Config) -> None:
 def _check_replay(config: Config) -> None:
     if config.actor.moe.router_replay != "engine":
         return
-    if config.algorithm.policy_loss.name == "sft":
+    if is_supervised(config.algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
             "algorithm.policy_loss.name=sft samples nothing; set it to none"

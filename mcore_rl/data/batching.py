@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, balance
 from mcore_rl.errors import ConfigError
-from mcore_rl.types import Batch, Mean, RolloutScalars
+from mcore_rl.types import Batch, BuffersRef, Mean, RolloutScalars
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
 
 
 def build_batch(
-    chunks: Sequence[Any],
+    chunks: Sequence[BuffersRef],
     scalars: Sequence[RolloutScalars],
     keep: Sequence[np.ndarray],
     *,

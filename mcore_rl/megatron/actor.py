@@ -86,6 +86,17 @@ class MegatronActor:
     def memory(self) -> Offloader:
         return self.trained.memory
 
+    def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+        """How far the policy's log-probabilities, at temperature 1, are from those that came with the samples; nothing
+        is kept of it."""
+        self.memory.load("params")
+        plain = replace(self.objective, temperature=1.0)
+
+        def logp(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+            return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+        return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
+
     def recompute_logp(
         self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
     ) -> tuple[RankBatch, dict[str, Metric]]:

@@ -19,8 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from mcore_rl.errors import CheckpointError, McoreRLError
 from mcore_rl.megatron.checkpoint_reader import (
     agree,
@@ -30,33 +28,18 @@ from mcore_rl.megatron.checkpoint_reader import (
     fill,
     verify_files,
 )
-from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
 from mcore_rl.megatron.format_files import read_common
 from mcore_rl.megatron.lora.table import adapter_identity
 from mcore_rl.megatron.optimizer_state import set_updates_done
 from mcore_rl.megatron.random_state import restore_random_state
 from mcore_rl.megatron.train_state import blocks_to_load, load_extra_states, reference_blocks
-from mcore_rl.types import SavedFile, SavedState
+from mcore_rl.types import SavedFile
 from model_converters.dcp_metadata import read_metadata
 from model_converters.dcp_reader import DcpReader
 from model_converters.errors import ConversionError
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.trained_model import Trained
-
-
-def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
-    """Writes the state of all ranks into the existing, empty `directory`; rank 0 gets the account of it.
-
-    Collective: all ranks.
-    Raises: OSError when the disk is full; CheckpointError for any other failure to write.
-    """
-    writer, model = CheckpointWriter(directory, role, snapshot=False), role.trained.model
-    reports = [None] * model.layout.world_size if model.rank == 0 else None
-    dist.gather_object(writer.write(), reports)
-    saved = writer.finish(reports) if reports is not None else None  # type: ignore[arg-type]
-    dist.barrier()
-    return saved
 
 
 def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = ()) -> None:

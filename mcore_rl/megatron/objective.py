@@ -160,7 +160,7 @@ class Objective:
                 metrics={
                     "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
                     **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
-                    **(mismatch(batch, logp) if policy_is_old else {}),
+                    **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
                     **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
                 },
                 non_finite=non_finite_samples(batch, suspects),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -27,8 +30,8 @@ def initialize(
 ) -> None:
     """Joins the process group (gloo on "cpu", NCCL on "cuda") and seeds the random streams of this rank.
 
-    `init_method` is tcp://host:port, the same on all ranks. On CUDA the process must see its own GPU as device 0
-    or have called torch.cuda.set_device.
+    `init_method` is tcp://host:port, the same on all ranks; rank 0 listens there. On CUDA the process must see its own
+    GPU as device 0 or have called torch.cuda.set_device.
 
     Collective: all ranks of the layout.
     Raises: ConfigError when `device` is not what this process has.
@@ -42,12 +45,26 @@ def initialize(
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=init_method,
+        **_meeting_point(init_method, rank, layout.world_size, timeout),
         rank=rank,
         world_size=layout.world_size,
         timeout=timeout,
     )
     initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
+
+
+def _meeting_point(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group. For tcp:// a store that listens on that very address: torch's own (2.13) would
+    listen on every network of the host, and it takes orders from whoever connects."""
+    address = urlsplit(init_method)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        return {"init_method": init_method}
+    options: dict[str, Any] = {"timeout": timeout, "is_master": rank == 0}
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
+        listener = socket.create_server((address.hostname, address.port), family=family)
+        options["master_listen_fd"] = listener.detach()
+    return {"store": dist.TCPStore(address.hostname, address.port, world_size, **options)}
 
 
 def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, gloo_groups: bool = True) -> None:

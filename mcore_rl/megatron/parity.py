@@ -14,9 +14,8 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron import cpu, parallel
 from mcore_rl.megatron.attention import pack_sequences
 from mcore_rl.megatron.model import build_model
+from mcore_rl.megatron.oracle import transformers_logits
 from mcore_rl.megatron.output import PolicyModel, logits_emitted
-from model_converters.families import family_for
-from model_converters.hf_config import read_hf_config
 from model_converters.layout import TrainLayout
 from model_converters.mtp import without_mtp
 
@@ -41,7 +40,7 @@ def compare_logits(
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _LENGTHS]
     ours = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
-    theirs = _transformers_logits(hf_directory, sequences)
+    theirs = torch.cat(transformers_logits(hf_directory, sequences))
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
@@ -75,23 +74,3 @@ def _load(model: PolicyModel, checkpoint: str | Path) -> None:
         raise CheckpointError(f"{checkpoint} does not fit this model: {error}") from error
     absent = set(model.load_state_dict(loaded, strict=False).missing_keys) - (set(state) - set(tensors))
     assert not absent, f"megatron loads no {sorted(absent)}"
-
-
-def _transformers_logits(hf_directory: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    fields = read_hf_config(hf_directory)
-    another_type = family_for(fields).transformers_type
-    options = {"config": AutoConfig.for_model(**fields | {"model_type": another_type})} if another_type else {}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
-        ).eval()
-    except Exception as error:  # of classes of its own and of its libraries
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(f"transformers cannot load {hf_directory} for --logits: {reason}") from error
-    with torch.no_grad():
-        return torch.cat([model(sequence[None]).logits[0] for sequence in sequences])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 WINDOW = 20
@@ -87,8 +87,10 @@ GRADIENT_TEXT = (
 
 @dataclass
 class CollapseSigns:
-    """Looks at every step's figures; remembers the first ones, the recent gradient norms, and what was said."""
+    """Looks at every step's figures for `signs`, and at the gradient's norm; remembers the first figures, the recent
+    norms, and what was said."""
 
+    signs: Sequence[Sign] = SIGNS
     _first: dict[str, float] = field(default_factory=dict)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _said: set[str] = field(default_factory=set)
@@ -96,7 +98,7 @@ class CollapseSigns:
     def look(self, step: int, values: Mapping[str, float | None]) -> list[str]:
         """Sentences about signs that this step shows for the first time."""
         found = []
-        for sign in SIGNS:
+        for sign in self.signs:
             now = values.get(sign.figure)
             if now is None:
                 continue

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mcore_rl.observe.collapse import CollapseSigns
+from mcore_rl.observe.collapse import SIGNS, CollapseSigns, Sign
+from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
 
-# Phases that make up a step; validation, verification and checkpoints come on top of it.
-STEP_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
+TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
+STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
+"""All that a step takes. The checkpoint after a step counts in the next one: the step's figures are in it."""
 
 
 class RunJournal:
     """Collects the metrics of a step; finish_step adds times, writes metrics.jsonl, tensorboard, the timeline and the
-    progress line, and warns of signs of collapse. `own_spans` drains the spans of this process, `sources` those of the
-    others."""
+    progress line, and warns of `signs` of collapse. `own_spans` drains the spans of this process, `sources` those of
+    the others."""
 
     def __init__(
         self,
@@ -27,26 +30,34 @@ class RunJournal:
         total_steps: int,
         own_spans: Callable[[], list[Span]],
         sources: Sequence[Callable[[], list[Span]]],
+        signs: Sequence[Sign] = SIGNS,
     ) -> None:
         self._run_dir, self._total_steps = run_dir, total_steps
         self._own_spans, self._sources = own_spans, sources
         self._pending: dict[str, Metric] = {}
         self.metrics = MetricsLog(run_dir)
-        self._timeline = Timeline(run_dir / "timeline.json")
+        self._timeline: Timeline | None = None
         self._tensorboard: TensorBoardLog | None = None
         self._progress: Progress | None = None
-        self._signs = CollapseSigns()
+        self._signs = CollapseSigns(signs)
 
     def resume_after(self, step: int) -> None:
-        """Forgets what earlier processes wrote for steps after `step` (-1: everything)."""
-        self.metrics.truncate_after(step)
-        self._tensorboard = TensorBoardLog(self._run_dir / "tensorboard", purge_step=step + 1)
+        """Goes on with the files of earlier processes. What they wrote of steps after `step` (-1: everything) is set
+        aside first."""
+        kept = set_aside(self._run_dir, step)
+        self._timeline = Timeline(self._run_dir / TIMELINE)
+        self._tensorboard = TensorBoardLog(self._run_dir / TENSORBOARD, purge_step=step + 1)
         self._progress = Progress(self._total_steps, first_step=max(step, 0))
+        if kept is not None:
+            since = f"of steps after {step}" if step >= 0 else "of a start that saved nothing"
+            self.note(f"the records {since} are kept in {kept}")
 
     def note(self, line: str) -> None:
-        """A line for the reader of the terminal."""
+        """A line for the reader of the terminal, also of one that sees no steps."""
         if self._progress is not None:
             self._progress.note(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def record(self, metrics: dict[str, Metric]) -> None:
         """Figures of the step that is under way; they are final (already merged over ranks)."""
@@ -58,14 +69,16 @@ class RunJournal:
         seconds = seconds_by_name(spans)
         values = {f"time/{name}": took for name, took in seconds.items()}
         values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
+        training = sum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
         values |= {name: metric.value for name, metric in self._pending.items()}
-        if values["time/step"] > 0 and "tokens/trained_sequences" in values:
-            values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / values["time/step"]
+        if training > 0 and "tokens/trained_sequences" in values:
+            values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training
         self._pending = {}
         self.metrics.append(step, values)
         if self._tensorboard is not None:
             self._tensorboard.append(step, values)
-        self._timeline.append([*spans, *(span for source in self._sources for span in source())])
+        if self._timeline is not None:
+            self._timeline.append([*spans, *(span for source in self._sources for span in source())])
         if self._progress is not None:
             self._progress.update(step, values)
         for warning in self._signs.look(step, values):

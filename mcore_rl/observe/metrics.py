@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,30 @@ class MetricsLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def truncate_after(self, step: int) -> int:
-        """Forgets what came after `step`, which a resumed run writes again; returns the number of lines removed."""
+    def holds_after(self, step: int) -> bool:
+        """Whether there are records of steps after `step`."""
+        return any(record["step"] > step for record in self.read())
+
+    def move_after(self, step: int, target: Path) -> None:
+        """Moves what came after `step`, which a resumed run writes again, to the new file `target`, if there is any. It
+        is whole there before it is gone here."""
         records = self.read()
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
-            temporary = self.path.with_suffix(".jsonl.tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        return len(records) - len(kept)
+            _write(target, [record for record in records if record["step"] > step])
+            _write(self.path, kept)
 
     def read(self) -> list[dict[str, Any]]:
         return read_metrics(self.path)
+
+
+def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ _SHOWN = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("loss", "actor/loss", "{:.4f}"),
 )
-_PHASES = ("generate", "reward", "logp", "update", "weight_sync")
+_PHASES = ("generate", "reward", "logp", "update", "weight_sync", "validate", "checkpoint")
 
 
 class Progress:
@@ -24,7 +25,8 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        self._total_steps = total_steps
+        self._total_steps, self._first_step = total_steps, first_step
+        self._started = time.monotonic()
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None
         if self._stream.isatty():
@@ -32,9 +34,14 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step` of total_steps has ended with these metrics (keys of metrics.jsonl)."""
-        self.note(step_line(step, self._total_steps, metrics))
+        self.note(step_line(step, self._total_steps, metrics, seconds_left=self._seconds_left(step)))
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """At the pace of this process's steps so far, all that happened between them included."""
+        done, left = step - self._first_step, self._total_steps - step
+        return (time.monotonic() - self._started) / done * left if done > 0 and left > 0 else None
 
     def note(self, line: str) -> None:
         """A line of its own, above the bar."""
@@ -57,8 +64,8 @@ class Progress:
         self.close()
 
 
-def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
-    """`step 3/60  reward 0.412  length 18.2  entropy 0.311  1.9 s = generate 0.8 + update 0.9 + ...`."""
+def step_line(step: int, total_steps: int, metrics: Mapping[str, Any], *, seconds_left: float | None = None) -> str:
+    """`step 3/60  reward 0.412  length 18.2  entropy 0.311  1.90 s (generate 0.80, update 0.91, ...)  left 1:48`."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if metrics.get(key) is not None]
     phases = [
@@ -68,7 +75,18 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
         parts.append(f"{metrics['time/step']:.2f} s" + (f" ({', '.join(phases)})" if phases else ""))
     elif phases:
         parts.append(f"({', '.join(phases)} s)")
+    if seconds_left is not None:
+        parts.append(f"left {clock(seconds_left)}")
     return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:09`, `12:30`, `3:05:00`, `2 d 3:05:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    shown = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days} d {shown}" if days else shown
 
 
 def _start_bar(stream: TextIO, total_steps: int, first_step: int) -> tuple[Any, Any]:

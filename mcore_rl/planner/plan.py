@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config import Config, num_trainer_ranks, validate
+from mcore_rl.config.available import cannot_run
 from mcore_rl.config.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.layout import model_arguments, train_layout
@@ -62,6 +63,11 @@ class Plan:
         return not self.verdict.errors
 
     @property
+    def cannot_run(self) -> list[str]:
+        """What this version lacks for it, however much memory there is."""
+        return cannot_run(self.config)
+
+    @property
     def fullest(self) -> PlannedRank:
         return max(self.ranks, key=lambda planned: planned.phases.peak_bytes)
 
@@ -75,6 +81,7 @@ class Plan:
             "per_rank": [_rank_json(planned) for planned in self.ranks],
             "fullest_rank": self.fullest.rank,
             "weight_sync": asdict(self.sync),
+            "cannot_run": self.cannot_run,
             "errors": list(self.verdict.errors),
             "warnings": list(self.verdict.warnings),
             "layout": asdict(self.layout) | {"dp": self.layout.dp, "edp": self.layout.edp},

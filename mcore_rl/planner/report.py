@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -17,13 +17,22 @@ from mcore_rl.planner.suggest import Suggestions
 def print_plan(plan: Plan, console: Console) -> None:
     """Summary, stages, the fullest rank, then errors and warnings."""
     console.print(_summary(plan))
-    console.print(_stages(plan))
+    for table in _stages(plan):
+        console.print(table)
     console.print(_fullest(plan))
     for warning in plan.verdict.warnings:
         console.print(f"[yellow]warning[/]: {_plain(warning)}", highlight=False)
     for error in plan.verdict.errors:
         console.print(f"[red]error[/]: {_plain(error)}", highlight=False)
-    console.print("[green]fits[/]" if plan.fits else "[red]does not fit[/]")
+    for missing in plan.cannot_run:
+        console.print(f"[yellow]cannot run yet[/]: {_plain(missing)}", highlight=False)
+    console.print(_conclusion(plan))
+
+
+def _conclusion(plan: Plan) -> str:
+    if not plan.fits:
+        return "[red]does not fit[/]"
+    return "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
 
 
 def print_suggestions(found: Suggestions, console: Console) -> None:
@@ -81,27 +90,42 @@ def _seconds(plan: Plan) -> str:
     return ", ".join(f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
 
 
-def _stages(plan: Plan) -> Table:
-    table = Table(title="Pipeline stages, GiB of the fullest rank of each")
-    names = [name for name in PHASES if any(name in planned.phases.by_name for planned in plan.ranks)]
-    for column in ("stage", "10⁹ params", "weights", "grads", "optim", "activ", *names):
-        table.add_column(column, justify="right", no_wrap=True)
+def _stages(plan: Plan) -> list[Table]:
+    """What the fullest rank of each stage holds, and what is on its device in each phase: two tables, since one would
+    be wider than a terminal of 80 columns."""
     size = plan.layout.stage_size
-    lines = []
-    for stage in range(plan.layout.pp):
-        fullest = max(plan.ranks[stage * size : (stage + 1) * size], key=lambda planned: planned.phases.peak_bytes)
-        figures = [f"{value / GIB:.1f}" for value in _figures(fullest, names)]
-        lines.append((stage, (f"{fullest.state.parameters / 1e9:.3f}", *figures)))
-    for figures, alike in groupby(lines, key=lambda line: line[1]):
+    fullest = [
+        max(plan.ranks[stage * size : (stage + 1) * size], key=lambda planned: planned.phases.peak_bytes)
+        for stage in range(plan.layout.pp)
+    ]
+    names = [name for name in PHASES if any(name in planned.phases.by_name for planned in plan.ranks)]
+    held = [(f"{planned.state.parameters / 1e9:.3f}", *map(_tenths, _parts(planned))) for planned in fullest]
+    phases = [tuple(_tenths(getattr(planned.phases, name)) for name in names) for planned in fullest]
+    columns = ("10⁹ params", "weights", "grads", "optimizer", "activations")
+    return [
+        _by_stage("Held by the fullest rank of each stage, GiB", columns, held),
+        _by_stage("On its device in each phase, GiB", names, phases),
+    ]
+
+
+def _by_stage(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """One line for stages in a row that are alike."""
+    table = Table(title=title)
+    for column in ("stage", *columns):
+        table.add_column(column, justify="right", no_wrap=True)
+    for figures, alike in groupby(enumerate(rows), key=lambda line: line[1]):
         stages = [stage for stage, _ in alike]
         table.add_row(f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0]), *figures)
     return table
 
 
-def _figures(planned: PlannedRank, phases: list[str]) -> list[int]:
+def _parts(planned: PlannedRank) -> list[int]:
     state = planned.state
-    parts = [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes, planned.activation_bytes]
-    return parts + [getattr(planned.phases, name) for name in phases]
+    return [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes, planned.activation_bytes]
+
+
+def _tenths(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
 
 
 def _fullest(plan: Plan) -> Table:

@@ -130,11 +130,6 @@ def _host_errors(config: Config, host: int) -> Iterator[str]:
 def _warnings(
     config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic, sync: WeightSync
 ) -> Iterator[str]:
-    if sync.transport == "network":
-        yield (
-            f"cluster.nodes={config.cluster.nodes}: weights go through shared memory, which ends at the host; a "
-            "transport between hosts is not available yet"
-        )
     if not sync.mapped and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
         yield (
             f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "

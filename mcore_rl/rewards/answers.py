@@ -1,95 +1,105 @@
-"""Finds the final answer in a response, and reads numbers out of answers. Text is only ever parsed, never evaluated."""
+r"""Finds the final answer in a response. Text is only ever parsed, never evaluated.
+
+Of the marks of a final answer, the last of its kind counts, and among kinds:
+- `\boxed{...}` comes before `#### ...`, wherever they stand;
+- `Answer: ...`, which DAPO's prompt asks for as the last line, counts if it is the last mark. A box behind it, or in
+  it, is the answer instead.
+Boxes joined by nothing but a comma, `and` or `or` are one answer, a list. Without a mark, it is the last formula or
+number (rewards.formulas).
+"""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
+
+from mcore_rl.rewards.formulas import last_formula, without_dollars
 
 MAX_ANSWER_CHARS = 1000
-MAX_BOX_CANDIDATES = 4
-MAX_NUMBER_CHARS = 200
+MAX_BOX_CANDIDATES = 12
+MAX_JOINT_CHARS = 40
+MIN_PROSE_WORDS = 3
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
-# a sign counts only where nothing precedes it that it could be subtracted from: "7-3" ends in 3, "= -3" in -3
-_IN_TEXT = re.compile(
-    rf"(?:(?<![\w.)\]}}])[-\u2212+]\s?)?\\?\$?(?<![\w.])(?P<number>{_DECIMAL}(?:/{_DECIMAL})?)\s?\\?%?"
+# between two boxes of one answer: a name may be repeated (`x = \boxed{1}` or `x = \boxed{2}`)
+_JOINT = re.compile(
+    r"[\s$]*(?:\\[\])])?[\s$]*(?:,|;|,?\s*(?:\\(?:text|mbox|quad|qquad)\s*\{?\s*)?(?:and|or)\b\s*\}?)[\s$]*(?:\\[\[(])?[\s$]*"
+    r"(?:\\q?quad|\\[,; ])?\s*(?:(?P<name>[A-Za-z](?:_\{?\w\}?)?)\s*=\s*)?"
 )
-_PLAIN = re.compile(rf"[-+]?{_DECIMAL}")
-_SLASH = re.compile(rf"([-+]?{_DECIMAL})/({_DECIMAL})")
-_FRAC = re.compile(rf"([-+]?)\\frac\{{([-+]?{_DECIMAL})\}}\{{([-+]?{_DECIMAL})\}}")
+_NAMED = re.compile(r"([A-Za-z])(?:_\{?\w\}?)?\s*=\s*$")
+_ANSWER = re.compile(r"(?i)\banswer\s*(?:\*\*|__)?\s*[:\uff1a]")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The final answer of a response: the last \boxed{...}, else what follows the last ####, else the last number."""
-    boxed = last_boxed(response)
-    if boxed is not None:
-        return boxed
-    marked = after_hashes(response)
-    if marked is not None:
-        return marked
-    return last_number(response)
+    """The final answer of a response, as the module says; None where there is nothing like one."""
+    box, start = _last_boxes(response)
+    marks = list(_ANSWER.finditer(response)) if "nswer" in response or "NSWER" in response else []
+    line = _answer_line(response, marks[-1].end()) if marks else None
+    if box is not None and (line is None or start > marks[-1].end()):
+        return box
+    if box is None and (line is None or response.rfind("####") > marks[-1].end()):
+        return after_hashes(response) or line or last_formula(response)
+    return line
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} (braces may nest), or of `\boxed 5`."""
-    if "box" not in text:
-        return None
-    starts = [match.end() for match in _BOX.finditer(text)]
-    for start in reversed(starts[-MAX_BOX_CANDIDATES:]):
-        content = _braced(text, start)
-        if content is not None:
-            return content.strip()
-    return None
+    r"""Content of the last complete \boxed{...} (braces may nest), or of `\boxed 5`; of several joined: `1, 2`."""
+    return _last_boxes(text)[0]
 
 
 def after_hashes(text: str) -> str | None:
     """What follows the last `####` on its line; None where there is nothing."""
     _, found, rest = text.rpartition("####")
-    line = rest.strip().split("\n", 1)[0].strip() if found else ""
-    return line[:MAX_ANSWER_CHARS] or None
+    return (_first_line(rest) or None) if found else None
 
 
-def last_number(text: str) -> str | None:
-    """The last number of a text, with its sign, fraction bar and percent sign."""
-    for line in reversed(text.splitlines()):
-        numbers = numbers_in(line)
-        if numbers:
-            return numbers[-1]
-    return None
+def is_prose(text: str) -> bool:
+    """Whether there are too many words in it for an answer."""
+    return len(_WORD.findall(text)) >= MIN_PROSE_WORDS
 
 
-def numbers_in(text: str) -> list[str]:
-    """All numbers of a text."""
-    return [match.group().strip() for match in _IN_TEXT.finditer(text)]
+def _answer_line(text: str, start: int) -> str | None:
+    line = _first_line(text[start : start + 2 * MAX_ANSWER_CHARS].lstrip("* \t\n")).rstrip("*. ")
+    line = without_dollars(line)
+    if is_prose(line):
+        return last_formula(line) or line
+    return line or None
 
 
-def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of an integer, decimal (1,234.50), a/b or \frac{a}{b}; None for anything else."""
-    if not text or len(text) > MAX_NUMBER_CHARS:
-        return None
-    if _PLAIN.fullmatch(text):
-        return Fraction(text.replace(",", ""))
-    slash = _SLASH.fullmatch(text)
-    if slash:
-        return _ratio(*slash.groups())
-    frac = _FRAC.fullmatch(text)
-    if frac:
-        value = _ratio(frac.group(2), frac.group(3))
-        return -value if value is not None and frac.group(1) == "-" else value
-    return None
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0].strip()[:MAX_ANSWER_CHARS]
 
 
-def _ratio(numerator: str, denominator: str) -> Fraction | None:
-    bottom = Fraction(denominator.replace(",", ""))
-    return Fraction(numerator.replace(",", "")) / bottom if bottom else None
+def _last_boxes(text: str) -> tuple[str | None, int]:
+    """The answer in the last box or boxes, and where the last one starts."""
+    if "box" not in text:
+        return None, -1
+    contents: list[str] = []
+    last, next_start = -1, -1
+    for match in reversed(list(_BOX.finditer(text))[-MAX_BOX_CANDIDATES:]):
+        content, end = _braced(text, match.end())
+        if content is None or (contents and not _joined(text, match.start(), end, next_start)):
+            if contents:
+                break
+            continue
+        contents.insert(0, content.strip())
+        last, next_start = max(last, match.start()), match.start()
+    return ", ".join(dict.fromkeys(contents)) or None, last
 
 
-def _braced(text: str, start: int) -> str | None:
+def _joined(text: str, start: int, end: int, next_start: int) -> bool:
+    """Whether the box from start to end and the one at next_start are parts of one answer, not of x and of y."""
+    joint = _JOINT.fullmatch(text, end, next_start) if next_start - end <= MAX_JOINT_CHARS else None
+    if joint is None:
+        return False
+    named = _NAMED.search(text[max(0, start - 10) : start])
+    return joint["name"] is None or (named is not None and named[1] == joint["name"][0])
+
+
+def _braced(text: str, start: int) -> tuple[str | None, int]:
     if not text.startswith("{", start):
         word = re.match(r"[^\s${}\\]+", text[start : start + MAX_ANSWER_CHARS])
-        return word.group().rstrip(".,") if word else None
+        return (word.group().rstrip(".,"), start + word.end()) if word else (None, start)
     depth, position, end = 0, start, min(len(text), start + MAX_ANSWER_CHARS)
     while position < end:
         char = text[position]
@@ -100,6 +110,6 @@ def _braced(text: str, start: int) -> str | None:
         elif char == "}":
             depth -= 1
             if depth == 0:
-                return text[start + 1 : position]
+                return text[start + 1 : position], position + 1
         position += 1
-    return None
+    return None, start

@@ -1,10 +1,14 @@
 """Reward functions that users bring: `module_or_file.py:function` with verl's signature.
 
-f(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> number | {"score": number, "acc": number}
+f(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> number | {"score": number, "acc": number, ...}
+
+What else a dict holds are parts of the score: each by its name in the records of responses, and numbers in the metrics
+too. The function may be async; its calls follow one another, as many at a time as there are reward.workers.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ from typing import Any
 
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.reward import NO_RULE, RewardConfig
+from mcore_rl.rewards.event_loop import EventLoop
 from mcore_rl.types import Score
 
 KEY = "reward.function"
@@ -20,6 +25,14 @@ GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 FORM = f"f({', '.join(GIVEN)}, **reward.kwargs)"
 BUILTIN = "math"
 MAX_MESSAGE_CHARS = 300
+MAX_PART_CHARS = 2000
+METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
+FIELDS = (
+    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version"),
+    *("ground_truth", "error", "scores"),
+)
+TAKEN = frozenset((*METRICS, *FIELDS))
+"""Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +73,25 @@ def load_grader(config: RewardConfig) -> Grader:
     if config.function == NO_RULE:
         return lambda sample: Score(0.0, 0.0)
 
-    function, kwargs = load_function(KEY, config.function, instead=BUILTIN), dict(config.kwargs)
+    function, kwargs = load_function(KEY, config.function, instead=BUILTIN, may_be_async=True), dict(config.kwargs)
+    loop = EventLoop()
     check_call(f"{KEY}={config.function}", function, GIVEN, kwargs, FORM)
 
     def grade_with_function(sample: Sample) -> Score:
-        return score_of(
-            function(
-                data_source=sample.data_source,
-                solution_str=sample.response,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-                **kwargs,
-            )
+        result = function(
+            data_source=sample.data_source,
+            solution_str=sample.response,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+            **kwargs,
         )
+        return score_of(loop.run(result) if inspect.isawaitable(result) else result)
 
     return grade_with_function
 
 
 def score_of(result: Any) -> Score:
-    """A Score from what a user's function returned: a number, or a dict with `score` and perhaps `acc`.
+    """A Score from what a user's function returned: a number, or a dict with `score`, perhaps `acc`, and parts.
 
     A result that is neither, or is not finite, becomes Score.error.
     """
@@ -93,16 +106,36 @@ def score_of(result: Any) -> Score:
     if reward is None:
         return failed(f"the reward function returned score {_shown(result['score'])} instead of a finite number")
     if result.get("acc") is None:
-        return Score(reward, reward)
+        return Score(reward, reward, parts=_parts(result))
     accuracy = _number(result["acc"])
     if accuracy is None:
         return failed(f"the reward function returned acc {_shown(result['acc'])} instead of a finite number")
-    return Score(reward, accuracy)
+    return Score(reward, accuracy, parts=_parts(result))
 
 
-def failed(message: str) -> Score:
+def failed(message: str, traceback: str | None = None) -> Score:
     """The score of a sample that could not be graded."""
-    return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS])
+    return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS], traceback)
+
+
+def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
+    """What else a dict holds: numbers, where they are finite, and everything else as text; None is no part."""
+    found: dict[str, float | str] = {}
+    for key, value in result.items():
+        if key in ("score", "acc") or value is None:
+            continue
+        name, number = _as_text(key), _number(value)
+        found[f"{name}_part" if name in TAKEN else name] = _as_text(value) if number is None else number
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """Any value, shortened, and without lone surrogates, which no file in UTF-8 can hold."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+    return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _number(value: Any) -> float | None:
@@ -110,7 +143,10 @@ def _number(value: Any) -> float | None:
         value = value.item()  # numpy scalars and 0-dimensional arrays
     if not isinstance(value, Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
     return number if math.isfinite(number) else None
 
 

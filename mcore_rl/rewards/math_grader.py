@@ -1,52 +1,41 @@
-"""Is the final answer of a response the reference answer? Strings and exact fractions first, math-verify for the rest.
+r"""Is the final answer of a response the reference answer?
 
-math-verify sets its own signal alarms, which would cancel the caller's deadline and only work in a main thread: they
-are switched off, so call `is_correct` under a deadline. Its plain-expression parser is not used, because it evaluates
-text; the LaTeX parser builds a syntax tree.
+Where the answer is looked for: rewards.answers. How it is compared: as text without what carries no meaning
+(rewards.spelling); as exact numbers; as lists without order, `1, 2` or `\{1, 2\}`; as expressions by math-verify,
+within a second and half a gibibyte for one answer (rewards.expressions).
+
+What the answer leaves open, the reference decides: `3,14` is a decimal where the reference is 3.14 and a list where it
+is one; `1,234` is 1234, never 1.234, or a list where the reference is one; `2, 100` is a list, never 2100. A unit may
+be left out, but not contradict that of the reference.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
-from mcore_rl.rewards.answers import after_hashes, extract_answer, last_boxed, last_number, numbers_in, parse_number
+from mcore_rl.rewards.answers import after_hashes, extract_answer, is_prose, last_boxed
+from mcore_rl.rewards.expressions import same_expression, warm_up, within_limits
+from mcore_rl.rewards.formulas import last_formula
+from mcore_rl.rewards.numbers import FORMULA, number_in_words, parse_decimal_comma, parse_number
+from mcore_rl.rewards.spelling import elements, normalise
 
-MAX_SYMBOLIC_CHARS = 400
-MIN_PROSE_WORDS = 3
+MAX_ELEMENTS = 12
+__all__ = ["is_correct", "reference_answer", "same_answer", "warm_up"]
 
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\quad|\\qquad|~|\s+")
-# every space but one between digits ("1 2" is not 12), and the one that groups thousands ("10 000" is 10000)
-_INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])|(?<=[0-9]) (?=[0-9]{3}(?![0-9]))")
-_WRAPPERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("**", "**"))
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_REWRITES = (
-    (re.compile(r"\\[dtc]frac"), r"\\frac"),
-    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\(?:left|right)(?![a-z])"), ""),
-    (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"), ""),
-    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), ","),
-    (re.compile(r"\\?[$]|\u2009|\u202f|\u00a0"), ""),
-    (re.compile("\u2212"), "-"),
-)
-_ASSIGNMENT = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?\s*=\s*(?=[^=])")
-_CHOICE = re.compile(r"\(([A-Z])\)")
-_WORD = re.compile(r"[A-Za-z]{2,}")
-_FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
-# a word that changes the number it stands beside, unlike a unit
-_NOT_UNITS = {
-    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "pi"),
-    *("minus", "negative", "sqrt", "or", "and", "to", "not"),
-}
-# numbers that no exact arithmetic should be asked to write out
-_HUGE = re.compile(r"\^\s*\{?\s*-?[0-9]{4,}|[0-9]{4,}\s*[)}]*\s*!|\^[^+=,]*\^|![)}\s]*!")
+# every space but one between digits: "1 2" is not 12
+_INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
+# and but one behind a comma: "2, 100" is not 2100
+_COMPACT = re.compile(r"(?<![0-9,]) | (?![0-9,])(?<!,)")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
+_BRACKETS = re.compile(r"[(\[]|\\\{")
+_MIXED = re.compile(r"(-?)\s*([0-9]{1,9})(?:\s+([0-9]{1,9})/([0-9]{1,9})|\s*\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\})")
 
 
 def is_correct(response: str, ground_truth: Any) -> bool:
-    r"""Whether the answer extracted from `response` (answers.extract_answer) equals the reference.
+    r"""Whether the answer in `response` equals the reference. One that is too large to compare counts as wrong.
 
     ground_truth: a number, an answer, a GSM8K solution (`... #### 72`), or a text with \boxed{...}.
     """
@@ -60,50 +49,97 @@ def reference_answer(ground_truth: Any) -> str:
     marked = after_hashes(text) or last_boxed(text)
     if marked is not None:
         return marked
-    if len(_WORD.findall(text)) >= MIN_PROSE_WORDS and not _FORMULA.search(text):
-        return last_number(text) or text
+    if is_prose(text) and not FORMULA.search(text):
+        return last_formula(text) or text
     return text
 
 
 def same_answer(answer: str, reference: str) -> bool:
     """Whether two final answers mean the same; `reference` is the trusted one."""
-    answer, reference = normalise(answer), normalise(reference)
-    if _flat(answer) == _flat(reference):
-        return bool(reference)
-    expected, given = _value(reference), _value(answer)
-    if expected is not None and given is None:
-        given = _value(_number_with_unit(answer))
-    if expected is not None and given is not None:
-        return _same_value(given, answer, expected, reference)
-    return _worth_parsing(answer) and _same_expression(answer, reference)
+    numbers = parse_number(answer), parse_number(reference)
+    if numbers[0] is not None and numbers[1] is not None:
+        return _same_value(numbers[0], answer, numbers[1], reference)
+    (given, unit), (expected, expected_unit) = normalise(answer), normalise(reference)
+    if unit and expected_unit and unit != expected_unit:
+        return False
+    if _flat(given) == _flat(expected):
+        return bool(expected)
+    if _BASE.search(given) or _BASE.search(expected):
+        return False
+    value = _value(expected)
+    if value is None:
+        value = _value(number_in_words(expected))
+    if value is not None:
+        known = _given_value(given, value)
+        if known is not None:
+            return _same_value(known, given, value, expected)
+    if not given or given.replace(" ", "").isalpha():
+        return False
+    return within_limits(lambda: _same_in_parts(given, expected, value))
 
 
-def normalise(answer: str) -> str:
-    """An answer without what carries no meaning: delimiters, LaTeX spacing and fonts, currency signs, full stops."""
-    text = answer.strip()
-    for left, right in _WRAPPERS:
-        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
-            text = text[len(left) : -len(right)].strip()
-    text = _TEXT.sub(r"\1", text)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = _SPACING.sub(" ", text).strip().rstrip(".,;:").strip()
-    return _CHOICE.sub(r"\1", _ASSIGNMENT.sub("", text)) if len(text) <= MAX_SYMBOLIC_CHARS else text
+def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
+    ours, theirs = elements(given), elements(expected)
+    if len(ours) == len(theirs) == 1:
+        points = _coordinates(given), _coordinates(expected)
+        if len(points[0]) > 1 and len(points[1]) > 1:
+            return _same_in_order(*points)
+        return _same_one(given, expected, value)
+    if value is not None or max(len(ours), len(theirs)) > MAX_ELEMENTS:
+        return False
+    if len(ours) != len(theirs):
+        braces = given.startswith("\\{") or expected.startswith("\\{")
+        return not braces and _same_in_order(_coordinates(given) or ours, _coordinates(expected) or theirs)
+    for one in ours:
+        match = next((other for other in theirs if _same_one(one, other, _value(other))), None)
+        if match is None:
+            return False
+        theirs.remove(match)
+    return True
 
 
-def warm_up() -> None:
-    """Imports and primes math-verify, so that the first response does not pay for it."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
-    _same_expression(r"\frac{1}{2}x", "0.5x")
+def _same_in_order(ours: list[str], theirs: list[str]) -> bool:
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) > 1 and all(_same_one(one, other, _value(other)) for one, other in pairs)
+
+
+def _coordinates(text: str) -> list[str]:
+    """Of a point `(1, 2)`; empty for anything else."""
+    inner = text[1:-1]
+    return elements(inner) if text.startswith("(") and text.endswith(")") and not _BRACKETS.search(inner) else []
+
+
+def _same_one(given: str, expected: str, value: Fraction | None) -> bool:
+    if _flat(given) == _flat(expected):
+        return bool(expected)
+    known = _value(given)
+    if known is not None and value is not None:
+        return _same_value(known, given, value, expected)
+    return not given.replace(" ", "").isalpha() and same_expression(given, expected, value)
 
 
 def _flat(text: str) -> str:
+    if not _BRACKETS.search(text):
+        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
     text = _INNER_SPACE.sub("", text)
     return text.lower() if text.isalpha() and len(text) > 1 else text
 
 
+def _given_value(given: str, value: Fraction) -> Fraction | None:
+    known = _value(given)
+    if known is None:
+        known = _value(number_in_words(given))
+    return parse_decimal_comma(given) if known is None and value.denominator != 1 else known
+
+
 def _value(text: str) -> Fraction | None:
-    return parse_number(_INNER_SPACE.sub("", text.replace("\\%", "").rstrip("%").strip()))
+    text = text.replace("\\%", "").rstrip("%").strip()
+    mixed = _MIXED.fullmatch(text)
+    if mixed:
+        sign, whole, top, bottom = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
+        value = parse_number(f"{top}/{bottom}")
+        return None if value is None else (int(whole) + value) * (-1 if sign else 1)
+    return parse_number(_COMPACT.sub("", text))
 
 
 def _same_value(given: Fraction, answer: str, expected: Fraction, reference: str) -> bool:
@@ -116,35 +152,5 @@ def _same_value(given: Fraction, answer: str, expected: Fraction, reference: str
         return given == expected / 100
     # 0.333333 for 1/3: exact decimals are compared exactly, a rounded one as math-verify rounds
     fractions = ["/" in text or "frac" in text for text in (answer, reference)]
-    return fractions[0] != fractions[1] and len(answer) > 6 and abs(given - expected) < Fraction(1, 10**6)
-
-
-def _number_with_unit(answer: str) -> str:
-    numbers = numbers_in(answer)
-    if len(numbers) != 1:
-        return ""
-    before, _, after = answer.partition(numbers[0])
-    rest = f"{before} {after}"
-    words = rest.lower().split()
-    if _FORMULA.search(rest) or any(not _WORD.fullmatch(w.strip(".,:;!'")) for w in words):
-        return ""
-    return "" if _NOT_UNITS.intersection(w.strip(".,:;!'") for w in words) else numbers[0]
-
-
-def _worth_parsing(answer: str) -> bool:
-    return len(answer) <= MAX_SYMBOLIC_CHARS and not _HUGE.search(answer) and not answer.replace(" ", "").isalpha()
-
-
-def _same_expression(answer: str, reference: str) -> bool:
-    from math_verify import verify
-
-    gold = _parsed(reference)
-    # strict: variables keep their names; without alarms of its own, see the module's docstring
-    return bool(gold) and bool(verify(gold, _parsed(answer), timeout_seconds=None))
-
-
-@lru_cache(maxsize=1024)
-def _parsed(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
-
-    return list(parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
+    close = abs(given - expected) <= min(Fraction(1, 10**6), abs(expected) / 10**5)
+    return fractions[0] != fractions[1] and len(answer) > 6 and close

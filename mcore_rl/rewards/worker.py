@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.functions import describe
@@ -21,13 +22,13 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
 from mcore_rl.rewards.functions import BUILTIN, Grader, failed, load_grader
+from mcore_rl.rewards.tracebacks import traceback_of
 from mcore_rl.types import Score
 
 READY = "ready"
 REFUSED = "refused"
 FLUSH_SECONDS = 0.1
 """A finished score waits at most this long (and until the sample that is being graded is done)."""
-MATH_MEMORY_BYTES = 8 * 2**30
 PR_SET_PDEATHSIG = 1
 
 
@@ -51,7 +52,9 @@ def serve(connection: Connection) -> None:
         connection.send((REFUSED, str(error)))
         return
     if config.function == BUILTIN:
-        _prepare_math()
+        from mcore_rl.rewards.math_grader import warm_up
+
+        warm_up()
     deadline = Deadline(config.timeout_seconds)
     connection.send(READY)
     while True:
@@ -65,27 +68,21 @@ def _grade_batch(connection: Connection, grader: Grader, deadline: Deadline, bat
         if finished and time.monotonic() - flushed > FLUSH_SECONDS:
             connection.send(finished)
             finished, flushed = [], time.monotonic()
-        finished.append((key, _grade(grader, deadline, pickled)))
+        score = _grade(grader, deadline, pickled)
+        if score.traceback and any(before.traceback for _, before in finished):
+            score = replace(score, traceback=None)  # one is enough, of the many that a broken grader would send
+        finished.append((key, score))
     connection.send(finished)
 
 
 def _grade(grader: Grader, deadline: Deadline, pickled: bytes) -> Score:
     try:
         return deadline.call(lambda: grader(pickle.loads(pickled)))
-    except DeadlineExceeded:
-        return failed(f"the grader did not finish within reward.timeout_seconds={deadline.seconds:g}")
+    except DeadlineExceeded as error:
+        limit = f"reward.timeout_seconds={deadline.seconds:g}"
+        return failed(f"the grader did not finish within {limit}", traceback_of(error))
     except BaseException as error:  # a grader's SystemExit too costs its sample only
-        return failed(f"the grader raised {describe(error)}")
-
-
-def _prepare_math() -> None:
-    from mcore_rl.rewards.math_grader import warm_up
-
-    # An expression may write out a number that does not fit anywhere; then MemoryError, not the host's memory.
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MATH_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MATH_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    warm_up()
+        return failed(f"the grader raised {describe(error)}", traceback_of(error))
 
 
 def _die_with(parent: int) -> None:

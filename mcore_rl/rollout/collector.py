@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.ports import Collector
+from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.records import join_parts, part_path
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 
 class RolloutPool(Protocol):
@@ -23,31 +24,12 @@ class RolloutPool(Protocol):
     @property
     def num_engines(self) -> int: ...
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """One (reference of TrajectoryBuffers, scalars) per task, in the order of the tasks."""
 
 
 class RowSampler(Protocol):
     def draw(self, count: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Groups:
-    """What a step generated and what of it is trained on.
-
-    `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
-    response to the prompt of every kept group, where they were asked for.
-    """
-
-    chunks: tuple[Any, ...]
-    scalars: tuple[RolloutScalars, ...]
-    keep: tuple[np.ndarray, ...]
-    groups_drawn: int
-    groups_dropped: int
-    batches: int
-    seconds_generating: float = 0.0
-    seconds_grading: float = 0.0
-    greedy: tuple[RolloutScalars, ...] = ()
 
 
 @dataclass
@@ -69,11 +51,12 @@ class RolloutCollector:
     records_dir: Path
     with_greedy: bool = False
     """Also one greedy response to every prompt that is trained on (the baseline of ReMax)."""
+    failures: GradingFailures | None = None
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
         """Groups for `step`; exactly prompts_per_step of them are kept."""
-        chunks: list[Any] = []
+        chunks: list[BuffersRef] = []
         scalars: list[RolloutScalars] = []
         keep: list[np.ndarray] = []
         dull: list[np.ndarray] = []
@@ -99,6 +82,8 @@ class RolloutCollector:
         _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
+        if self.failures is not None:
+            self.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
         seconds += _slowest(greedy)
         generating, grading = seconds.tolist()
         return Groups(
@@ -185,3 +170,7 @@ def _split_groups(signal: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndar
     indices = np.arange(len(signal)).reshape(-1, samples)
     with_signal = signal.reshape(-1, samples).all(axis=1)
     return indices[with_signal].ravel(), indices[~with_signal].ravel()
+
+
+if TYPE_CHECKING:
+    _port: type[Collector] = RolloutCollector

@@ -15,7 +15,7 @@ import numpy as np
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.transcripts import TextDecoder, Transcript
-from mcore_rl.ports import RolloutEngine
+from mcore_rl.ports import Engine
 from mcore_rl.rollout.judge_prompts import JudgePrompts
 from mcore_rl.rollout.judge_scores import CUT, NoScoreError, Reader, Written
 from mcore_rl.rollout.worker import request_seeds
@@ -54,7 +54,7 @@ class Judge:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Engine,
         prompts: JudgePrompts,
         tokenizer: TextDecoder,
         read: Reader,

@@ -12,8 +12,7 @@ from mcore_rl.data.transcripts import PromptSource, TextDecoder, transcripts
 from mcore_rl.rollout.judge import Judge, describe
 from mcore_rl.rollout.records import add_fields
 from mcore_rl.rollout.task_parts import TaskPart, split_tasks
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import Metric, RolloutScalars, TrajectoryBuffers
+from mcore_rl.types import Metric, RolloutScalars, RolloutTask, TrajectoryBuffers
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,7 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
     os.replace(temporary, part)
 
 
-def remove_after(directory: Path, step: int) -> None:
-    """Forgets the responses of steps after `step`, and what a crash left unjoined (a resumed run writes them again)."""
+def remove_unjoined(directory: Path) -> None:
+    """Removes what a crash left of steps that had not ended."""
     for path in directory.glob(".*"):
         path.unlink()
-    for path in directory.glob("*step_*.jsonl"):
-        if int(path.stem.rpartition("_")[2]) > step:
-            path.unlink()

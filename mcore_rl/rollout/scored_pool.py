@@ -11,16 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rollout.collector import RolloutPool
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars
-
-RolloutResult = tuple[Any, RolloutScalars]
+from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask
 
 
 class RecordedPool(RolloutPool, Protocol):

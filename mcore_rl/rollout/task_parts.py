@@ -9,8 +9,7 @@ import numpy as np
 
 from mcore_rl.data.packing import balance
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars
+from mcore_rl.types import RolloutScalars, RolloutTask
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
+from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.records import join_parts, part_path
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 
 @dataclass
@@ -26,6 +28,7 @@ class RolloutValidator:
     rollout: RolloutConfig
     seed: int
     records_dir: Path
+    failures: GradingFailures | None = None
 
     def validate(self, step: int) -> RolloutScalars:
         """Scalars of all responses, in the order of the prompts; the group id is the number of the prompt."""
@@ -49,7 +52,19 @@ class RolloutValidator:
         ]
         results = [scalars for _, scalars in self.pool.run(tasks)]
         join_parts([str(task.records) for task in tasks], self.records_dir, name)
+        if self.failures is not None:
+            self.failures.check(results, f"data.val after step {step}", f"rollouts/{name}.jsonl")
         return _concatenate(results)
+
+
+def _joined_parts(parts: list[RolloutScalars]) -> dict[str, np.ndarray]:
+    """Numbers beside the scores, of every name that any engine's responses have."""
+    names = sorted({name for part in parts for name in part.parts})
+    lacking = [np.full(len(part.rewards), np.nan) for part in parts]
+    return {
+        name: np.concatenate([part.parts.get(name, none) for part, none in zip(parts, lacking, strict=True)])
+        for name in names
+    }
 
 
 def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
@@ -65,6 +80,12 @@ def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
         version=min(part.version for part in parts),
         errors=tuple(errors),
         scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
+        parts=_joined_parts(parts),
+        traceback=next((part.traceback for part in parts if part.traceback), None),
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),
     )
+
+
+if TYPE_CHECKING:
+    _port: type[Validator] = RolloutValidator

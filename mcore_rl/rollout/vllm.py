@@ -1,4 +1,4 @@
-"""vLLM behind the RolloutEngine protocol, in this process.
+"""vLLM behind the Engine protocol, in this process.
 
 The engine core is stepped from here: completions are handed over as they finish, and since all requests are added
 before the first step, what is generated depends on nothing but weights, requests and their order.
@@ -6,12 +6,13 @@ before the first step, what is generated depends on nothing but weights, request
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ import torch
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.config.validation import NO_EXPERT_PARALLEL_ON_CPU
 from mcore_rl.errors import ConfigError, DataError, WeightSyncError
+from mcore_rl.ports import Engine
+from mcore_rl.rollout.vllm_ranks import EngineRanks
+from mcore_rl.rollout.vllm_updates import VllmReceiver
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
-from mcore_rl.weights.buckets import BucketSpec
 from mcore_rl.weights.engine_config import engine_overrides
-from mcore_rl.weights.verify import digest
 
 
 @dataclass
@@ -38,8 +40,8 @@ class _Running:
 class VllmEngine:
     """One vLLM engine of rollout.tp ranks.
 
-    load_weights False: the weights are random until the first update. capture_routing: completions carry the experts of
-    their tokens.
+    `name` stands in messages; ranks have `timeout_seconds` to answer a call. load_weights False: the weights are random
+    until the first update of `receiver`. capture_routing: completions carry the experts of their tokens.
     Raises: ConfigError for settings that vLLM cannot run.
     """
 
@@ -51,13 +53,14 @@ class VllmEngine:
         dtype: str,
         eos_token_ids: Sequence[int],
         seed: int,
+        name: str,
+        timeout_seconds: float,
         load_weights: bool = True,
         capture_routing: bool = False,
     ) -> None:
-        set_environment()
+        set_environment(timeout_seconds)
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
-        self._version = 0
         self._asleep: set[str] = set()
         arguments: dict[str, Any] = {
             "model": str(model_dir),
@@ -70,20 +73,23 @@ class VllmEngine:
             arguments["enable_return_routed_experts"] = True
         self._engine = _start(arguments, rollout_config)
         self._core = self._engine.engine_core
+        self._ranks = EngineRanks(self._engine, name, timeout_seconds)
+        self.receiver = VllmReceiver(self._ranks, self._reset_prefix_cache)
         if not torch.cuda.is_available():
-            self._call("prepare_cpu_worker")
+            self._ranks.call("prepare_cpu_worker")
             if capture_routing:
-                self._call("start_routing_capture")
-        self._routed_layers = self._call("routed_layers")[0] if capture_routing else None
+                self._ranks.call("start_routing_capture")
+        self._routed_layers = self._ranks.call("routed_layers")[0] if capture_routing else None
         self._vocab_size = self._engine.model_config.get_vocab_size()
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self.receiver.version
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
+        self.receiver.require_whole()
         running = {request.request_id: _Running(request) for request in requests}
         if len(running) != len(requests):
             raise ValueError("request ids of one call must differ")
@@ -97,56 +103,20 @@ class VllmEngine:
             if running:
                 self._core.abort_requests(list(running))
 
-    def attach_buckets(self, spec: BucketSpec) -> None:
-        """Maps the shared weight buckets in every engine rank."""
-        self._call("attach_weight_buckets", spec)
-
-    def begin_weight_update(self) -> None:
-        self._call("begin_bucket_update")
-
-    def receive_bucket(self, index: int) -> int:
-        """Loads bucket `index`; returns its bytes once every engine rank has loaded it.
-
-        Raises: WeightSyncError when a rank took another number of bytes, or the bucket came out of turn.
-        """
-        loaded = self._call("receive_weight_bucket", index)
-        if len(set(loaded)) != 1:
-            raise WeightSyncError(f"engine ranks acknowledged different bytes of bucket {index}: {loaded}")
-        return loaded[0]
-
-    def finish_weight_update(self, version: int) -> None:
-        """Makes the update visible.
-
-        Raises: WeightSyncError when a bucket or a parameter is missing.
-        """
-        self._call("finish_bucket_update")
-        self._reset_prefix_cache()
-        self._version = version
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Digests of what the kernels compute with, read back one module at a time."""
-        digests: dict[str, str] = {}
-        for module in self._call("held_weight_modules")[0]:
-            for shards in zip(*self._call("held_weights", module), strict=True):
-                found = digest(_join(shards))
-                # A tied tensor is held twice; a copy that differs must not hide behind the other.
-                name = shards[0].name
-                digests[name] = found if digests.get(name, found) == found else "copies differ"
-        return digests
-
     def sleep(self, *, keep_weights: bool) -> int:
         """On GPUs vLLM's sleep mode, level 1 or 2. On CPU vLLM 0.32 has none: its KV cache is freed here, the weights,
         which its kernels keep packed, stay."""
         if "weights" in self._asleep:
             return 0
         if torch.cuda.is_available():
-            free = sum(self._call("free_device_bytes"))
-            self._engine.sleep(level=1 if keep_weights else 2)
-            released = sum(self._call("free_device_bytes")) - free
+            free = sum(self._ranks.call("free_device_bytes"))
+            with self._ranks.waiting("sleep"):
+                self._engine.sleep(level=1 if keep_weights else 2)
+            released = sum(self._ranks.call("free_device_bytes")) - free
         else:
             self._reset_prefix_cache()
             # Between a sync and the next generation weights are awake alone: a checkpoint then sends them to sleep.
-            released = 0 if "kv_cache" in self._asleep else sum(self._call("release_kv_cache"))
+            released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
         return released
 
@@ -154,9 +124,10 @@ class VllmEngine:
         if part not in self._asleep:
             return
         if torch.cuda.is_available():
-            self._engine.wake_up(tags=[part])
+            with self._ranks.waiting("wake_up"):
+                self._engine.wake_up(tags=[part])
         elif part == "kv_cache":
-            self._call("restore_kv_cache")
+            self._ranks.call("restore_kv_cache")
         self._asleep.remove(part)
 
     def shutdown(self) -> None:
@@ -169,10 +140,6 @@ class VllmEngine:
     def _reset_prefix_cache(self) -> None:
         if not self._core.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        """Result of a worker method on every engine rank."""
-        return self._engine.collective_rpc(method, args=args)
 
     def _check(self, request: GenerationRequest) -> None:
         length, limit = len(request.token_ids), self._config.max_prompt_tokens
@@ -211,7 +178,9 @@ class VllmEngine:
 
     def _step(self, running: dict[str, _Running], on_finish: Callable[[Completion], None]) -> None:
         reasons: dict[str, str] = {}
-        for output in self._core.get_output().outputs:
+        with self._ranks.waiting("execute_model"):
+            outputs = self._core.get_output().outputs
+        for output in outputs:
             entry = running[output.request_id]
             entry.token_ids.extend(output.new_token_ids)
             if output.new_logprobs is not None:
@@ -233,7 +202,7 @@ class VllmEngine:
             joined = {i: np.concatenate(entry.routing)[:, self._routed_layers] for i, entry in ended.items()}
             return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
         num_tokens = {i: len(entry.request.token_ids) + len(entry.token_ids) - 1 for i, entry in ended.items()}
-        found: dict[str, np.ndarray] = self._call("routing_of_requests", num_tokens)[0]
+        found: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", num_tokens)[0]
         return found
 
     def _completion(self, entry: _Running, reason: str, routing: np.ndarray | None) -> Completion:
@@ -246,11 +215,11 @@ class VllmEngine:
         computed = len(entry.request.token_ids) + len(token_ids) - 1
         if self._routed_layers is not None and reason != "abort" and (routing is None or len(routing) != computed):
             raise RuntimeError(f"vLLM gave no experts for some of the {computed} tokens of {entry.request.request_id}")
-        return Completion(entry.request.request_id, token_ids, logp, reason, self._version, routing)
+        return Completion(entry.request.request_id, token_ids, logp, reason, self.weight_version, routing)
 
 
-def set_environment() -> None:
-    """Settings that vLLM reads when it is imported; a value that the user has set stays.
+def set_environment(timeout_seconds: float) -> None:
+    """Settings that vLLM reads when it is imported; a value that the user has set stays. A step has `timeout_seconds`.
 
     The engine core runs in this process (no queue between it and us); OpenMP threads are not bound to cores, since
     engine and trainer ranks share them.
@@ -259,6 +228,7 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(math.ceil(timeout_seconds)))
     if not torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -330,9 +300,5 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: list[int]) -> Any:
     )
 
 
-def _join(shards: Sequence[Any]) -> torch.Tensor:
-    """One HF tensor from the shards of all engine ranks (vllm_weights.HeldTensor)."""
-    first = shards[0]
-    if first.dim is None or len(shards) == 1:
-        return first.tensor
-    return torch.cat([shard.tensor for shard in shards[:: first.replicas]], dim=first.dim)
+if TYPE_CHECKING:
+    _port: type[Engine] = VllmEngine

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
@@ -23,13 +24,14 @@ from vllm.platforms import current_platform
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.rollout import vllm_cpu  # noqa: F401  (every engine rank registers its kernels)
+from mcore_rl.rollout.vllm_ranks import RankMethods
 from mcore_rl.rollout.vllm_routing import RoutingExtension
 from mcore_rl.rollout.vllm_weights import HeldTensor, derived_parameters, held_modules, held_tensors, tied_head
 from mcore_rl.weights.buckets import SHARED_MEMORY, BucketSpec, SharedBuckets
 from mcore_rl.weights.receive import BucketReceiver, NamedTensors
 
 
-class BucketReceiverExtension(RoutingExtension):
+class BucketReceiverExtension(RankMethods, RoutingExtension):
     """Mixed into vllm's Worker; one instance per engine rank. Names must not occur in Worker."""
 
     vllm_config: VllmConfig
@@ -37,6 +39,7 @@ class BucketReceiverExtension(RoutingExtension):
     _buckets: SharedBuckets | None = None
     _bucket_receiver: BucketReceiver
     _bucket_params: set[str]
+    _reload_begun: bool = False
     _kv_cache_bytes: list[int]
 
     def prepare_cpu_worker(self) -> None:
@@ -49,17 +52,20 @@ class BucketReceiverExtension(RoutingExtension):
             if isinstance(module, RotaryEmbeddingBase) and not module.is_neox_style:
                 module._forward_method = module.forward_native
 
-    def attach_weight_buckets(self, spec: BucketSpec) -> None:
+    def attach(self, spec: BucketSpec) -> None:
+        self._discard_reload()
         if self._buckets is not None:
             self._bucket_receiver.detach()
             self._buckets.close()
         self._buckets = SharedBuckets.attach(spec)
         self._bucket_receiver = BucketReceiver(self._buckets, self._keep_pending)
 
-    def begin_bucket_update(self) -> None:
+    def begin_update(self) -> None:
+        self._discard_reload()
         self._bucket_receiver.begin()
         model = self._bucket_model
         self._bucket_params = {name for name, _ in model.named_parameters()} - derived_parameters(model)
+        self._reload_begun = True
         with self._bucket_context():
             for module in model.modules():
                 # vLLM 0.32 repacks experts only when it builds their kernel: without this the second load leaves
@@ -68,12 +74,12 @@ class BucketReceiverExtension(RoutingExtension):
                     module.quant_method.moe_kernel = None
             initialize_layerwise_reload(model)
 
-    def receive_weight_bucket(self, index: int) -> int:
+    def receive_bucket(self, index: int) -> int:
         """Loads bucket `index` of the plan; returns its bytes."""
         with self._bucket_context():
             return self._bucket_receiver.receive(index, self._load_batch)
 
-    def finish_bucket_update(self) -> None:
+    def finish_update(self) -> None:
         """Raises: WeightSyncError when parameters of the model received nothing."""
         self._bucket_receiver.finish()
         model = self._bucket_model
@@ -85,6 +91,27 @@ class BucketReceiverExtension(RoutingExtension):
             if head is not None:
                 # The reload sees a tied head as a layer without tensors and leaves its packed copy as it was.
                 head.quant_method.process_weights_after_loading(head)
+        self._reload_begun = False
+
+    def _discard_reload(self) -> None:
+        """Takes back a reload that was begun and not finished: vLLM would go on in it, with layers that are under way
+        and their counts, and be silently wrong. What the kernels hold is then of two versions, until a whole update.
+
+        Nothing is processed, as finishing would: of a layer that failed half way it could make anything.
+        """
+        if not self._reload_begun:
+            return
+        assert self._buckets is not None
+        model = self._bucket_model
+        with self._bucket_context():
+            for layer in model.modules():
+                info = get_layerwise_info(layer)
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                    info.reset()
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        self._bucket_receiver = BucketReceiver(self._buckets, self._keep_pending)
+        self._reload_begun = False
 
     def free_device_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.errors import McoreRLError
-from mcore_rl.ports import Rewarder, RolloutEngine
+from mcore_rl.ports import Engine, Rewarder
 from mcore_rl.rollout.records import HALF_CHARACTERS
 from mcore_rl.types import (
     Completion,
     GenerationRequest,
     Prompt,
     RolloutScalars,
-    SamplingOptions,
+    RolloutTask,
     Score,
     TrajectoryBuffers,
 )
@@ -32,29 +31,12 @@ MAX_NAMED = 10
 """Requests that an error names."""
 
 
-@dataclass(frozen=True)
-class RolloutTask:
-    """Prompt rows for one engine.
-
-    Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
-    `records` names the file that receives one JSON object per response, or is None.
-    """
-
-    prompt_set: str
-    prompt_rows: np.ndarray
-    group_ids: np.ndarray
-    samples_per_prompt: int
-    sampling: SamplingOptions
-    seed: int
-    records: str | None = None
-
-
 class RolloutWorker:
     """Generates and scores; not safe for concurrent calls."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Engine,
         rewarder: Rewarder,
         prompts: Mapping[str, PromptSource],
         decoder: TextDecoder,
@@ -189,7 +171,20 @@ def _scalars(
         clipped=np.array([c.finish_reason == "length" for c in completions], np.uint8),
         version=min((c.weight_version for c in completions), default=0),
         errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
+        parts=_numbers(scores),
+        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
     )
+
+
+def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
+    """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
+    names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
+    found = {name: np.full(len(scores), np.nan) for name in sorted(names)}
+    for index, score in enumerate(scores):
+        for name, value in score.parts.items():
+            if isinstance(value, float):
+                found[name][index] = value
+    return found
 
 
 def _with_times(scalars: RolloutScalars, generating: float, grading: float) -> RolloutScalars:
@@ -211,6 +206,7 @@ def _write_records(
         for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
             score, prompt = scores[index], prompts[index // samples]
             record = {
+                **score.parts,
                 "prompt": prompt.text,
                 "response": text,
                 "reward": score.reward,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,8 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.health import forget_signals, interrupt, request_stop
+from mcore_rl.runtime.daemons import signals_kept_from_ray
 from mcore_rl.runtime.placement import natural
+from mcore_rl.runtime.session import loopback_session
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -29,7 +30,6 @@ PROCESS_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 29),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-HANDLERS = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt, signal.SIGUSR1: request_stop}
 ATTEMPTS_TO_START = 3
 """Ray (2.60) gives its own processes 30 seconds to come up, which are too few on a host that is very busy."""
 SECONDS_TO_RESERVE = 60.0
@@ -50,33 +50,29 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     """A Ray cluster for the length of the block: joined at cluster.address, else started on this machine. `bundle` is
     what the run needs of each node; yields, per node, the scheduling strategy that puts a process there.
 
-    A cluster started here ends with the block, and also when this process is killed (Ray's own reaper watches it).
-    SIGTERM becomes KeyboardInterrupt, so that a stopped job unwinds like Ctrl-C; neither gets lost (health.interrupt).
-    SIGUSR1 lets the run finish its step (health.request_stop).
+    A cluster started here ends with the block, and also when this process is killed (the kernel tells them).
+    Only this machine reaches it, with a token of its own (session.loopback_session).
 
     Raises: ConfigError when the cluster does not have the nodes.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    forget_signals()
-    previous = {number: signal.signal(number, handler) for number, handler in HANDLERS.items()}
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
+    session = contextlib.ExitStack()
     try:
-        _connect(config, bundle)
-        for number, handler in HANDLERS.items():
-            signal.signal(number, handler)  # again: ray.init put its own in place, which ends the process
+        with signals_kept_from_ray():
+            _connect(config, bundle, session)
         with _reserved(config, bundle) as nodes:
             yield nodes
     finally:
         ray.shutdown()
-        for number, before in previous.items():
-            signal.signal(number, before)
+        session.close()
 
 
-def _connect(config: Config, bundle: Mapping[str, float]) -> None:
+def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.ExitStack) -> None:
     if config.cluster.address is None:
-        _start_local(config, num_cpus=int(bundle["CPU"]) + 1)
+        _start_local(config, int(bundle["CPU"]) + 1, session.enter_context(loopback_session()))
         return
     try:
         ray.init(
@@ -91,7 +87,7 @@ def _connect(config: Config, bundle: Mapping[str, float]) -> None:
         ) from None
 
 
-def _start_local(config: Config, num_cpus: int) -> None:
+def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
     for attempt in range(ATTEMPTS_TO_START):
         try:
             ray.init(
@@ -101,6 +97,7 @@ def _start_local(config: Config, num_cpus: int) -> None:
                 object_store_memory=int(config.cluster.object_store_gib * 2**30),
                 log_to_driver=False,
                 logging_level="ERROR",
+                _temp_dir=str(directory),
             )
             return
         except Exception as error:
@@ -122,7 +119,8 @@ def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]
             )
         yield [PlacementGroupSchedulingStrategy(group, index) for index in _in_order(group)]
     finally:
-        remove_placement_group(group)
+        if config.cluster.address is not None:  # one of our own goes with all that is in it, and may be gone already
+            remove_placement_group(group)
 
 
 def _in_order(group: Any) -> list[int]:

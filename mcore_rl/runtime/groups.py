@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import ray
 
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.health import Watch
 from mcore_rl.types import (
     Batch,
     BatchHandle,
+    BuffersRef,
     Metric,
-    RolloutScalars,
+    RolloutResult,
+    RolloutTask,
     SavedFile,
     SavedState,
     Span,
@@ -115,6 +116,10 @@ class TrainerGroup(RankGroup):
         self.on_every_rank("reference_logp", [(sent.key,)] * len(self.handles))
         return sent
 
+    def compare(self, batch: Batch) -> dict[str, Metric]:
+        """How far the policy's log-probabilities are from those that came with the batch."""
+        return merge_metrics(self.on_every_rank("compare", self.shares_of(batch)))
+
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for
         `estimate`; here the sums over responses. Shapes: float32 [B]."""
@@ -173,9 +178,9 @@ class TrainerGroup(RankGroup):
         self.on_every_rank("export_adapter", [(directory, source)] * len(self.handles))
 
     @staticmethod
-    def store(buffers: TrajectoryBuffers) -> Any:
+    def store(buffers: TrajectoryBuffers) -> BuffersRef:
         """A reference for Batch.chunks of trajectories that were made on the driver."""
-        return ray.put(buffers)
+        return BuffersRef(ray.put(buffers))
 
 
 @dataclass
@@ -213,13 +218,13 @@ class EnginePool:
     def num_engines(self) -> int:
         return len(self.handles)
 
-    def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """Runs task i on engine i % num_engines; the buffers stay in the object store."""
         calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
         scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
         return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
 
-    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> None:
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""
         calls = [
             self.handles[i % len(self.handles)].amend_records.remote(

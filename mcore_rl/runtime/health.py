@@ -11,8 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from mcore_rl.errors import McoreRLError, WorkerDiedError, storage_error
+from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError, storage_error
+from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.hosts import this_host
+from mcore_rl.runtime.stops import STOPS
 
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.
@@ -21,38 +23,12 @@ SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-_signals: list[int] = []
-_stops: list[int] = []
-
-
-def interrupt(signum: int, frame: object) -> None:
-    """Signal handler: a stopped job unwinds like Ctrl-C. The exception may be raised inside a callback of Ray, which
-    swallows it, so the next wait raises it once more."""
-    _signals.append(signum)
-    raise KeyboardInterrupt(f"signal {signum}")
-
-
-def request_stop(signum: int, frame: object) -> None:
-    """Signal handler: the run saves a checkpoint at the end of its step and stops there."""
-    _stops.append(signum)
-
-
-def stop_requested() -> bool:
-    """Whether the run was asked to stop; it stays so."""
-    return bool(_stops)
-
-
-def forget_signals() -> None:
-    """For the next run in the same process."""
-    _signals.clear()
-    _stops.clear()
-
-
 @dataclass
 class Watch:
-    """The processes of a run and, for each, a call that ends only when the process does."""
+    """The processes of a run and, for each, a call that ends only when the process does; and the Ray under them."""
 
     names: dict[Any, str] = field(default_factory=dict)
+    daemons: Daemons = field(default_factory=Daemons)
 
     def add(self, name: str, handle: Any) -> None:
         """`handle.watch` must block for ever, in a concurrency group of its own."""
@@ -62,12 +38,21 @@ class Watch:
         """Results of `refs`, in order.
 
         Raises: the typed error that a process raised, as it was; WorkerDiedError naming the process that died or
-        failed, as soon as either happens, whatever else is still running.
+        failed, as soon as either happens, whatever else is still running; ClusterDiedError when Ray is gone;
+        KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all processes).
         """
+        try:
+            return self._results(refs)
+        except WorkerDiedError:
+            STOPS.end()
+            raise
+
+    def _results(self, refs: Sequence[Any]) -> list[Any]:
         pending, results = list(dict.fromkeys(refs)), {}
         while pending:
-            if _signals:
-                raise KeyboardInterrupt(f"signal {_signals.pop()}")
+            STOPS.raise_swallowed()
+            if (name := self.daemons.dead()) is not None:
+                raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
             # All at once: waiting for one at a time would pass every reference to Ray once per result.
             ready, pending = ray.wait(
                 pending, num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False

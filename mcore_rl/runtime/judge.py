@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.schema import Config
+from mcore_rl.ports import ResponseScorer
 from mcore_rl.rollout.judge_worker import Share, shares
 from mcore_rl.rollout.task_parts import join_scores
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.groups import drain_spans
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.placement import Guests, Slot
 from mcore_rl.runtime.processes import RunProcess, see_only
 from mcore_rl.runtime.roles import Role, Surroundings
-from mcore_rl.types import Metric, RolloutScalars, Span, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -32,7 +32,8 @@ class JudgeProcess(RunProcess):
         from mcore_rl.rollout.building import build_judge
 
         with self.spans.span("setup"):
-            self.worker = build_judge(config, {name: ray.get(reference) for name, reference in prompts.items()})
+            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            self.worker = build_judge(config, self.name, resolved)
             self.worker.judge.engine.sleep(keep_weights=True)
 
     def score(self, given: list[Share], *chunks: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
@@ -54,7 +55,7 @@ class JudgeGroup:
     watch: Watch
     _figures: dict[str, Metric] = field(default_factory=dict, init=False)
 
-    def score(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every engine scores a part of about as many tokens; what it says goes into the tasks' records.
 
         Shapes: float32 [B] per task.
@@ -96,3 +97,7 @@ def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> 
         handle.setup.remote(around.config, slot.devices, around.prompts)
         for handle, slot in zip(handles, slots, strict=True)
     ]
+
+
+if TYPE_CHECKING:
+    _port: type[ResponseScorer] = JudgeGroup

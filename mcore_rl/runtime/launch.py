@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
+from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.hosts import Host, check_one_host, this_host
@@ -44,17 +45,25 @@ class _Handles:
 
 @contextlib.contextmanager
 def launch(
-    config: Config, trainers: RankMap, prompts: dict[str, Any], roles: Sequence[Role] = ()
+    config: Config,
+    trainers: RankMap,
+    prompts: dict[str, Any],
+    roles: Sequence[Role] = (),
+    *,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Processes]:
     """Starts Ray and every process, waits until all are set up, and kills all of them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines.
+    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `say` tells a person
+    what has started.
     """
     on_gpus = uses_cuda(config.cluster)
     num_engines = config.rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
+    say("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
     with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, roles, nodes, on_gpus) as started:
         watch, ranks, engines = started.watch, started.ranks, started.engines
+        say(f"setting up {_counted(started)}")
         if engines:
             check_one_host([("driver", this_host()), *_hosts(watch, ranks, engines)])
         address = watch.get([ranks[0].free_address.remote()])[0]
@@ -70,14 +79,19 @@ def launch(
             # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
             watch.get(starting)
             pool.sleep(keep_weights=False)
+            say(f"{_count(len(engines), 'rollout engine')} ready")
         for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
             section = role.guests.section
             of_role = role.set_up(around, started.beside[section], placement.guests[section])
             if (takes_turns or on_gpus) and role.guests.tp is not None:
                 watch.get(of_role)  # disaggregated, they share the GPUs of the ranks all the same
             starting += of_role
-        starting += [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
+        rank_setups = [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
+        watch.get(rank_setups)
+        say(f"{_count(len(ranks), 'trainer rank')} ready")
         watch.get(starting)
+        if len(starting) and not (takes_turns and len(starting) == len(engines)):
+            say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
         groups = {role.guests.section: role.group(started.beside[role.guests.section], watch) for role in roles}
         yield Processes(TrainerGroup(ranks, trainers, watch), pool, groups)
 
@@ -87,15 +101,16 @@ def _started(
     config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
 ) -> Iterator[_Handles]:
     """The processes, each on its node, before any set-up."""
-    watch = Watch()
+    watch = Watch(daemons=Daemons.started())
     handles: list[Any] = []
+    logs = config.run.logs
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
     owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
     engine_options = {"num_cpus": config.rollout.tp, "num_gpus": config.rollout.tp if owns_gpus else 0}
     try:
         ranks = [
-            _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]})
+            _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]}, logs)
             for rank, node in enumerate(placement.ranks)
         ]
         # So do the processes of roles beside them.
@@ -107,13 +122,21 @@ def _started(
                     watch,
                     handles,
                     {"num_cpus": role.guests.num_cpus, PLACE: nodes[slot.node]},
+                    logs,
                 )
                 for index, slot in enumerate(placement.guests[role.guests.section])
             ]
             for role in roles
         }
         engines = [
-            _start(EngineProcess, f"rollout engine {index}", watch, handles, engine_options | {PLACE: nodes[slot.node]})
+            _start(
+                EngineProcess,
+                f"rollout engine {index}",
+                watch,
+                handles,
+                engine_options | {PLACE: nodes[slot.node]},
+                logs,
+            )
             for index, slot in enumerate(placement.engines)
         ]
         yield _Handles(watch, ranks, engines, beside)
@@ -121,11 +144,23 @@ def _started(
         kill_all(handles)
 
 
-def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any]) -> Any:
-    handle = process.options(**options).remote(name)
+def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], logs: str) -> Any:
+    handle = process.options(**options).remote(name, logs)
     handles.append(handle)
     watch.add(name, handle)
     return handle
+
+
+def _counted(started: _Handles) -> str:
+    """`2 trainer ranks, 1 rollout engine, 1 judge process`."""
+    parts = [_count(len(started.ranks), "trainer rank"), _count(len(started.engines), "rollout engine")]
+    parts += [_count(len(handles), f"{section} process") for section, handles in started.beside.items()]
+    return ", ".join(part for part in parts if not part.startswith("0 "))
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _hosts(watch: Watch, ranks: list[Any], engines: list[Any]) -> list[tuple[str, Host]]:

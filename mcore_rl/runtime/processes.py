@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -17,13 +18,16 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
+from mcore_rl.ports import WeightReceiver
 from mcore_rl.runtime.hosts import Host, this_host
+from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.ports import free_port
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
     Metric,
     RankShare,
     RolloutScalars,
+    RolloutTask,
     SavedFile,
     SavedState,
     Span,
@@ -33,6 +37,7 @@ from mcore_rl.types import (
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.rank_batch import RankBatch, ValuedBatch
+    from mcore_rl.weights.buckets import BucketSpec
 
 T = TypeVar("T")
 
@@ -70,7 +75,10 @@ class Held(Generic[T]):
 class RunProcess:
     """What all processes have in common."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        """What the process writes goes to a file of its name in the directory `logs`; None: where Ray puts it."""
+        if logs is not None:
+            write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
 
@@ -134,8 +142,8 @@ class TrainedRankProcess(RankProcess):
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
         self._held: Held[RankBatch] = Held()
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
@@ -144,6 +152,9 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("setup"):
             self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
         self.actor.memory.span = self.spans.span
+
+    def compare(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        return self.actor.compare(shares[0], chunks)
 
     def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Of a batch that is kept, under `key`, for the calls that follow up to its update. Its trajectories lie in the
@@ -198,14 +209,14 @@ class TrainerProcess(TrainedRankProcess):
         self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
 
-    def sync_plan(self, bucket_bytes: int, num_slots: int) -> Any:
+    def sync_plan(self, bucket_bytes: int, num_slots: int) -> BucketSpec:
         """The bucket plan of what engines load of this model and layout; the same on every rank."""
         from mcore_rl.weights.buckets import plan_buckets
 
         self._plans = self.actor.sync_plan()
         return plan_buckets(self._plans, bucket_bytes, num_slots)
 
-    def attach_buckets(self, spec: Any) -> list[int]:
+    def attach_buckets(self, spec: BucketSpec) -> list[int]:
         """Maps the shared segment; returns the buckets that this rank writes to."""
         from mcore_rl.weights.buckets import SharedBuckets
         from mcore_rl.weights.publish import BucketWriter
@@ -248,8 +259,8 @@ class TrainerProcess(TrainedRankProcess):
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
         self._held: Held[ValuedBatch] = Held()
 
     def setup(
@@ -307,11 +318,11 @@ class EngineProcess(RunProcess):
             # Grading processes start while the engine does.
             rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = build_worker(config, rewarder, resolved)
+            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved)
             rewarder.wait_ready()
 
     @ray.method(num_returns=2)
-    def run(self, task: Any) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
         with self.spans.span(f"generate {task.prompt_set}"):
             return self.worker.run(task)
 
@@ -331,20 +342,24 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"wake up {part}"):
             self.worker.engine.wake_up(part)
 
-    def attach_buckets(self, spec: Any) -> None:
-        self.worker.engine.attach_buckets(spec)
+    def attach(self, arrival: BucketSpec) -> None:
+        self.receiver.attach(arrival)
 
-    def begin_weight_update(self) -> None:
-        self.worker.engine.begin_weight_update()
+    def begin_update(self) -> None:
+        self.receiver.begin_update()
 
     def receive_bucket(self, index: int) -> int:
         with self.spans.span("receive bucket"):
-            return self.worker.engine.receive_bucket(index)
+            return self.receiver.receive_bucket(index)
 
-    def finish_weight_update(self, version: int) -> None:
+    def finish_update(self, version: int) -> None:
         with self.spans.span("finish weight update"):
-            self.worker.engine.finish_weight_update(version)
+            self.receiver.finish_update(version)
 
-    def weight_checksums(self) -> dict[str, Any]:
+    def checksums(self) -> dict[str, str]:
         with self.spans.span("digest"):
-            return self.worker.engine.weight_checksums()
+            return self.receiver.checksums()
+
+
+if TYPE_CHECKING:
+    _port: type[WeightReceiver[BucketSpec]] = EngineProcess

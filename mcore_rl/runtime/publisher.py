@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.ports import Publisher
 from mcore_rl.runtime.groups import EnginePool, TrainerGroup
 from mcore_rl.weights.buckets import BucketSpec, SharedBuckets
 from mcore_rl.weights.verify import compare
@@ -43,7 +44,7 @@ class SharedMemoryPublisher:
         segment = SharedBuckets.create(plan)
         try:
             written = watch.get([handle.attach_buckets.remote(segment.spec) for handle in trainers.handles])
-            engines.call("attach_buckets", segment.spec)
+            engines.call("attach", segment.spec)
         finally:
             segment.unlink()
             segment.close()
@@ -59,14 +60,14 @@ class SharedMemoryPublisher:
         Raises: WeightSyncError when a bucket was written or read incompletely.
         """
         # An engine runs its calls in their order, so none is waited for before the next is on its way.
-        calls = self.engines.send("begin_weight_update")
+        calls = self.engines.send("begin_update")
         receiving: list[list[Any]] = []
         for bucket in range(self.spec.num_buckets):
             if bucket >= self.spec.num_slots:  # the slot's previous bucket must have been read
                 self._acknowledge(bucket - self.spec.num_slots, receiving)
             self._write(bucket)
             receiving.append(self.engines.send("receive_bucket", bucket))
-        calls += self.engines.send("finish_weight_update", version)
+        calls += self.engines.send("finish_update", version)
         for bucket in range(max(0, len(receiving) - self.spec.num_slots), len(receiving)):
             self._acknowledge(bucket, receiving)
         self.trainers.watch.get(calls)
@@ -84,7 +85,7 @@ class SharedMemoryPublisher:
             watch.get([reader.digest_bucket.remote(bucket)])
         held_by_trainers = watch.get([reader.bucket_digests.remote()])[0]
         compared = 0
-        for engine, digests in enumerate(self.engines.call("weight_checksums")):
+        for engine, digests in enumerate(self.engines.call("checksums")):
             compared += compare(held_by_trainers, digests, f"engine {engine}")
         return compared
 
@@ -101,3 +102,7 @@ class SharedMemoryPublisher:
         for engine, received in enumerate(self.trainers.watch.get(receiving[bucket])):
             if received != expected:
                 raise WeightSyncError(f"bucket {bucket}: engine {engine} acknowledged {received} of {expected} bytes")
+
+
+if TYPE_CHECKING:
+    _port: type[Publisher] = SharedMemoryPublisher

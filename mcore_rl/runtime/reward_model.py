@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
+from mcore_rl.ports import ResponseScorer
 from mcore_rl.rollout.task_parts import TaskPart, join_scores, split_tasks
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.groups import RankMap, drain_spans
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.placement import Guests, Slot
 from mcore_rl.runtime.processes import RankProcess, see_only
 from mcore_rl.runtime.roles import Role, Surroundings, set_up_ranks
-from mcore_rl.types import RolloutScalars, Span, TrajectoryBuffers
+from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -63,7 +63,7 @@ class RewardModelGroup:
     ranks: RankMap
     watch: Watch
 
-    def score(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> list[np.ndarray]:
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every data-parallel rank scores a part of about as many tokens. Shapes: float32 [B] per task.
 
         Raises: NonFiniteError naming the response.
@@ -94,3 +94,7 @@ def reward_model_role(ranks: RankMap) -> Role:
 
 def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
     return set_up_ranks(around, handles, slots, around.prompts)
+
+
+if TYPE_CHECKING:
+    _port: type[ResponseScorer] = RewardModelGroup

@@ -6,15 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, ResponseScorer, Validator
-from mcore_rl.rollout.scored_pool import RecordedPool, RolloutResult
-from mcore_rl.rollout.worker import RolloutTask
+from mcore_rl.rollout.scored_pool import RecordedPool
 from mcore_rl.runtime.phases import Phase, Phases
-from mcore_rl.types import Batch, BatchHandle, Metric, RolloutScalars, SavedFile, TokenRefs
+from mcore_rl.types import (
+    Batch,
+    BatchHandle,
+    Groups,
+    Metric,
+    RolloutResult,
+    RolloutScalars,
+    RolloutTask,
+    SavedFile,
+    TokenRefs,
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ class StagedCollector:
     collector: Collector
     stages: Stages
 
-    def collect(self, step: int) -> Any:
+    def collect(self, step: int) -> Groups:
         with self.stages.stage("rollout"):
             return self.collector.collect(step)
 

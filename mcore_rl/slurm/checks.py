@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.fields import check_domains
+from mcore_rl.config.schema import Config, SlurmConfig
 from mcore_rl.errors import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET_WORDS = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIALS"}
+WORDS_OF_PLACES = {"PATH", "FILE", "DIR", "URL"}
+"""A variable that ends with one of these says where a secret is, not what it is."""
 
 
 def check_job(config: Config) -> None:
     """Raises ConfigError for the first thing that cannot become a job."""
+    check_domains(config)
     slurm, cluster = config.slurm, config.cluster
     if cluster.device == "auto":
         raise ConfigError("cluster.device must be cuda or cpu for a SLURM job: it decides whether GPUs are asked for")
@@ -23,14 +28,11 @@ def check_job(config: Config) -> None:
         raise ConfigError(
             f"slurm.grace_seconds={slurm.grace_seconds} must be below slurm.time_limit={slurm.time_limit}"
         )
-    if slurm.start_timeout_seconds < 1:
-        raise ConfigError(f"slurm.start_timeout_seconds={slurm.start_timeout_seconds} must be at least 1")
-    if slurm.cpus_per_node is not None and slurm.cpus_per_node < 1:
-        raise ConfigError(f"slurm.cpus_per_node={slurm.cpus_per_node} must be at least 1, or null for whole nodes")
     if (slurm.container == "none") != (slurm.container_image is None):
         raise ConfigError("slurm.container_image must be set when slurm.container is pyxis or apptainer, and only then")
     if slurm.container == "none" and slurm.container_mounts:
         raise ConfigError("slurm.container_mounts needs slurm.container=pyxis or apptainer")
+    _check_variables(slurm)
     _check_text(config)
 
 
@@ -52,11 +54,29 @@ def seconds(time_limit: str) -> int | None:
     return sum(n * unit for n, unit in zip(numbers, units, strict=False))
 
 
+def looks_secret(name: str) -> bool:
+    """By the words of a variable's name: HF_TOKEN, but neither TOKENIZERS_PARALLELISM nor HF_TOKEN_PATH."""
+    words = name.upper().split("_")
+    return bool(SECRET_WORDS & set(words)) and words[-1] not in WORDS_OF_PLACES
+
+
+def _check_variables(slurm: SlurmConfig) -> None:
+    for key, names in (("environment", list(slurm.environment)), ("pass_environment", slurm.pass_environment)):
+        for name in names:
+            if not _VARIABLE.fullmatch(name):
+                raise ConfigError(f"slurm.{key}: {name!r} cannot be the name of a variable")
+    for name in slurm.environment:
+        if name in slurm.pass_environment:
+            raise ConfigError(f"slurm.environment.{name} is in slurm.pass_environment too; take it out of one of them")
+        if looks_secret(name):
+            raise ConfigError(
+                f"slurm.environment.{name} looks like a secret: its value would stand in the job script; remove it, "
+                f"set slurm.pass_environment=[{name}], and export {name} in the shell that calls sbatch"
+            )
+
+
 def _check_text(config: Config) -> None:
     slurm = config.slurm
-    for name in slurm.environment:
-        if not _VARIABLE.fullmatch(name):
-            raise ConfigError(f"slurm.environment: {name!r} cannot be the name of a variable")
     for option in slurm.extra:
         if not option.startswith("-"):
             raise ConfigError(f"slurm.extra: {option!r} must be an option of sbatch, such as --constraint=h100")

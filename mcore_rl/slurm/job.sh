@@ -1,4 +1,4 @@
-# From here on every job is the same; docs/slurm.md explains it. Exit code: that of the run, or 1.
+# From here on every job is the same; docs/slurm.md explains it. Exit code: that of the run, or 1 or 2.
 set -euo pipefail
 
 job=$SLURM_JOB_ID
@@ -33,7 +33,8 @@ on() {
   trap '' USR1
   exec srun --overlap --nodes="$num_nodes" --ntasks="$num_nodes" --ntasks-per-node=1 --nodelist="$(first "$num_nodes")" \
     --cpu-bind=none --mem=0 --kill-on-bad-exit=0 --unbuffered "${container[@]}" \
-    bash -c "trap '' USR1; [[ -z \$0 ]] || exec >>\"\$0\$SLURMD_NODENAME.log\" 2>&1; $enter" "$log" "$@"
+    bash -c 'trap "" USR1; [[ -z $0 ]] || exec >>"$0$SLURMD_NODENAME.log" 2>&1; enter=$1; shift; source "$enter"' \
+    "$log" "$attempt/enter" "$@"
 }
 first() { (IFS=, && printf '%s' "${hosts[*]:0:$1}"); }
 # Nodes that have not put their name into a directory.
@@ -59,7 +60,7 @@ stop_cluster() {
   kill -TERM "$cluster_pid" 2>/dev/null || true
   cluster_pid=''
 }
-trap 'rm -f "$attempt/token"; stop_cluster' EXIT
+trap 'rm -f "$attempt/token" "$attempt/enter"; stop_cluster' EXIT
 trap ': "${preempted_at:=$SECONDS}"; say "USR1: the run saves after its step, then the job is queued again"' USR1
 
 newest_checkpoint() {
@@ -110,11 +111,27 @@ exclude() {
   exit 1
 }
 
+for name in "${passed[@]}"; do
+  if [[ ! -v $name ]]; then
+    say "slurm.pass_environment: $name is not set; export it in the shell that calls sbatch, and submit again"
+    exit 2
+  fi
+  # By this variable Apptainer is told of the other one whatever its settings, and no command line has the value.
+  [[ ${container[0]-} != apptainer ]] || export "APPTAINERENV_$name=${!name}"
+done
 newest_at_start=$(newest_checkpoint)
-mkdir -p -- "$attempt/checked" "$attempt/joined"
+# For this user alone, as the run itself would make it.
+[[ -d $run_dir ]] || { mkdir -p -- "$(dirname -- "$run_dir")" && mkdir -m 700 -- "$run_dir"; }
+(
+  umask 077
+  mkdir -p -- "$attempt/checked" "$attempt/joined"
+  # Tasks read their environment from a file: all users of a node can list command lines.
+  printf '%s\n' "$enter" >"$attempt/enter"
+  # Ray's processes accept each other by this secret; another job on the same node has another.
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$attempt/token"
+)
 say "start $restart on ${hosts[*]}; logs of the nodes: $attempt"
-# Ray's processes accept each other by this secret; another job on the same node has another.
-(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$attempt/token")
+unset RAY_AUTH_TOKEN # which would count in its place
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$attempt/token
 
 on "$num_nodes" "$attempt/check-" "${check[@]}" --attempt "$attempt" &

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from mcore_rl.runtime.session import private_directory
 from mcore_rl.slurm.node_check import node_name, put_name
 
-MAX_TEMPORARY_CHARACTERS = 30
-"""Of the temporary directory's parent: Ray's sockets lie 70 characters deeper, and Linux allows 107."""
 SECONDS_TO_END = 25
 
 
@@ -35,9 +32,11 @@ def main() -> int:
     parser.add_argument("--timeout-seconds", type=int, required=True)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    parent = tempfile.gettempdir()
-    short = parent if len(parent) <= MAX_TEMPORARY_CHARACTERS else "/tmp"
-    temporary = Path(tempfile.mkdtemp(prefix="mcore_rl_", dir=short))
+    with private_directory() as directory:
+        return _run(options, directory / "r")
+
+
+def _run(options: argparse.Namespace, temporary: Path) -> int:
     ray: subprocess.Popen[bytes] | None = None
     try:
         deadline = time.monotonic() + options.timeout_seconds
@@ -60,7 +59,6 @@ def main() -> int:
         return 0
     finally:
         _end(ray)
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_head() -> bool:

@@ -13,17 +13,19 @@ from mcore_rl.config.schema import Config, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
+ENVIRONMENT = "slurm.environment"
 # On GPUs: Megatron's overlap of communication and computation relies on one queue per device.
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
-def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) -> str:
-    """The text of a job script that runs `mcore-rl train config_path overrides...`.
+def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), *, force: bool = False) -> str:
+    """The text of a job script that runs `mcore-rl train config_path overrides...`; `force` as the verb was called.
 
     Raises: ConfigError.
     """
     check_job(config)
-    command = shlex.join(["mcore-rl", "slurm", config_path, *overrides])
+    options = [*(["--force"] if force else []), config_path, *(_without_value(override) for override in overrides)]
+    command = shlex.join(["mcore-rl", "slurm", *options])
     lines = [
         "#!/usr/bin/env bash",
         f"# Rendered by: {command}".replace("\n", " "),
@@ -34,16 +36,6 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = ()) 
         "",
     ]
     return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")
-
-
-def limits_of(config: Config) -> str | None:
-    """What the job will not do, for the person who renders it."""
-    if config.cluster.nodes == 1 or config.algorithm.policy_loss.name == "sft":
-        return None
-    return (
-        f"note: cluster.nodes={config.cluster.nodes}: engines receive weights through shared memory, so this job ends "
-        "with a message when its nodes are on different hosts"
-    )
 
 
 def _options(config: Config) -> list[str]:
@@ -88,11 +80,23 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"grace_seconds={slurm.grace_seconds}",
         f"start_timeout_seconds={slurm.start_timeout_seconds}",
         f"enter={shlex.quote(_enter(slurm, on_gpus=gpus > 0))}",
+        f"passed=({shlex.join(slurm.pass_environment)})",
         f"container=({_container(slurm, on_gpus=gpus > 0)})",
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
-        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *overrides])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_of_the_run(overrides)])})",
     ]
+
+
+def _of_the_run(overrides: Sequence[str]) -> list[str]:
+    """Those that a run reads: what tasks have in their environment does not belong on command lines, which all users of
+    a node can list."""
+    return [override for override in overrides if not override.startswith(ENVIRONMENT)]
+
+
+def _without_value(override: str) -> str:
+    """A value of the environment stands once in the script, where tasks get it."""
+    return override.partition("=")[0] + "=..." if override.startswith(ENVIRONMENT) else override
 
 
 def _flat(options: dict[str, int]) -> list[str]:
@@ -108,10 +112,14 @@ def _ray_cpus(config: Config) -> int:
 
 
 def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:
-    """Shell text that a task runs before its command, inside the container if there is one."""
+    """The program of a task, inside the container if there is one: its arguments are the command."""
     environment = (GPU_ENVIRONMENT if on_gpus else {}) | slurm.environment
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
-    return "\n".join(["set -eo pipefail", *exports, *slurm.setup, 'exec "$@"'])
+    arrived = [
+        f'[[ -v {name} ]] || {{ echo "slurm.pass_environment: {name} does not reach this task"; exit 1; }}'
+        for name in slurm.pass_environment
+    ]
+    return "\n".join(["set -eo pipefail", *arrived, *exports, *slurm.setup, 'exec "$@"'])
 
 
 def _container(slurm: SlurmConfig, *, on_gpus: bool) -> str:
@@ -119,7 +127,9 @@ def _container(slurm: SlurmConfig, *, on_gpus: bool) -> str:
     image, mounts = shlex.quote(slurm.container_image or ""), [shlex.quote(mount) for mount in slurm.container_mounts]
     if slurm.container == "pyxis":
         joined = ",".join(['"$PWD:$PWD"', '"$run_dir:$run_dir"', *mounts])
-        return f'--container-image={image} --container-workdir="$PWD" --container-mounts={joined}'
+        # By default a variable that the image has too keeps the image's value.
+        names = f" --container-env={','.join(slurm.pass_environment)}" if slurm.pass_environment else ""
+        return f'--container-image={image} --container-workdir="$PWD" --container-mounts={joined}{names}'
     if slurm.container == "apptainer":
         binds = " ".join(f"--bind {mount}" for mount in ['"$PWD"', '"$run_dir"', *mounts])
         return f'apptainer exec {"--nv " if on_gpus else ""}--pwd "$PWD" {binds} {image}'

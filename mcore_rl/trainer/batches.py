@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,36 +18,11 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths
-from mcore_rl.types import Batch, Max, Mean, Metric, RolloutScalars, Total
+from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths, describe_parts
+from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 
-class CollectedGroups(Protocol):
-    """What the collector returned (rollout.collector.Groups)."""
-
-    @property
-    def chunks(self) -> tuple[Any, ...]: ...
-    @property
-    def scalars(self) -> tuple[RolloutScalars, ...]: ...
-    @property
-    def keep(self) -> tuple[np.ndarray, ...]: ...
-    @property
-    def groups_drawn(self) -> int: ...
-    @property
-    def groups_dropped(self) -> int: ...
-    @property
-    def batches(self) -> int: ...
-    @property
-    def seconds_generating(self) -> float: ...
-    @property
-    def seconds_grading(self) -> float: ...
-    @property
-    def greedy(self) -> tuple[RolloutScalars, ...]: ...
-
-
-def batch_builder(
-    config: Config, dp_size: int, cost: SequenceCost = TOKENS
-) -> Callable[[CollectedGroups, int, int], Batch]:
+def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[Groups, int, int], Batch]:
     """A function from (groups, step, version of the weights that the step starts from) to Batch, with advantages and
     loss weights as the configuration names them; data-parallel ranks share `cost` evenly. Advantages of estimators that
     need tokens are 0: the ranks make them.
@@ -58,7 +33,7 @@ def batch_builder(
     advantages_of, weights_of = response_advantages(config), response_weights(config)
     is_trained = response_filter(config.algorithm)
 
-    def build(groups: CollectedGroups, step: int, version: int) -> Batch:
+    def build(groups: Groups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
         advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
@@ -101,13 +76,13 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
     return trained
 
 
-def response_advantages(config: Config) -> Callable[[CollectedGroups, np.ndarray], np.ndarray]:
+def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.ndarray]:
     """A function from groups and the rewards of their kept responses to the advantages, for estimators that need no
     tokens. Shapes: float32 [B] -> float32 [B], in the order of `gather`."""
     options = advantage_options(config.algorithm)
     chosen = estimator(config.algorithm.advantage, **options)
 
-    def advantages_of(groups: CollectedGroups, rewards: np.ndarray) -> np.ndarray:
+    def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
         baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
         found = compute_advantages(
@@ -152,7 +127,7 @@ def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
     return partial(loss_weights, mode, **options)
 
 
-def describe(groups: CollectedGroups) -> dict[str, Metric]:
+def describe(groups: Groups) -> dict[str, Metric]:
     """Figures of everything that was generated, trained on or not."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = _every(groups.scalars, "response_tokens")
@@ -170,6 +145,7 @@ def describe(groups: CollectedGroups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
+        **describe_parts("reward", groups.scalars),
         **_describe_scores(groups.scalars),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(groups.scalars),

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under a temporary name, renamed when complete, the last few kept."""
+"""Checkpoints of a run: written under a temporary name, renamed when complete, the last few and the best kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from mcore_rl.ports import PendingSave
 from mcore_rl.trainer.proof import PROOF_FILE, Proof, check_file, read_proof, write_proof
 
 STATE_FILE = "state.json"
+ACCURACY = "accuracy"
+"""In the state: val/accuracy at the step, None where it was not validated."""
 _NAME = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Checkpoints:
 
     directory: Path
     keep_last: int
+    keep_best: int = 0
     _unfinished: _Unfinished | None = field(default=None, init=False)
 
     def latest(self) -> tuple[int, Path] | None:
@@ -77,7 +80,8 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
         """Has the ranks write into a directory with a temporary name; `start` is given its path. The checkpoint counts
-        once all have written, with `state` as JSON and the proof beside it: then it gets its name, and old ones go.
+        once all have written, with `state` as JSON and the proof beside it: then it gets its name, and old ones go, but
+        for those of the highest state["accuracy"].
 
         Without `wait` that happens in a later call of poll, settle or save. A step that is saved is not saved again.
 
@@ -119,8 +123,11 @@ class Checkpoints:
             self._discard(final)
         os.replace(save.directory, final)
         _sync(self.directory)
-        for _, old in self._complete()[: -self.keep_last]:
-            self._discard(old)
+        complete = self._complete()
+        best = self._best(complete)
+        for step, old in complete[: -self.keep_last]:
+            if step not in best:
+                self._discard(old)
 
     @staticmethod
     def read(path: Path) -> tuple[dict[str, Any], Proof]:
@@ -146,6 +153,12 @@ class Checkpoints:
     def _complete(self) -> list[tuple[int, Path]]:
         return [(step, path) for step, path in self._named() if self._is_whole(path)]
 
+    def _best(self, complete: Sequence[tuple[int, Path]]) -> set[int]:
+        """Steps of the checkpoints with the highest accuracy; the earlier one counts where two have the same."""
+        known = [(self.read(path)[0].get(ACCURACY), step) for step, path in complete] if self.keep_best else []
+        ranked = sorted((-accuracy, step) for accuracy, step in known if accuracy is not None)
+        return {step for _, step in ranked[: self.keep_best]}
+
     @staticmethod
     def _is_whole(path: Path) -> bool:
         try:
@@ -159,6 +172,15 @@ class Checkpoints:
         doomed = path.with_name(f".{path.name}.removed")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """Of the checkpoint that a start in this run directory goes on from; None where there is none.
+
+    Raises: as Checkpoints.latest.
+    """
+    found = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
+    return None if found is None else found[0]
 
 
 def _sync(path: Path) -> None:

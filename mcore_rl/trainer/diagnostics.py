@@ -52,6 +52,16 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     return found
 
 
+def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+    """The mean of every number that graders gave beside their scores, over the responses that have it."""
+    found: dict[str, Metric] = {}
+    for name in sorted({name for part in scalars for name in part.parts}):
+        values = np.concatenate([part.parts[name] for part in scalars if name in part.parts])
+        there = values[~np.isnan(values)]
+        found[f"{section}/{name}"] = Mean(float(there.sum()), len(there))
+    return found
+
+
 def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
     """Of the responses that are trained on. Shapes: [B]."""
     if not len(advantages):

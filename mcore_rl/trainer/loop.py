@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, resume, save, saves_settled
+from mcore_rl.trainer.diagnostics import describe_parts
+from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
 from mcore_rl.types import BatchHandle, Mean, Metric, Total, merge_metrics
 
 
@@ -18,7 +19,7 @@ def train(run: Run) -> bool:
         validate(run)
         run.journal.finish_step(0)
     with saves_settled(run):
-        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        for step in steps_left(run):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step, version)
             logp = run.actor.recompute_logp(batch)  # what is found stays on the ranks; later calls take the handle
@@ -56,20 +57,19 @@ def finish(run: Run) -> bool:
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
         run.journal.record({"weights/tensors_verified": Total(run.publisher.verify())})
-    if last or _due(step, trainer.validate_every_steps):
-        validate(run)
+    accuracy = validate(run) if last or _due(step, trainer.validate_every_steps) else None
     run.journal.finish_step(step)
     run.checkpoints.poll()
-    stopping = run.stop_requested()
+    stopping = run.stops.requested()
     if last or stopping or _due(step, run.config.checkpoint.every_steps):
-        save(run)
+        save(run, accuracy)
     return stopping
 
 
-def validate(run: Run) -> None:
+def validate(run: Run) -> float | None:
     """Accuracy on the validation prompts, if there are any: the mean over all responses."""
     if run.validator is None:
-        return
+        return None
     result = run.validator.validate(run.state.step)
     count = len(result.accuracies)
     run.journal.record(
@@ -77,9 +77,12 @@ def validate(run: Run) -> None:
             "val/accuracy": Mean(float(result.accuracies.sum()), count),
             "val/reward": Mean(float(result.rewards.sum()), count),
             "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
+            "val/errors": Total(len(result.errors)),
+            **describe_parts("val", [result]),
             **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
         }
     )
+    return float(result.accuracies.mean())
 
 
 def _due(step: int, every: int) -> bool:

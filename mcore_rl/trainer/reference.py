@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.ports import Actor
-from mcore_rl.types import BatchHandle, Mean, Metric
+from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER = "kl_controller"
 """The adaptive coefficient among the positions that a checkpoint carries."""
@@ -22,10 +21,10 @@ class Reference:
     rewards [B] in the order of the batch) where responses have one advantage each, which the driver makes."""
 
     controller: KLController | None = None
-    advantages_of: Callable[[Any, np.ndarray], np.ndarray] | None = None
+    advantages_of: Callable[[Groups, np.ndarray], np.ndarray] | None = None
     refresh_every_steps: int = 0
 
-    def apply(self, actor: Actor, groups: Any, logp: BatchHandle) -> BatchHandle:
+    def apply(self, actor: Actor, groups: Groups, logp: BatchHandle) -> BatchHandle:
         """The batch to go on with, whose advantages are of the rewards less the KL.
 
         Estimators that need tokens find the KL on the ranks.

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
-from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.checkpoints import ACCURACY, Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
-from mcore_rl.types import Batch, Metric, SavedFile
+from mcore_rl.types import Batch, Groups, Metric, SavedFile
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
+class Stops(Protocol):
+    """Requests to stop, which a step under way may still finish."""
+
+    def begin(self, step: int) -> None: ...
+
+    def requested(self) -> bool: ...
+
+
 @dataclass
 class Run:
     """A run of reinforcement learning. `batch_of` turns collected groups, the step and the version of the weights that
@@ -61,11 +69,12 @@ class Run:
     validator: Validator | None
     journal: Journal
     checkpoints: Checkpoints
-    forget_after: Callable[[int], None]
+    remove_unfinished: Callable[[], None]
+    """Removes what a crash left of a step that had not ended."""
     positions: dict[str, Stateful]
-    batch_of: Callable[[Any, int, int], Batch]
-    describe: Callable[[Any], dict[str, Metric]]
-    stop_requested: Callable[[], bool]
+    batch_of: Callable[[Groups, int, int], Batch]
+    describe: Callable[[Groups], dict[str, Metric]]
+    stops: Stops
     """Asked once at the end of each step; after a yes the run saves and stops."""
     estimates_tokens: bool = False
     """Whether advantages are made token by token, on the ranks; else batch_of has made them."""
@@ -83,21 +92,21 @@ class SupervisedRun:
     next_batch: Callable[[], Batch]
     journal: Journal
     checkpoints: Checkpoints
-    forget_after: Callable[[int], None]
+    remove_unfinished: Callable[[], None]
     positions: dict[str, Stateful]
-    stop_requested: Callable[[], bool]
+    stops: Stops
     """As in Run."""
     state: RunState = field(default_factory=RunState)
 
 
 def resume(run: Run | SupervisedRun) -> bool:
-    """Continues from the newest checkpoint of the run directory, if there is one, and forgets what earlier processes
-    wrote about later steps."""
+    """Continues from the newest checkpoint of the run directory, if there is one; what earlier processes recorded of
+    later steps is set aside."""
     run.checkpoints.clean()
     resumed = load_latest(run)
     last_known = run.state.step if resumed else -1
+    run.remove_unfinished()
     run.journal.resume_after(last_known)
-    run.forget_after(last_known)
     return resumed
 
 
@@ -150,12 +159,21 @@ def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> 
         raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
 
 
-def save(run: Run | SupervisedRun) -> None:
+def steps_left(run: Run | SupervisedRun) -> Iterator[int]:
+    """The steps up to trainer.steps that have not been done; each is under way until the next is asked for."""
+    for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        run.stops.begin(step)
+        yield step
+
+
+def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
     """A checkpoint of everything that the next step depends on; with checkpoint.async_save it is only begun. Nothing
-    happens when there is one of this step. May be called between any two steps."""
+    happens when there is one of this step. May be called between any two steps. By `accuracy`, that of a validation
+    just now, checkpoint.keep_best finds the best."""
     state = {
         "step": run.state.step,
         "version": run.state.version,
+        ACCURACY: accuracy,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
     in_background = run.config.checkpoint.async_save

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import SupervisedRun, resume, save, saves_settled
+from mcore_rl.trainer.run import SupervisedRun, resume, save, saves_settled, steps_left
 
 
 def train_supervised(run: SupervisedRun) -> bool:
@@ -11,13 +11,13 @@ def train_supervised(run: SupervisedRun) -> bool:
     resume(run)
     every = run.config.checkpoint.every_steps
     with saves_settled(run):
-        for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        for step in steps_left(run):
             update = run.actor.update(run.actor.recompute_logp(run.next_batch()))
             run.state = run.state.finished(step, 0)
             run.journal.record(update)
             run.journal.finish_step(step)
             run.checkpoints.poll()
-            last, stopping = step == run.config.trainer.steps, run.stop_requested()
+            last, stopping = step == run.config.trainer.steps, run.stops.requested()
             if last or stopping or (every and step % every == 0):
                 save(run)
             if stopping and not last:

@@ -2,6 +2,7 @@
 
 from mcore_rl.types.data import (
     Batch,
+    BuffersRef,
     Completion,
     GenerationRequest,
     Prompt,
@@ -30,16 +31,19 @@ from mcore_rl.types.metrics import (
     Total,
     merge_metrics,
 )
+from mcore_rl.types.rollout import Groups, RolloutResult, RolloutTask
 
 __all__ = [
     "Batch",
     "BatchHandle",
+    "BuffersRef",
     "Completion",
     "Correlation",
     "Deviation",
     "EffectiveFraction",
     "ExplainedVariance",
     "GenerationRequest",
+    "Groups",
     "Max",
     "Mean",
     "Metric",
@@ -47,7 +51,9 @@ __all__ = [
     "Prompt",
     "Quantile",
     "RankShare",
+    "RolloutResult",
     "RolloutScalars",
+    "RolloutTask",
     "Root",
     "SamplingOptions",
     "SavedFile",

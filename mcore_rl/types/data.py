@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 
@@ -79,12 +79,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """A grader's verdict on one response. `accuracy` feeds validation and dynamic sampling; `error` is set
-    when the grader raised, hung or died, and then reward and accuracy are 0."""
+    """A grader's verdict on one response. `accuracy` feeds validation and dynamic sampling; `error`, one line, is set
+    when the grader raised, hung or died, and then reward and accuracy are 0. `traceback` is where it raised, or was
+    when its time was over; of many errors some have none. `parts` are what else the grader says, by names that no
+    metric and no field of a record has: numbers, all finite, and texts."""
 
     reward: float
     accuracy: float
     error: str | None = None
+    traceback: str | None = None
+    parts: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,20 @@ class TrajectoryBuffers:
     routed_experts: np.ndarray | None = None
 
 
+BuffersRef = NewType("BuffersRef", object)
+"""Refers to TrajectoryBuffers in the object store."""
+
+
 @dataclass(frozen=True)
 class RolloutScalars:
     """All that the driver learns of a rollout call: one scalar per response, no tokens.
 
     Shapes: every array [B]. group_ids int64; prompt_rows int64; total_tokens, response_tokens, trained_tokens
     int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit).
-    errors holds (index, message) of graders that failed; sampled with weight version `version`. `scores` are those of
-    reward models, float32 [B] by the model's name, already in the rewards.
+    errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did; sampled
+    with weight version `version`. `scores` are those of reward models, float32 [B] by the model's name, already in the
+    rewards. `parts` are the numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that
+    has none of that name.
     """
 
     group_ids: np.ndarray
@@ -129,6 +139,8 @@ class RolloutScalars:
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    traceback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ class Batch:
     ranks is the aggregated loss, so no rank ever needs another's count.
     """
 
-    chunks: tuple[Any, ...]
+    chunks: tuple[BuffersRef, ...]
     chunk_ids: np.ndarray
     rows: np.ndarray
     group_ids: np.ndarray

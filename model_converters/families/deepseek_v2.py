@@ -18,7 +18,7 @@ from model_converters.experts import (
     sparse_pattern,
 )
 from model_converters.family import Family, ModelArguments, decoder_arguments, embedding_rows, model_arguments
-from model_converters.hf_config import HFConfig, integer, require
+from model_converters.hf_config import HFConfig, integer, require, settled
 from model_converters.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
@@ -34,15 +34,20 @@ _DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,
     "norm_topk_prob": False,
+    "q_lora_rank": 1536,
     "routed_scaling_factor": 1.0,
     "topk_method": "greedy",
 }
 
 
+def _settled(config: HFConfig) -> HFConfig:
+    return settled(config, _DEFAULTS, nullable=("q_lora_rank",))
+
+
 def _rows(config: HFConfig) -> list[Row]:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
-    require(config, "mlp_bias", False, None, why="the table has no row for MLP biases")
+    require(config, "mlp_bias", False, why="the table has no row for MLP biases")
     layers = range(integer(config, "num_hidden_layers"))
     return [
         *embedding_rows(config, attention.hidden),
@@ -52,9 +57,9 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
-    require(config, "mlp_bias", False, None, why="the table has no row for MLP biases")
+    require(config, "mlp_bias", False, why="the table has no row for MLP biases")
     arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
     transformer = {
         **decoder_arguments(config, as_attention_sizes(attention)),
@@ -73,6 +78,8 @@ def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
         raise ConversionError(
             f"config.json: topk_method {method!r} is not supported, only 'greedy' and 'group_limited_greedy'"
         )
+    for key in ("n_group", "topk_group"):
+        integer(config, key, default=1)
     limits = group_limits(config, sizes, best_of_group=1) if method == "group_limited_greedy" else {}
     return {
         "moe_router_score_function": "softmax",

@@ -20,7 +20,7 @@ from model_converters.family import (
     embedding_rows,
     model_arguments,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import HFConfig, integer, settled
 from model_converters.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
@@ -38,13 +38,19 @@ _DEFAULTS = {
     "n_group": 8,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
 
 
+def _settled(config: HFConfig) -> HFConfig:
+    return settled(config, _DEFAULTS, nullable=("num_key_value_heads", "q_lora_rank"))
+
+
 def _rows(config: HFConfig) -> list[Row]:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     return [
         *embedding_rows(config, integer(config, "hidden_size")),
         *_layer_rows(config, sparse_pattern(config)),
@@ -60,7 +66,7 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
     arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
     transformer = {

@@ -27,21 +27,28 @@ from model_converters.family import (
     qk_norm_rows,
     qkv_bias_row,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import COMPUTED, HFConfig, flag, integer, settled
 from model_converters.mtp import mtp_rows, num_mtp_layers
 from model_converters.table import Row
 
 # What config.json leaves out, as transformers' Glm4MoeConfig has it.
 _DEFAULTS = {
     "first_k_dense_replace": 1,
+    "head_dim": COMPUTED,
     "n_group": 1,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-_ROTATED_FRACTION = 0.5
+
+
+def _settled(config: HFConfig) -> HFConfig:
+    # With a null, heads are rotated whole.
+    return settled(config, _DEFAULTS, nullable=("partial_rotary_factor",))
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:
@@ -49,7 +56,7 @@ def _sizes(config: HFConfig) -> AttentionSizes:
 
 
 def _rows(config: HFConfig) -> list[Row]:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     return [
         *embedding_rows(config, integer(config, "hidden_size")),
         *_layer_rows(config, sparse_pattern(config)),
@@ -61,22 +68,22 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     sizes, layers = _sizes(config), range(len(pattern))
     return [
         *attention_rows(sizes, layers),
-        *([qkv_bias_row(sizes, layers)] if config.get("attention_bias") else []),
-        *(qk_norm_rows(sizes.head_dim, layers) if config.get("use_qk_norm") else []),
+        *([qkv_bias_row(sizes, layers)] if flag(config, "attention_bias") else []),
+        *(qk_norm_rows(sizes.head_dim, layers) if flag(config, "use_qk_norm") else []),
         *mlp_and_expert_rows(expert_sizes(config), pattern, corrected=True),
     ]
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = {**_DEFAULTS, **config}
+    config = _settled(config)
     experts = expert_sizes(config)
     transformer: dict[str, Any] = {
         **decoder_arguments(config, _sizes(config)),
-        "add_qkv_bias": bool(config.get("attention_bias")),
-        "qk_layernorm": bool(config.get("use_qk_norm")),
+        "add_qkv_bias": flag(config, "attention_bias"),
+        "qk_layernorm": flag(config, "use_qk_norm"),
         **sparse_arguments(experts, sparse_pattern(config), sigmoid_routing(config, experts)),
     }
-    arguments = model_arguments(config, transformer, default_rotary_fraction=_ROTATED_FRACTION)
+    arguments = model_arguments(config, transformer, partial_rotation=True)
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 

@@ -15,12 +15,12 @@ from model_converters.family import (
     mlp_rows,
     model_arguments,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import HFConfig, flag, integer
 from model_converters.table import Row
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:
-    if config.get("mlp_bias"):
+    if flag(config, "mlp_bias"):
         raise ConversionError("config.json: mlp_bias is not supported: the table has no row for MLP biases")
     return attention_sizes(config)
 

@@ -22,9 +22,11 @@ from model_converters.family import (
     model_arguments,
     softmax_routing,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import HFConfig, integer, settled
 from model_converters.table import Row
 
+# What config.json leaves out, as transformers' MixtralConfig has it.
+_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2", size_key="intermediate_size")
 
 
@@ -36,10 +38,16 @@ def _sizes(config: HFConfig) -> AttentionSizes:
     return attention_sizes(config)
 
 
+def _num_experts(config: HFConfig) -> int:
+    # Where both spellings are there, transformers takes the second.
+    return integer(config, "num_local_experts", "num_experts")
+
+
 def _rows(config: HFConfig) -> list[Row]:
+    config = settled(config, _DEFAULTS)
     sizes = _sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
-    intermediate, num_experts = integer(config, "intermediate_size"), integer(config, "num_local_experts")
+    intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
     return [
         *embedding_rows(config, sizes.hidden),
         *attention_rows(sizes, layers),
@@ -48,15 +56,15 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = settled(config, _DEFAULTS)
+    num_experts = _num_experts(config)
     transformer = dict(
         decoder_arguments(config, _sizes(config)),
         add_qkv_bias=False,
         qk_layernorm=False,
-        num_moe_experts=integer(config, "num_local_experts"),
+        num_moe_experts=num_experts,
         moe_ffn_hidden_size=integer(config, "intermediate_size"),
-        # Where config.json has none, MixtralConfig's own.
-        layernorm_epsilon=float(config.get("rms_norm_eps", 1e-5)),
-        **softmax_routing(config, normalised=True),
+        **softmax_routing(config, num_experts, normalised=True),
     )
     return model_arguments(config, transformer)
 

@@ -14,11 +14,19 @@ from model_converters.family import (
     model_arguments,
     qkv_bias_row,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import COMPUTED, HFConfig, integer, settled
 from model_converters.table import Row
+
+# What config.json leaves out, as transformers' Qwen2Config has it.
+_DEFAULTS = {"head_dim": COMPUTED, "num_key_value_heads": 32}
+
+
+def _settled(config: HFConfig) -> HFConfig:
+    return settled(config, _DEFAULTS, nullable=("num_key_value_heads",))
 
 
 def _rows(config: HFConfig) -> list[Row]:
+    config = _settled(config)
     sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     return [
@@ -30,6 +38,7 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = _settled(config)
     transformer = dict(decoder_arguments(config, attention_sizes(config)), add_qkv_bias=True, qk_layernorm=False)
     return model_arguments(config, transformer)
 

@@ -17,8 +17,15 @@ from model_converters.family import (
     model_arguments,
     qk_norm_rows,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import HFConfig, integer, settled
 from model_converters.table import Row
+
+# What config.json leaves out, as transformers' Qwen3Config has it: head_dim is that whatever hidden_size is.
+_DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}
+
+
+def _settled(config: HFConfig) -> HFConfig:
+    return settled(config, _DEFAULTS, nullable=("num_key_value_heads",))
 
 
 def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
@@ -27,8 +34,8 @@ def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
 
 
 def _rows(config: HFConfig) -> list[Row]:
-    # 128 is Qwen3Config's own default, whatever hidden_size is.
-    sizes = attention_sizes(config, default_head_dim=128)
+    config = _settled(config)
+    sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     return [
         *embedding_rows(config, sizes.hidden),
@@ -39,7 +46,8 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    return model_arguments(config, qwen3_arguments(config, attention_sizes(config, default_head_dim=128)))
+    config = _settled(config)
+    return model_arguments(config, qwen3_arguments(config, attention_sizes(config)))
 
 
 QWEN3 = Family(

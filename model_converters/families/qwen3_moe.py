@@ -16,24 +16,28 @@ from model_converters.family import (
     qk_norm_rows,
     softmax_routing,
 )
-from model_converters.hf_config import HFConfig, integer
+from model_converters.hf_config import COMPUTED, HFConfig, flag, integer, settled, whole_numbers
 from model_converters.table import Row
+
+# What config.json leaves out, as transformers' Qwen3MoeConfig has it.
+_DEFAULTS = {"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4}
 
 
 def sparse_layers(config: HFConfig) -> list[int]:
     """Layers with experts; the others have a dense MLP of intermediate_size."""
-    dense = set(config.get("mlp_only_layers") or ())
+    dense = set(whole_numbers(config, "mlp_only_layers"))
     step = integer(config, "decoder_sparse_step", default=1)
     layers = range(integer(config, "num_hidden_layers"))
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def _num_experts(config: HFConfig) -> int:
-    # transformers 5 writes num_local_experts where the hub's files have num_experts.
+    # transformers 5 writes num_local_experts where the hub's files have num_experts, and takes it where both are there.
     return integer(config, "num_experts", "num_local_experts")
 
 
 def _rows(config: HFConfig) -> list[Row]:
+    config = settled(config, _DEFAULTS)
     sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
@@ -51,6 +55,7 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
+    config = settled(config, _DEFAULTS)
     transformer = qwen3_arguments(config, attention_sizes(config))
     sparse = set(sparse_layers(config))
     if sparse:
@@ -60,10 +65,11 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 
 def _expert_arguments(config: HFConfig) -> dict[str, object]:
+    num_experts = _num_experts(config)
     return {
-        "num_moe_experts": _num_experts(config),
+        "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": integer(config, "moe_intermediate_size"),
-        **softmax_routing(config, normalised=bool(config.get("norm_topk_prob", False))),
+        **softmax_routing(config, num_experts, normalised=flag(config, "norm_topk_prob")),
     }
 
 

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
-    "slurm": {"config"},
+    "slurm": {"config", "runtime"},
     "model_converters": set(),
     "doctor": {"megatron"},
 }
@@ -45,6 +45,7 @@ ONE_DOOR = {
 }
 INSIDE_FUNCTIONS = {
     "model_converters/checkpoint.py": "mcore_rl.megatron",
+    "model_converters/logits.py": "mcore_rl.megatron",
     "model_converters/cli.py": "mcore_rl.megatron",
 }
 

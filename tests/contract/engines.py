@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
             elif callable(method):
                 result = method(engine, *args)
             else:
-                result = getattr(engine, method)
+                result = attrgetter(method)(engine)
                 result = result(*args) if callable(result) else result
             connection.send(("ok", result))
         except Exception as error:
@@ -50,7 +51,7 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
 
 
 class RemoteEngine:
-    """RolloutEngine by messages; an error raised over there is raised here with its type."""
+    """An Engine, and its WeightReceiver, by messages; an error raised over there is raised here with its type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -61,7 +62,7 @@ class RemoteEngine:
         self._answer()
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
-        """A method's name, or a function that is given the engine first."""
+        """The name of a method (of the receiver: `receiver.attach`), or a function that is given the engine first."""
         self._connection.send((method, args))
         return self._answer()
 
@@ -114,6 +115,8 @@ def start_engine(
         dtype=dtype,
         eos_token_ids=[1],
         seed=1,
+        name="the engine",
+        timeout_seconds=120,
         load_weights=load_weights,
         capture_routing=capture_routing,
     )

@@ -59,11 +59,11 @@ class HFTrainer:
         return sum(writer.write(index, half) for writer, half in zip(self.writers, halves, strict=True))
 
     def publish(self, engine: Any, version: int) -> None:
-        engine.call("begin_weight_update")
+        engine.call("receiver.begin_update")
         for index in range(self.spec.num_buckets):
             written = self.write(index)
-            assert engine.call("receive_bucket", index) == written == self.spec.bucket_bytes(index)
-        engine.call("finish_weight_update", version)
+            assert engine.call("receiver.receive_bucket", index) == written == self.spec.bucket_bytes(index)
+        engine.call("receiver.finish_update", version)
 
     def digests(self) -> dict[str, str]:
         digests = BucketDigests(self.buckets)

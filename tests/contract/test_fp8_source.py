@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.weights.verify import compare
 from tests.contract.engines import KINDS, start_engine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.test_weight_sync import check_greedy
+from tests.contract.update_checks import check_greedy
 from tests.tiny_models import tiny_model
 
 
@@ -24,11 +24,11 @@ def test_an_engine_of_an_fp8_release_takes_the_weights_of_the_trainer(kind: str,
     engine = start_engine(kind, tmp_path, load_weights=False)
     try:
         trainer = HFTrainer(model, 1 << 20, 2)
-        engine.call("attach_buckets", trainer.spec)
+        engine.call("receiver.attach", trainer.spec)
         trainer.buckets.unlink()
         trainer.publish(engine, 1)
         check_greedy(engine, model, 1)
-        held = engine.call("weight_checksums")
+        held = engine.call("receiver.checksums")
         assert compare(trainer.digests(), held) == len(held)
     finally:
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""What every RolloutEngine must do, against transformers on the same weights."""
+"""What every Engine must do, against transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -217,7 +217,15 @@ def _with_whole_experts(engine: Any) -> None:
     from mcore_rl.rollout.vllm import VllmEngine
 
     config = replace(engine._config, tp=2, expert_parallel=True)
-    VllmEngine(engine._engine.model_config.model, config, dtype="float32", eos_token_ids=[EOS], seed=1)
+    VllmEngine(
+        engine._engine.model_config.model,
+        config,
+        dtype="float32",
+        eos_token_ids=[EOS],
+        seed=1,
+        name="another",
+        timeout_seconds=60,
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what CUDA can do")
@@ -378,7 +386,8 @@ def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: 
         "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"
         "from mcore_rl.rollout.vllm import VllmEngine\n"
         "try: VllmEngine(sys.argv[1], RolloutConfig(max_prompt_tokens=32, max_response_tokens=200, "
-        "kv_cache_gib=1e-5), dtype='float32', eos_token_ids=[1], seed=1)\n"
+        "kv_cache_gib=1e-5), dtype='float32', eos_token_ids=[1], seed=1, "
+        "name='engine', timeout_seconds=60)\n"
         "except ConfigError as error: print(error); sys.exit(2)\n"
     )
     result = subprocess.run(

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.types import GenerationRequest, SamplingOptions
 from mcore_rl.weights.verify import compare
 from model_converters.families import FAMILIES as REGISTRY
 from model_converters.layout import TrainLayout
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
+from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_mended
 from tests.exported import export_through
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, tiny_model
 
@@ -43,8 +42,6 @@ FAMILIES = {
 }
 """The model_type that transformers has for a family, fields of the model, and the layout whose ranks write what an
 engine starts from."""
-TINY_BUCKET = 5 << 10
-"""Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
 
 
 class Session:
@@ -63,7 +60,7 @@ class Session:
 
     def trainer(self, seed: int, bucket_bytes: int, num_slots: int) -> HFTrainer:
         trainer = HFTrainer(self.model(seed), bucket_bytes, num_slots)
-        self.engine.call("attach_buckets", trainer.spec)
+        self.engine.call("receiver.attach", trainer.spec)
         trainer.buckets.unlink()
         return trainer
 
@@ -73,22 +70,6 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     session = Session(*request.param, tmp_path_factory.mktemp("model"))
     yield session
     session.engine.shutdown()
-
-
-def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
-    rng = np.random.default_rng(version)
-    prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(4)]
-    sampling = SamplingOptions(10, temperature=0.0)
-    requests = [GenerationRequest(str(i), prompt, 0, sampling) for i, prompt in enumerate(prompts)]
-    done = engine.generate(requests)
-    for request in requests:
-        completion = done[request.request_id]
-        assert completion.weight_version == version
-        ids = np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64)
-        with torch.no_grad():
-            logp = model(torch.from_numpy(ids)[None]).logits[0, 11:-1].double().log_softmax(-1)
-        assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
-        np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +86,7 @@ def test_three_updates_in_a_row(session: Session, bucket_bytes: int, num_slots: 
         assert session.engine.weight_version == version
         if session.dtype == "float32":
             check_greedy(session.engine, trainer.model, version)
-        held = session.engine.call("weight_checksums")
+        held = session.engine.call("receiver.checksums")
         assert compare(trainer.digests(), held) == len(held)
         trainer.perturb(version)
         with pytest.raises(WeightSyncError, match="differ"):
@@ -169,27 +150,31 @@ def test_one_wrong_element_in_the_engine_is_found_and_named(
         pytest.skip("the model has no experts")
     trainer = session.trainer(5, 1 << 20, 2)
     trainer.publish(session.engine, 5)
-    compare(trainer.digests(), session.engine.call("weight_checksums"))
+    compare(trainer.digests(), session.engine.call("receiver.checksums"))
     session.engine.call(corrupt)
     with pytest.raises(WeightSyncError) as caught:
-        compare(trainer.digests(), session.engine.call("weight_checksums"), "engine 0")
+        compare(trainer.digests(), session.engine.call("receiver.checksums"), "engine 0")
     assert f"{len(names)} differ: {', '.join(sorted(names))}" in str(caught.value)
     trainer.publish(session.engine, 6)  # and an update mends it
-    compare(trainer.digests(), session.engine.call("weight_checksums"))
+    compare(trainer.digests(), session.engine.call("receiver.checksums"))
 
 
-def test_an_update_out_of_order_is_refused(session: Session) -> None:
-    """Last of this module's tests for a session: half an update breaks the engine for good."""
+def places_to_break(trainer: HFTrainer) -> list[int]:
+    """Before the first bucket, in the embedding, within a layer and between two, before and after the last bucket."""
+    num_buckets = trainer.spec.num_buckets
+    return [0, 1, *range(4, num_buckets - 1, max(1, num_buckets // 5)), num_buckets - 1, num_buckets]
+
+
+def test_an_update_after_a_broken_one_is_whole(session: Session) -> None:
+    """vLLM goes on with a reload that was not finished, and is silently wrong."""
     trainer = session.trainer(5, TINY_BUCKET, 2)
     with pytest.raises(WeightSyncError, match="attached, not updating"):
-        session.engine.call("receive_bucket", 0)
-    session.engine.call("begin_weight_update")
-    trainer.write(0)
-    session.engine.call("receive_bucket", 0)
-    with pytest.raises(WeightSyncError, match="bucket 2 came where bucket 1 was due"):
-        session.engine.call("receive_bucket", 2)
-    with pytest.raises(WeightSyncError, match="broken"):
-        session.engine.call("finish_weight_update", 9)
+        session.engine.call("receiver.receive_bucket", 0)
+    for received in places_to_break(trainer):
+        check_mended(session.engine, trainer, received, greedy=session.dtype == "float32")
+    # The sender is gone, and another one comes with buckets of its own, of another size.
+    break_update(session.engine, trainer, 3)
+    check_mended(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -230,37 +215,13 @@ def test_each_family_is_loaded_from_our_export_and_then_updated(
     engine = family_engine(export_through(tmp_path / "saved", tmp_path / "exported", layout))
     check_greedy(engine, first, version=0)
     trainer = HFTrainer(model(seed=8), 40 << 10, 2)
-    engine.call("attach_buckets", trainer.spec)
+    engine.call("receiver.attach", trainer.spec)
     trainer.buckets.unlink()
     for version in (1, 2):
         trainer.publish(engine, version)
         check_greedy(engine, trainer.model, version)
-        held = engine.call("weight_checksums")
+        held = engine.call("receiver.checksums")
         assert compare(trainer.digests(), held) == len(held)
         trainer.perturb(version)
         with pytest.raises(WeightSyncError, match="differ"):
             compare(trainer.digests(), held)
-
-
-@pytest.mark.parametrize("groups", [2, 1], ids=["a head each", "copies of one head"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_ranks_each_take_their_shards(kind: str, groups: int, tmp_path: Path) -> None:
-    """`groups` key-value heads for two ranks."""
-    before = set(Path("/dev/shm").iterdir())
-    sizes = {"head_dim": 32, "num_key_value_heads": groups}
-    tiny_model("qwen3", seed=1, **sizes).save_pretrained(tmp_path)
-    engine = start_engine(kind, tmp_path, load_weights=False, tp=2)
-    try:
-        trainer = HFTrainer(tiny_model("qwen3", seed=7, **sizes), TINY_BUCKET, 2)
-        engine.call("attach_buckets", trainer.spec)
-        trainer.buckets.unlink()
-        for version in (1, 2):
-            trainer.publish(engine, version)
-            check_greedy(engine, trainer.model, version)
-            held = engine.call("weight_checksums")
-            assert compare(trainer.digests(), held) == len(held)
-            trainer.perturb(version)
-    finally:
-        engine.shutdown()
-    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name}
-    assert not left

@@ -106,10 +106,10 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     """Two updates, exports, a checkpoint, a third update."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import save_checkpoint
     from mcore_rl.megatron.export import export_hf
     from mcore_rl.megatron.lora.export import export_adapter
     from mcore_rl.megatron.names import canonical_tensors
+    from tests.dist.saving import save_checkpoint
 
     actor = _actor(rank, root, case.model, case.layout, case.dtype)
     base = {name: tensor.clone() for name, tensor in canonical_tensors(actor.chunks).items()}
@@ -224,7 +224,8 @@ def with_settings(rank: int, root: str) -> dict[str, Any]:
 def refusals(rank: int, root: str, case: Case) -> dict[str, Any]:
     """What loading says of checkpoints of other adapters, or of none, than those of `case`, a dense model."""
     from mcore_rl.errors import CheckpointError
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     def refused(actor: Any, directory: str) -> str:
         with pytest.raises(CheckpointError) as caught:

@@ -112,12 +112,14 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dic
     for name, (kind, parallel, *changes) in cases.items():
         actor, shares = _actor(rank, directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
+        compared = actor.compare(shares[0], chunks)
         # The first share twice, as a second epoch gives it: its samples must be recomputed once.
         batch, recomputed = actor.recompute_logp([*shares, shares[0]], chunks)
         metrics = [recomputed, *(actor.update(batch, index) for index in range(len(shares)))]
         # The first update finds out itself what the pass before it would have found of its samples.
         found = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
         metrics[0] = merge_metrics([metrics[0], found])
+        metrics.append(compared)
         # Straight behind the step, before anything has gathered parameters.
         batch, _ = actor.recompute_logp(shares[::-1], chunks)
         after = {
@@ -146,15 +148,8 @@ def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, 
             for update in policy_batch.UPDATES
             for sample in update
         }
-    difference = torch.cat(
-        [
-            (old[s] - torch.from_numpy(policy_batch.logp_rollout(s)[policy_batch.trained(s) > 0])).abs()
-            for s in sorted(old)
-        ]
-    )
-    metrics = [
-        {"rollout/logp_diff_mean": float(difference.mean()), "rollout/logp_diff_max": float(difference.max())},
-    ]
+        plain = {s: policy_batch.reference_logp(model, s, temperature=1.0)[0] for s in policy_batch.UPDATES[0]}
+    metrics = [_differences(old)]
     for index, samples in enumerate(policy_batch.UPDATES):
         optimizer.zero_grad()
         loss, figures = policy_batch.reference_loss(model, samples, old)
@@ -167,11 +162,18 @@ def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         figures["actor/trained_tokens"] = sum(int(policy_batch.trained(sample).sum()) for sample in samples)
         optimizer.step()
         metrics.append(figures)
+    metrics.append(_differences(plain))  # of the comparison, which is made before the updates
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     with torch.no_grad():
         after = {sample: policy_batch.reference_logp(model, sample)[0] for sample in policy_batch.UPDATES[0]}
     return checkpoint_tensors(model, weights), metrics, after
+
+
+def _differences(logp: dict[int, torch.Tensor]) -> dict[str, float]:
+    given = {s: policy_batch.logp_rollout(s)[policy_batch.trained(s) > 0] for s in logp}
+    found = torch.cat([(logp[s] - torch.from_numpy(given[s])).abs() for s in sorted(logp)])
+    return {"rollout/logp_diff_mean": float(found.mean()), "rollout/logp_diff_max": float(found.max())}
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
@@ -360,7 +362,8 @@ def test_a_resumed_actor_takes_the_very_same_step(
 
 
 def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -> bool:
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):

@@ -361,8 +361,8 @@ def test_every_naming_of_layers_and_experts_is_read(family: str, naming: str, so
 
 def _train_and_save(rank: int, hf: str, directory: str, exported: str, parallel: Sizes) -> None:
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import save_checkpoint
     from mcore_rl.megatron.export import export_hf
+    from tests.dist.saving import save_checkpoint
 
     actor = MegatronActor(policy_batch.config(hf, parallel, 64), rank, dist.get_world_size(), None)
     for samples in policy_batch.UPDATES:

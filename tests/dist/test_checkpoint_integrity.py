@@ -68,7 +68,8 @@ def outcome(root: str) -> list[dict[str, Any]]:
 
 
 def _all(rank: int, root: str) -> dict[str, Any]:
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     found: dict[str, Any] = {}
     actor = _actor(rank, f"{root}/moe", {"ep": 2})
@@ -97,8 +98,9 @@ def _shared(saved: Any) -> Any:
 
 def _before_any_update(actor: Any, directory: str) -> tuple[bool, bool]:
     """Whether what is saved before the first update changes nothing, and counts no update, after it is loaded too."""
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
     from mcore_rl.megatron.optimizer_state import updates_done
+    from tests.dist.saving import save_checkpoint
 
     weights = [tensor.clone() for tensor in actor.tensors().values()]
     save_checkpoint(directory, actor)

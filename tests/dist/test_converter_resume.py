@@ -88,7 +88,8 @@ def test_only_the_rest_is_written_after_a_kill(
 
 
 def _flags() -> list[str]:
-    return ["--tp", "2", "--pp", "2", "--ep", "2", "--max-file-gib", str(MAX_FILE_BYTES / 2**30)]
+    sizes = ["--tp", "2", "--pp", "2", "--ep", "2", "--max-file-gib", str(MAX_FILE_BYTES / 2**30)]
+    return [*sizes, "--logits", "never"]
 
 
 def _lines(file: Path) -> list[str]:
@@ -251,7 +252,7 @@ def large_hf(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(large_hf: Path, tmp_path: Path) -> None:
     mcore = tmp_path / "mcore"
-    there = ("--hf", str(large_hf), "--out", str(mcore), "--tp", "2")
+    there = ("--hf", str(large_hf), "--out", str(mcore), "--tp", "2", "--logits", "never")
     back = ("--ckpt", str(mcore), "--out", str(tmp_path / "back"))
     grown = {
         "to-mcore": converting.alone(_growth, "to-mcore", there),

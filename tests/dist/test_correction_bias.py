@@ -57,8 +57,9 @@ def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
     from mcore_rl.megatron.export import export_hf
+    from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"ep": 2}, 24)
     config.model.dtype = "bfloat16"

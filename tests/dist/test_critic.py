@@ -178,7 +178,8 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     found: dict[str, Any] = {}
     saved = Path(directories["checkpoints"])
@@ -342,7 +343,8 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     """What goes wrong on one rank, and how it is said."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     def said(call: Any) -> str:
         try:

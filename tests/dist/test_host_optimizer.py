@@ -119,7 +119,8 @@ def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
     """What differs where another actor goes on from a checkpoint, after one more step of both."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()

@@ -112,7 +112,7 @@ def checkpoints(directories: dict[str, str]) -> dict[str, str]:
     from model_converters.__main__ import main
 
     for directory in directories.values():
-        assert main(["to-mcore", "--hf", directory, "--out", f"{directory}.mcore"]) == 0
+        assert main(["to-mcore", "--hf", directory, "--out", f"{directory}.mcore", "--logits", "never"]) == 0
     return {name: f"{directory}.mcore" for name, directory in directories.items()}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -187,6 +189,7 @@ def _join(rank: int, port: int, device: str) -> list[int]:
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron import layout, parallel
 
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as for a run of one machine
     world_size = dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -194,6 +197,9 @@ def _join(rank: int, port: int, device: str) -> list[int]:
     options = {"init_method": f"tcp://127.0.0.1:{port}", "timeout_seconds": 30, "seed": 1}
     try:
         parallel.initialize(placed, rank=rank, device=device, **options)
+        own = psutil.Process().net_connections("tcp")
+        hosts = {connection.laddr.ip for connection in own if connection.status == psutil.CONN_LISTEN}
+        assert hosts == {"127.0.0.1"}  # the store of rank 0, and the pairs of gloo, nowhere else
         total = torch.tensor([rank + 1])
         dist.all_reduce(total)
         return [int(total), dist.get_world_size()]

@@ -100,8 +100,9 @@ def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     import torch.distributed as dist
 
     from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
     from mcore_rl.megatron.export import export_hf
+    from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"pp": 2}, 24)
     config.actor.mtp_loss_coefficient, config.actor.optimizer.lr = 0.3, 1e-2

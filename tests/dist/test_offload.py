@@ -160,7 +160,8 @@ def _refusals(actor: Any) -> list[str]:
 def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.Tensor]) -> list[str]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     actor.memory.offload()
     directory.mkdir(parents=True, exist_ok=True)

@@ -22,9 +22,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return code, json.loads(lines[-1]) if "--json" in arguments and lines else {}, captured.out + captured.err
 
 
-def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_671b_run_fits_and_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
     code, plan, _ = run(capsys, RECIPE, "--json")
-    assert code == 0
+    assert code == 3
+    assert [missing.partition("=")[0] for missing in plan["cannot_run"]] == ["cluster.nodes", "rollout.tp"]
     assert plan["fits"] is True
     assert plan["errors"] == []
     assert plan["world_size"] == len(plan["per_rank"]) == 512
@@ -82,7 +83,9 @@ def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     # The demos' model is made by `make demo`.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
     code, plan, output = run(capsys, f"configs/{recipe}", *model, "--json")
-    assert code == 0, plan.get("errors") or output
+    assert code == (3 if plan["cannot_run"] else 0), plan.get("errors") or output
+    assert bool(plan["cannot_run"]) == (plan["weight_sync"]["transport"] == "network")
+    assert plan["fits"] is True
 
 
 def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,5 +98,24 @@ def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str])
     assert "actor.optimizer.cpu_offload=true" in best["overrides"]
     assert any("host memory per node" in loss for loss in best["gives_up"])
     code, plan, output = run(capsys, RECIPE, *arguments[:2], *best["overrides"], "--json")
-    assert code == 0, output
+    assert code == 3, output
     assert max(entry["peak_bytes"] for entry in plan["per_rank"]) == best["peak_bytes"] < 80 * GIB
+
+
+def test_the_table_says_what_fits_and_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, output = run(capsys, "configs/qwen3_30b_a3b.yaml", "rollout.engine=sglang")
+    assert code == 3
+    assert "cannot run yet: rollout.engine=sglang is not available" in " ".join(output.split())
+    assert output.rstrip().endswith("fits, cannot run yet")
+
+
+def test_a_job_that_does_not_fit_is_not_rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").touch()
+    words = ["configs/qwen3_30b_a3b.yaml", "model.random_init=true", f"data.train={tmp_path}/t.jsonl", "data.val=null"]
+    assert cli.main(["slurm", *words]) == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash")
+    assert cli.main(["slurm", *words, "cluster.gpu_memory_gib=10"]) == 2
+    printed = capsys.readouterr()
+    assert "cluster.gpu_memory_gib=10 is too little" in printed.err
+    assert printed.out == ""
+    assert cli.main(["slurm", *words, "actor.parallel.ep=48"]) == 2

@@ -216,7 +216,8 @@ def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from mcore_rl.errors import OffloadedError
-    from mcore_rl.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     keys: dict[str, Any] = {"dtype": "bfloat16"}
     case, other = (CASES[size][name] for name in (SAVED, RESUMED))

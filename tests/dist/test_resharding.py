@@ -163,7 +163,7 @@ def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
     """Two updates, a checkpoint, a third update."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import save_checkpoint
+    from tests.dist.saving import save_checkpoint
 
     found = {}
     for case in cases:

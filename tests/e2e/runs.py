@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def write_task(directory: Path) -> Path:
     (directory / "reward.py").write_text(REWARD)
     config = {
         "run": {"dir": str(directory / "run"), "seed": 3},
-        "model": {"hf_path": str(model)},
+        "model": {"hf_path": str(model), "check_logits": "never"},  # test_run has a run with it
         "data": {"train": str(directory / "train.jsonl"), "val": str(directory / "val.jsonl"), "template": "plain"},
         "rollout": {"samples_per_prompt": 4, "max_prompt_tokens": 16, "max_response_tokens": 12, "kv_cache_gib": 0.03},
         "reward": {"function": f"{directory / 'reward.py'}:digits", "overlong": {"enable": True, "buffer_tokens": 4}},
@@ -132,6 +133,16 @@ class TrainProcess:
                 continue
         return found
 
+    def listens_at(self) -> set[str]:
+        """The addresses at which the driver and its processes take connections from outside of themselves."""
+        connections = [c for process in [self.process, *self.processes()] for c in _connections(process.pid)]
+        return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+
+    def sessions(self) -> list[Path]:
+        """What its Ray cluster has in the directory for temporary files."""
+        places = {Path(tempfile.gettempdir()), Path("/tmp")}
+        return [path for place in places for path in place.glob(f"mcore_rl_{self.process.pid}_*")]
+
     def kill_one(self, title: str) -> None:
         """SIGKILL to one process whose title contains `title`."""
         self.wait_until(lambda: self.processes(title))[0].send_signal(signal.SIGKILL)
@@ -142,6 +153,13 @@ class TrainProcess:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in left]
+
+
+def _connections(pid: int) -> list[Any]:
+    try:
+        return psutil.Process(pid).net_connections("inet")
+    except psutil.Error:  # gone since
+        return []
 
 
 def train(config: Path, run_dir: Path, *overrides: str) -> str:

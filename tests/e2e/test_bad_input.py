@@ -141,6 +141,21 @@ def test_reward_file_that_does_not_import(refused: Callable[..., str], tmp_path:
     assert cause in message
 
 
+def test_reward_function_that_grades_nothing_is_refused_with_its_line(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def f(**given):\n    return given['solution']\n")
+    code = main(["train", str(base), f"run.dir={tmp_path / 'run'}", f"reward.function={tmp_path}/mine.py:f"])
+    error = capsys.readouterr().err.strip()
+    assert code == 2, error
+    assert error.startswith(
+        f"error: reward.function={tmp_path}/mine.py:f cannot grade the first prompt of data.train: "
+    )
+    assert f'File "{tmp_path}/mine.py", line 2, in f' in error
+    assert error.endswith("KeyError: 'solution'")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "known"),
     [

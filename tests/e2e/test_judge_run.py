@@ -34,7 +34,6 @@ OVERRIDES = (
     "algorithm.dynamic_sampling.enable=false",
     "actor.offload.grads=true",
     f"judge.template={json.dumps(TEMPLATE)}",
-    r"judge.score_pattern='([0-9])'",
     "judge.weight=0.25",
     "judge.unparsable=-3",
     "judge.num_engines=2",
@@ -42,6 +41,15 @@ OVERRIDES = (
     f"judge.max_response_tokens={ANSWER_TOKENS}",
     "judge.kv_cache_gib=0.03",
 )
+PARSER = """
+import re
+
+def last_digit(answer, finish_reason, data_source, ground_truth, extra_info):
+    digits = list(re.finditer("[0-9]", answer))
+    if not digits or finish_reason == "length" and digits[-1].end() == len(answer):
+        return None
+    return int(digits[-1][0])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,9 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def judged_run(task: Path, judge: Path) -> Path:
     directory = task.parent / "judged"
-    train(task, directory, *OVERRIDES, f"judge.hf_path={judge}")
+    (task.parent / "parser.py").write_text(PARSER)
+    parser = f"judge.parser={task.parent / 'parser.py'}:last_digit"
+    train(task, directory, *OVERRIDES, parser, f"judge.hf_path={judge}")
     return directory
 
 
@@ -141,7 +151,8 @@ def test_validation_is_judged_as_well(
 
 
 def test_a_killed_judge_ends_the_run_by_name(task: Path, judge: Path, tmp_path: Path) -> None:
-    with TrainProcess(task, tmp_path / "run", (*OVERRIDES, f"judge.hf_path={judge}")) as run:
+    pattern = r"judge.score_pattern='([0-9])'"
+    with TrainProcess(task, tmp_path / "run", (*OVERRIDES, pattern, f"judge.hf_path={judge}")) as run:
         run.kill_one("ray::JudgeProcess")
         killed = time.monotonic()
         assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]

@@ -34,7 +34,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
     )
     words = [
-        *("slurm", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
+        *("slurm", "--force", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
         *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
     ]
     done = subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], capture_output=True, text=True, check=False)
@@ -68,7 +68,7 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     assert slurm.state(job)["NodeList"] == "n[1,3]"
     slurm.call("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(lambda: restarts() == 2 or says("the run ended"), "the job to be queued again", log)
-    assert says("after step 1, which is saved"), log.read_text()
+    assert says("stopped as asked: step 1 is saved"), log.read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
     assert list(metrics(run_dir)) == [0, 1]
     slurm.start_now(job, log, 2)

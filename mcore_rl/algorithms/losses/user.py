@@ -34,6 +34,9 @@ class UserLoss:
     options: dict[str, Any]
     needs: Needs
 
+    def __reduce__(self) -> tuple[Callable[..., UserLoss], tuple[str, dict[str, Any]]]:
+        return UserLoss.load, (self.name.removeprefix(f"{KEY}="), self.options)
+
     @classmethod
     def load(cls, spec: str, options: dict[str, Any]) -> UserLoss:
         """Raises: ConfigError where `spec` names no function that takes GIVEN and `options`, or one that needs more."""

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from mcore_rl.algorithms import advantage_needs, compute_advantages, estimator
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.trainer.batches import batch_builder
+from mcore_rl.types import RolloutScalars
 
 SOURCE = """
 from mcore_rl.algorithms import Needs
@@ -20,8 +30,48 @@ def over_values(token_rewards, mask, values, **rest):
 
 over_values.needs = Needs(values=True)
 
-def short(token_rewards, **rest):
+def one_each(token_rewards, mask, group_ids, lengths, **rest):
+    assert token_rewards.shape == mask.shape == (len(group_ids), 1) and mask.all()
+    return token_rewards[:, 0] / lengths, token_rewards
+
+def against_greedy(token_rewards, baseline_rewards, **rest):
+    return token_rewards[:, 0] - baseline_rewards
+
+against_greedy.needs = Needs(baseline_rewards=True)
+
+def discounted(token_rewards, mask, group_ids, **rest):
+    assert group_ids is None
+    return token_rewards.flip(-1).cumsum(-1).flip(-1)
+
+discounted.per_response = False
+
+def by_tokens(token_rewards, **rest):
     return token_rewards[:, 0]
+
+by_tokens.per_response = False
+
+def short(token_rewards, **rest):
+    return token_rewards[:1]
+
+def groups_and_values(**rest):
+    return None
+
+groups_and_values.needs = Needs(values=True, group_ids=True)
+
+def values_per_response(**rest):
+    return None
+
+values_per_response.needs, values_per_response.per_response = Needs(values=True), True
+
+def groups_by_tokens(**rest):
+    return None
+
+groups_by_tokens.needs, groups_by_tokens.per_response = Needs(group_ids=True), False
+
+def undecided(**rest):
+    return None
+
+undecided.per_response = "yes"
 
 def whole(token_rewards, **rest):
     return token_rewards.long()
@@ -73,12 +123,70 @@ def test_it_may_say_what_it_needs_and_return_returns(mine):
     assert result.returns.tolist() == [[0, 1], [0, 0]]
 
 
+def test_by_default_it_is_asked_for_one_number_per_response_and_may_ask_for_their_lengths(mine):
+    result = compute_advantages(mine("one_each"), **INPUTS)
+    assert result.advantages.tolist() == [[0.5, 0.5], [3, 0]]
+    assert result.returns.tolist() == [[1, 1], [3, 0]]
+    found = compute_advantages(mine("one_each"), **INPUTS, lengths=torch.tensor([4, 2]))
+    assert found.advantages.tolist() == [[0.25, 0.25], [1.5, 0]]
+    greedy = compute_advantages(mine("against_greedy"), **INPUTS, baseline_rewards=torch.tensor([1.0, 1.0]))
+    assert greedy.advantages.tolist() == [[0, 0], [2, 0]]
+
+
+def test_it_says_itself_who_calls_it_with_what(mine):
+    facts = {name: estimator(mine(name)) for name in ("centred", "against_greedy", "over_values", "discounted")}
+    assert {name: one.per_response for name, one in facts.items()} == {
+        "centred": True,
+        "against_greedy": True,
+        "over_values": False,
+        "discounted": False,
+    }
+    assert not facts["discounted"].needs.group_ids
+    rewards = {**INPUTS, "group_ids": None}
+    assert compute_advantages(mine("discounted"), **rewards).advantages.tolist() == [[1, 1], [3, 0]]
+
+
+def test_in_training_it_is_given_the_responses_of_whole_groups(mine):
+    """As the driver calls it: every response of the step once, in groups that no rank has whole."""
+    algorithm = AlgorithmConfig(advantage=mine("centred"), advantage_kwargs={"scale": 2.0})
+    settings = Config(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=1, prompts_per_update=1))
+    ids, tokens = np.array([7, 7, 7, 7]), np.array([3, 1, 2, 2], np.int32)
+    rewards = np.array([1.0, 0.0, 0.0, 1.0], np.float32)
+    scalars = RolloutScalars(ids, ids, tokens + 2, tokens, tokens, rewards, rewards, np.zeros(4, np.uint8), 0)
+    groups = SimpleNamespace(scalars=(scalars,), keep=(np.arange(4),), chunks=(None,), greedy=())
+    batch = batch_builder(settings, 2)(groups, 1, 0)
+    assert batch.advantages.tolist() == [1, -1, -1, 1]
+
+
+@pytest.mark.parametrize("function", ["one_each", "over_values"])
+def test_it_crosses_into_a_process_that_has_not_loaded_its_file(mine, function, tmp_path):
+    """By its name: ranks are sent estimators, and none of them has imported the file when the first one comes."""
+    sent = pickle.dumps(estimator(mine(function)))
+    code = "import pickle, sys; e = pickle.load(sys.stdin.buffer); print(e.name, e.needs.values, e.function.__name__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=sent, capture_output=True, cwd=tmp_path, check=False)
+    assert done.stderr.decode() == ""
+    assert done.stdout.decode().split() == [
+        f"algorithm.advantage={mine(function)}",
+        str(function != "one_each"),
+        function,
+    ]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("short", r"returned torch.float32 \[2\].*\[2, 2\]"),
-        ("whole", r"returned torch.int64 \[2, 2\]; it must be floating point"),
-        ("none", r"returned NoneType instead of a tensor \[2, 2\]"),
+        ("by_tokens", r"returned torch.float32 \[2\].*\[2, 2\]"),
+        (
+            "short",
+            r"returned torch.float32 \[1, 1\].*\[2, 1\]: it is called with one number per response; set its attrib",
+        ),
+        ("whole", r"returned torch.int64 \[2, 1\]; it must be floating point"),
+        ("none", r"returned NoneType instead of a tensor \[2, 1\]"),
+        ("groups_and_values", "needs values, of every token, and wants whole groups: the ranks that have"),
+        ("values_per_response", "needs values, of every token, and wants one number per response"),
+        ("groups_by_tokens", "needs group_ids, but says per_response=False: .* Set its attribute per_response to True"),
+        ("undecided", "attribute per_response must be True or False, not 'yes'"),
         ("three", "returned 3 values instead of"),
         ("unlike", r"cannot be called as f\(token_rewards=, mask=, group_ids=, values=, baseline_rewards="),
         ("wishful", "attribute needs must be a mcore_rl.algorithms.Needs, not 'values'"),

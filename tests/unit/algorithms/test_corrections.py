@@ -179,7 +179,7 @@ def test_no_tokens_give_empty_sums():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"kind": "clip"}, r"algorithm\.correction\.kind=clip is not known\. Known: none, truncate, mask"),
+        ({"kind": "clip"}, r"algorithm\.correction\.kind=clip must be one of none, truncate, mask"),
         ({"level": "batch"}, r"algorithm\.correction\.level=batch .*token, sequence, geometric"),
         ({"kind": "mask", "high": 0.0}, r"algorithm\.correction\.high=0\.0"),
         ({"kind": "mask", "high": 0.5}, r"algorithm\.correction\.low=2 .*less than algorithm\.correction\.high=0\.5"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -135,7 +138,7 @@ def test_a_module_is_as_good_as_a_file():
     [
         ("absent", {}, r"algorithm\.policy_loss\.name=.*own_loss\.py has no function absent"),
         ("number", {}, r"number must be a plain function, not int"),
-        ("later", {}, r"later must be a plain function"),
+        ("later", {}, r"later must be a plain function, not an async one; write def"),
         ("few", {}, r"cannot be called as f\(logp=, old_logp=, advantages=, mask=, rollout_logp=, \*\*options\)"),
         ("squared", {"kl_coef": 1.0}, r"kl_coef"),
         ("reference", {}, r"needs reference, which no function is given"),
@@ -145,6 +148,15 @@ def test_a_module_is_as_good_as_a_file():
 def test_functions_that_do_not_fit_are_refused(spec, name, options, message):
     with pytest.raises(ConfigError, match=message):
         policy_loss(spec(name), **options)
+
+
+def test_it_crosses_into_a_process_that_has_not_loaded_its_file(spec, tmp_path):
+    sent = pickle.dumps(policy_loss(spec("squared"), clip_low=0.25))
+    code = "import pickle, sys; loss = pickle.load(sys.stdin.buffer); print(loss.function.__name__, loss.options)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=sent, capture_output=True, cwd=tmp_path, check=False)
+    assert done.stderr.decode() == ""
+    assert done.stdout.decode().strip() == "squared {'clip_low': 0.25}"
 
 
 def test_missing_and_broken_files_are_refused_with_the_cause(tmp_path):

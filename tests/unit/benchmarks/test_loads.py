@@ -9,8 +9,7 @@ import numpy as np
 from benchmarks.driver_load import DULL_FRACTION, ReadyPool, make_scalars
 from benchmarks.forced_lengths import ForcedLengths
 from benchmarks.whole_step_task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.types import GenerationRequest, RolloutTask, SamplingOptions
 
 EQUAL, LONG_TAILED = WORKLOADS
 

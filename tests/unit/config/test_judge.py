@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config
+from mcore_rl.config import load_config, validate
 from mcore_rl.config.judge import as_policy, template_text, validate_judge
 from mcore_rl.errors import ConfigError
 
@@ -58,8 +58,10 @@ def judge(base: str) -> str:
 def test_what_cannot_work_is_refused_by_the_judges_key(
     base: str, judge: str, overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate_judge(load_config(base, [judge, *overrides]))
+    config = load_config(base, [judge, *overrides])
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
+        validate(config)
+        validate_judge(config)
 
 
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])

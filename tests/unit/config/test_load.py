@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.config import known_keys, load_config, write_resolved
+from mcore_rl.config.aliases import ALIASES
 from mcore_rl.errors import ConfigError
 
 MINIMAL = "run: {dir: runs/x}\nmodel: {hf_path: models/x}\ndata: {train: train.jsonl}\n"
@@ -48,15 +50,62 @@ def test_an_exponent_without_a_point_is_a_number_in_files_too(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("override", "suggested"),
     [
-        ("actor.paralel.ep=2", "actor.parallel"),
+        ("actor.paralel.ep=2", "actor.parallel.ep"),
         ("rollout.samples_per_promt=2", "rollout.samples_per_prompt"),
         ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
-        ("trainr.steps=2", "trainer"),
+        ("trainr.steps=2", "trainer.steps"),
+        ("actor.lr=1e-5", "actor.optimizer.lr"),
+        ("critic.tp=2", "critic.parallel.tp"),
+        ("trainer.seed=2", "run.seed"),
+        ("rewrd.kwargs.x=1", "reward.kwargs"),
+        ("trainr={}", "trainer"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "rollout.tp"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.parallel.tp"),
+        ("actor_rollout_ref.actor.optim.lr=1e-5", "actor.optimizer.lr"),
+        ("critic.optim.lr=1e-5", "critic.optimizer.lr"),
+        ("data.train_batch_size=8", "trainer.prompts_per_step"),
+        ("n-samples-per-prompt=8", "rollout.samples_per_prompt"),
+        ("num_generations=8", "rollout.samples_per_prompt"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal: str, override: str, suggested: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key .*did you mean {suggested}\?"):
         load_config(minimal, [override])
+
+
+def test_names_of_other_trainers_lead_to_keys_of_ours() -> None:
+    assert set(ALIASES.values()) <= set(known_keys())
+    assert not set(ALIASES) & set(known_keys())
+
+
+def test_a_key_of_a_file_is_named_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL + "actor_rollout_ref: {rollout: {n: 8, name: vllm}}\n")
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.n; did you mean rollout\.samples_per_prompt"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer.steps", "=", "3"],
+        ["trainer.steps", "=3"],
+        ["trainer.steps=", "3"],
+        ["run.seed=1", "trainer.steps = 3"],
+        ["run.seed=1", "trainer.steps", "=", "3", "rollout.tp=1"],
+    ],
+)
+def test_blanks_around_the_equals_sign_get_a_hint(minimal: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^write trainer\.steps=3 without blanks around =$"):
+        load_config(minimal, words)
+
+
+def test_words_that_are_no_overrides_are_told_the_form(minimal: str) -> None:
+    for word in ("trainer.steps", "=3"):
+        with pytest.raises(ConfigError, match="must have the form key=value"):
+            load_config(minimal, [word])
+    assert load_config(minimal, ["data.plain_template=a = b {prompt}"]).data.plain_template == "a = b {prompt}"
 
 
 @pytest.mark.parametrize("override", ["trainer.steps=many", "actor.parallel.tp=1.5", "rollout.temperature=[1]"])
@@ -95,6 +144,7 @@ def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Pat
     write_resolved(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "resolved.yaml"]
+    assert stat.S_IMODE((tmp_path / "resolved.yaml").stat().st_mode) == 0o600
 
 
 def test_every_key_that_outside_checks_set_exists() -> None:

@@ -27,7 +27,7 @@ def base(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.lora.rank=-1"], r"^actor\.lora\.rank=-1 must be 0 \(no adapters\) or more"),
+        (["actor.lora.rank=-1"], r"^actor\.lora\.rank=-1 must be 0 or more"),
         (["actor.lora.alpha=8"], r"^actor\.lora\.alpha=8\.0 has no effect.*set actor\.lora\.rank above 0"),
         (["actor.lora.rslora=true"], r"^actor\.lora\.rslora=True has no effect"),
         (["actor.lora.target_modules=[q_proj]"], r"^actor\.lora\.target_modules=\['q_proj'\] has no effect"),

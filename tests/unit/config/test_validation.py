@@ -49,8 +49,12 @@ def base(tmp_path: Path) -> str:
         (["actor.tokens_per_microbatch=1023"], "actor.tokens_per_microbatch=1023 must be at least"),
         (["actor.parallel.cp=2", "actor.tokens_per_microbatch=4098"], "multiple of 2 x actor.parallel.cp = 4"),
         (["trainer.steps=0"], "trainer.steps"),
+        (["reward.max_error_fraction=1.5"], "reward.max_error_fraction=1.5 must be at most 1"),
+        (["reward.max_error_fraction=-0.1"], "reward.max_error_fraction=-0.1 must be 0 or more"),
         (["rollout.temperature=-1"], "rollout.temperature"),
         (["rollout.top_p=1.5"], "rollout.top_p"),
+        (["rollout.temperature=0"], "algorithm.advantage=grpo learns from their differences; set rollout.temperature"),
+        (["rollout.temperature=0", "algorithm.advantage=remax"], "rollout.temperature=0 makes all samples of a prompt"),
         (["rollout.engine=trtllm"], "rollout.engine"),
         (["model.dtype=float8"], "model.dtype"),
         (["model.hf_path=/nowhere"], "model.hf_path"),
@@ -122,6 +126,11 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
         validate(load_config(base, overrides))
     model_of(tmp_path, **{"num_experts": None, key: 8})
     validate(load_config(base, overrides))
+
+
+def test_greedy_samples_are_allowed_where_none_are_compared(base: str) -> None:
+    validate(load_config(base, ["rollout.temperature=0", "algorithm.advantage=reinforce_plus_plus"]))
+    validate(load_config(base, ["rollout.temperature=0", "algorithm.policy_loss.name=sft"]))
 
 
 def test_sampled_validation_passes(base: str) -> None:

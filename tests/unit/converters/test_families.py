@@ -13,9 +13,9 @@ from safetensors import safe_open
 
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
-from model_converters.hf_config import Rotary
 from model_converters.layout import TrainLayout
 from model_converters.plan import check_complete, export_plan
+from model_converters.rotary import Rotary
 from model_converters.table import bind
 from tests.exported import export_through
 from tests.tiny_models import LLAMA3
@@ -190,7 +190,7 @@ def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised,
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope type 'llama3' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_theta": None}, "neither rope_theta nor"),
+        ({"rope_theta": None}, "rope_theta is null; it must be a number above 0"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"use_sliding_window": True, "sliding_window": 32}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model_converters.errors import ConversionError
-from model_converters.side_files import copy_side_files
+from model_converters.side_files import HF_FOLDER, copy_side_files, side_files_in
 
 
 def test_files_of_the_model_are_copied_and_no_others(tmp_path: Path) -> None:
@@ -34,3 +34,12 @@ def test_a_configuration_at_hand_replaces_the_file_or_its_absence(tmp_path: Path
         assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"model_type": "qwen3"}
         source.mkdir(exist_ok=True)
         (source / "config.json").write_text("{}")
+
+
+def test_a_checkpoint_keeps_them_where_nobody_looks_for_a_model_and_an_older_one_where_it_has_them(
+    tmp_path: Path,
+) -> None:
+    assert HF_FOLDER == "config_and_tokenizer"
+    assert side_files_in(tmp_path) == tmp_path / HF_FOLDER
+    (tmp_path / "hf").mkdir()
+    assert side_files_in(tmp_path) == tmp_path / "hf"

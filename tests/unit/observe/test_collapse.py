@@ -61,3 +61,11 @@ def test_missing_and_null_figures_say_nothing() -> None:
 
 def test_a_critic_that_has_just_begun_may_be_bad() -> None:
     assert CollapseSigns().look(5, {"critic/explained_variance": -3.0}) == []
+
+
+def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
+    signs = CollapseSigns(())
+    first = [line for step in range(1, 31) for line in signs.look(step, HEALTHY)]
+    assert first == []
+    (line,) = signs.look(31, HEALTHY | {"actor/entropy": 0.0, "rollout/logp_diff_mean": 9.0, "actor/grad_norm": 30.0})
+    assert "30 times the median" in line

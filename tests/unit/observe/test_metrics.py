@@ -48,21 +48,22 @@ def test_a_line_torn_at_any_byte_costs_that_line_only(tmp_path):
         assert [strict(line)["step"] for line in log.path.read_text().splitlines()] == [0, 1, 2]
 
 
-def test_truncation_keeps_up_to_the_step_and_leaves_nothing_behind(tmp_path):
+def test_moving_keeps_up_to_the_step_and_leaves_nothing_else_behind(tmp_path):
     log = log_of(tmp_path, steps=6)
     before = log.read()
-    assert log.truncate_after(3) == 2
+    log.move_after(3, tmp_path / "moved.jsonl")
     assert log.read() == before[:4]
-    assert log.truncate_after(3) == 0
+    assert read_metrics(tmp_path / "moved.jsonl") == before[4:]
+    assert not log.holds_after(3)
     log.append(4, {"reward/mean": 1.0})
     assert [record["step"] for record in log.read()] == [0, 1, 2, 3, 4]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
-def test_truncation_to_before_the_first_step_empties_the_log(tmp_path):
+def test_nothing_to_move_makes_no_file(tmp_path):
     log = log_of(tmp_path)
-    assert log.truncate_after(-1) == 3
-    assert log.read() == []
+    log.move_after(2, tmp_path / "moved.jsonl")
+    assert not (tmp_path / "moved.jsonl").exists()
 
 
 def test_damage_in_the_middle_is_named_not_skipped(tmp_path):

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from mcore_rl.observe.progress import Progress, step_line
+from mcore_rl.observe.progress import Progress, clock, step_line
 
 METRICS = {
     "reward/mean": 0.41249,
@@ -36,7 +36,24 @@ def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_step():
     with Progress(2, stream=stream) as progress:
         progress.update(1, METRICS)
         progress.update(2, {"val/accuracy": 0.5})
-    assert stream.getvalue() == step_line(1, 2, METRICS) + "\nstep 2/2  accuracy 0.500\n"
+    assert stream.getvalue() == step_line(1, 2, METRICS, seconds_left=0) + "\nstep 2/2  accuracy 0.500\n"
+
+
+def test_the_time_left_is_that_of_the_steps_of_this_process(monkeypatch):
+    times = iter([100.0, 130.0, 150.0])  # the start, and the ends of steps 5 and 6
+    monkeypatch.setattr("mcore_rl.observe.progress.time.monotonic", lambda: next(times))
+    stream = io.StringIO()
+    progress = Progress(64, first_step=4, stream=stream)
+    progress.update(5, {})
+    progress.update(6, {})
+    assert [line.rpartition("  ")[2] for line in stream.getvalue().splitlines()] == ["left 29:30", "left 24:10"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(9, "0:09"), (59.7, "1:00"), (3600, "1:00:00"), (86400 * 2 + 3 * 3600 + 300, "2 d 3:05:00")]
+)
+def test_seconds_are_shown_as_a_clock(seconds, shown):
+    assert clock(seconds) == shown
 
 
 def test_a_terminal_gets_the_same_lines_and_a_bar_that_ends(monkeypatch):

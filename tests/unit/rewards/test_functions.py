@@ -56,7 +56,6 @@ def test_dataclasses_in_a_reward_file_work(tmp_path):
         (None, "mine.py:f", "there is no file"),
         ("", "mine.py:f", "has no function f"),
         ("f = 3", "mine.py:f", "must be a plain function, not int"),
-        ("async def f(**kwargs): return 1", "mine.py:f", "must be a plain function"),
         ("import does_not_exist_at_all", "mine.py:f", "does not import: ModuleNotFoundError: No module named"),
         ("def f(:", "mine.py:f", "does not import: SyntaxError"),
         ("raise SystemExit(3)", "mine.py:f", "does not import: SystemExit: 3"),
@@ -103,6 +102,7 @@ def test_keywords_that_a_function_does_not_take_are_refused(tmp_path):
         ({"score": -1.0, "acc": False}, -1.0, 0.0),
         ({"score": 0.3}, 0.3, 0.3),
         ({"score": 0.3, "acc": None, "pred": "x"}, 0.3, 0.3),
+        ({"score": 1.0, "acc": 0.5, "format": 0.25}, 1.0, 0.5),
     ],
 )
 def test_numbers_and_dicts_become_scores(result, reward, accuracy):
@@ -118,6 +118,52 @@ def test_nonsense_is_an_error_of_that_sample(result):
     score = score_of(result)
     assert score.error
     assert (score.reward, score.accuracy) == (0.0, 0.0)
+
+
+def test_what_else_a_dict_holds_are_parts_under_names_that_nothing_of_ours_has():
+    score = score_of(
+        {
+            "score": 1,
+            "acc": True,
+            "format": np.float32(0.5),
+            "ok": True,
+            "pred": "4\ud83d2",
+            "steps": [1, 2],
+            "nothing": None,
+            "limit": math.inf,
+            "huge": 10**5000,
+            "mean": 3,
+            "prompt": "p",
+            7: 8,
+        }
+    )
+    assert score.parts == {
+        "format": 0.5,
+        "ok": 1.0,
+        "pred": "4\\ud83d2",
+        "steps": "[1, 2]",
+        "limit": "inf",
+        "huge": "<int>",
+        "mean_part": 3.0,
+        "prompt_part": "p",
+        "7": 8.0,
+    }
+    assert len(score_of({"score": 1, "long": "x" * 10**6}).parts["long"]) == 2000
+    assert score_of(0.5).parts == {}
+
+
+def test_an_async_function_keeps_what_belongs_to_its_loop(tmp_path):
+    path = written(
+        tmp_path,
+        "import asyncio\nlock = asyncio.Lock()\nhome = []\n"
+        "async def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    async with lock:\n"
+        "        await asyncio.sleep(0)\n"
+        "    home.append(asyncio.get_running_loop())\n"
+        "    return {'score': float(home[0] is home[-1]), 'calls': len(home)}\n",
+    )
+    grade = load_grader(RewardConfig(function=f"{path}:f"))
+    assert [(score.reward, score.parts["calls"]) for score in (grade(SAMPLE), grade(SAMPLE))] == [(1, 1), (1, 2)]
 
 
 def test_the_builtin_gives_the_configured_rewards_and_plain_accuracy():

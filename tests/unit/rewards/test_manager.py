@@ -22,7 +22,7 @@ from mcore_rl.types import Prompt
 
 ROOT = Path(__file__).parents[3]
 GRADERS = """
-import collections, ctypes, itertools, os, subprocess, sys, time
+import asyncio, collections, ctypes, itertools, os, subprocess, sys, time
 
 def hang_in_c():
     collections.deque(itertools.repeat(0), maxlen=0)  # never looks at signals
@@ -71,6 +71,18 @@ def grade(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str in ACTIONS:
         return ACTIONS[solution_str]()
     return float(solution_str)
+
+async def grade_later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    if solution_str == "wait":
+        await asyncio.sleep(1000)  # where it waits
+    if solution_str == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    return grade(data_source, solution_str, ground_truth)
 """
 EXPECTED = {
     "raise": "ZeroDivisionError: division by zero",
@@ -159,6 +171,36 @@ def test_graders_that_misbehave_cost_their_own_sample_only(graders):
                 assert (scores[key].reward, scores[key].accuracy) == (0.0, 0.0)
             else:
                 assert (scores[key].reward, scores[key].error) == (float(text), None)
+
+
+def test_an_async_function_has_the_same_limits(graders):
+    config = RewardConfig(function=graders.replace(":grade", ":grade_later"), timeout_seconds=0.4)
+    texts = ["1", "wait", "2", "raise", "loop", "3", "stubborn", "exit", "4"]
+    with RewardManager(config, max_response_tokens=10) as manager:
+        manager.wait_ready()
+        for key, text in enumerate(texts):
+            manager.submit(key, prompt(), text, 1)
+        scores = manager.collect()
+    failed = {text: scores[key].error for key, text in enumerate(texts) if scores[key].error is not None}
+    assert failed.keys() == {"wait", "raise", "loop", "stubborn", "exit"}
+    for text in ("wait", "loop", "stubborn"):
+        assert "did not finish within reward.timeout_seconds=0.4" in failed[text]
+    assert [score.reward for _, score in sorted(scores.items()) if score.error is None] == [1, 2, 3, 4]
+    line = next(i for i, line in enumerate(GRADERS.splitlines(), 1) if "where it waits" in line)
+    assert f'graders.py", line {line}, in grade_later' in scores[1].traceback
+
+
+def test_the_first_failure_of_a_batch_says_where_it_raised(graders):
+    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+        for key in range(20):
+            manager.submit(key, prompt(), "raise" if key % 2 else "1", 1)
+        scores = manager.collect()
+    shown = [scores[key].traceback for key in range(20) if scores[key].traceback]
+    assert 1 <= len(shown) < 10  # of ten
+    lines = shown[0].splitlines()
+    assert lines[0].startswith("Traceback")
+    assert "graders.py" in lines[1]  # none of our own calls before it
+    assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):

@@ -11,9 +11,8 @@ import pytest
 from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.collector import Groups, RolloutCollector
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars
+from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.types import Groups, RolloutScalars, RolloutTask
 
 SAMPLES = 4
 
@@ -74,6 +73,24 @@ def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: Any
         records_dir=tmp_path,
     )
     return collector.collect(1), pool
+
+
+def test_what_could_not_be_graded_is_looked_at_once_a_step_in_every_response_and_after_they_are_recorded(
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    class Failures:
+        def check(self, graded: Any, what: str, records: str) -> None:
+            assert (tmp_path / Path(records).name).exists()
+            seen.append((sum(len(part.rewards) for part in graded), what))
+
+    collector = RolloutCollector(
+        ScriptedPool(lambda row: row % 2 == 0, 3), CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
+        DynamicSamplingConfig(enable=True), groups_with_variance, 8, 1, tmp_path, True, Failures(),
+    )  # fmt: skip
+    groups = collector.collect(1)
+    assert seen == [(groups.groups_drawn * SAMPLES + 8, "step 1")]
 
 
 def test_greedy_responses_go_to_the_kept_groups_only_under_their_ids(tmp_path: Path) -> None:

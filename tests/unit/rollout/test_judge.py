@@ -20,8 +20,17 @@ from mcore_rl.rollout.judge_scores import score_reader
 from mcore_rl.rollout.judge_worker import JudgeWorker, shares
 from mcore_rl.rollout.records import amend_part
 from mcore_rl.rollout.task_parts import join_scores
-from mcore_rl.rollout.worker import RolloutTask, pack_trajectories
-from mcore_rl.types import Completion, GenerationRequest, Mean, Prompt, RolloutScalars, SamplingOptions, merge_metrics
+from mcore_rl.rollout.worker import pack_trajectories
+from mcore_rl.types import (
+    Completion,
+    GenerationRequest,
+    Mean,
+    Prompt,
+    RolloutScalars,
+    RolloutTask,
+    SamplingOptions,
+    merge_metrics,
+)
 from tests.unit.data.conftest import byte_tokenizer
 
 CONFIG = JudgeConfig(template="{prompt}={response}", unparsable=-1, max_prompt_tokens=12)

@@ -12,8 +12,7 @@ import pytest
 
 from mcore_rl.rollout.records import amend_part
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 
 def task(name: str, groups: list[int]) -> RolloutTask:

@@ -7,8 +7,7 @@ import pytest
 
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.rollout.task_parts import join_scores, split_tasks
-from mcore_rl.rollout.worker import RolloutTask
-from mcore_rl.types import RolloutScalars, SamplingOptions
+from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 SAMPLES = 2
 

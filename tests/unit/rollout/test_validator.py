@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import RewardError
 from mcore_rl.rollout.validator import RolloutValidator
-from mcore_rl.rollout.worker import RolloutTask, RolloutWorker
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, SamplingOptions, Score
+from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
 
 NUM_PROMPTS = 5
 
@@ -41,7 +42,8 @@ class ParityRewarder:
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
         right = int(response_text[-1]) % 2 == 0
-        self.scores[key] = Score(1.0 if right else -1.0, float(right))
+        parts = {f"of_row_{prompt.row}": float(key), "right": float(right)}
+        self.scores[key] = Score(1.0 if right else -1.0, float(right), parts=parts)
 
     def collect(self) -> dict[int, Score]:
         scores, self.scores = self.scores, {}
@@ -111,6 +113,27 @@ def test_the_same_seeds_at_every_step_and_on_any_number_of_engines(tmp_path: Pat
     _, records, _ = validate(tmp_path, **SAMPLED)
     _, again, _ = validate(tmp_path / "other", **change, **SAMPLED)
     assert [record["response"] for record in records] == [record["response"] for record in again]
+
+
+def test_parts_of_scores_are_joined_where_engines_have_others(tmp_path: Path) -> None:
+    scalars, records, _ = validate(tmp_path, num_engines=2)
+    assert scalars.parts["right"].tolist() == scalars.accuracies.tolist()
+    for row in range(NUM_PROMPTS):
+        assert np.flatnonzero(~np.isnan(scalars.parts[f"of_row_{row}"])).tolist() == [row]
+        assert records[row][f"of_row_{row}"] == scalars.parts[f"of_row_{row}"][row]
+
+
+def test_too_many_failures_end_the_run_and_are_recorded_before(tmp_path: Path) -> None:
+    class Failing:
+        def check(self, graded: Sequence[RolloutScalars], what: str, records: str) -> None:
+            assert sum(len(part.rewards) for part in graded) == NUM_PROMPTS
+            assert (tmp_path.parent / records.replace("rollouts", tmp_path.name)).exists()
+            raise RewardError(what)
+
+    validator = RolloutValidator(WorkerPool(2), NUM_PROMPTS, RolloutConfig(max_response_tokens=9), 1, tmp_path)
+    validator.failures = Failing()  # type: ignore[assignment]
+    with pytest.raises(RewardError, match=r"data\.val after step 4"):
+        validator.validate(4)
 
 
 def test_another_run_seed_draws_other_samples(tmp_path: Path) -> None:

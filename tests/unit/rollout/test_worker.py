@@ -13,9 +13,10 @@ import pytest
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
+from mcore_rl.rewards.functions import TAKEN
 from mcore_rl.rollout.records import add_fields, amend_part
-from mcore_rl.rollout.worker import RolloutTask, RolloutWorker, pack_trajectories, request_seeds
-from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions, Score
+from mcore_rl.rollout.worker import RolloutWorker, pack_trajectories, request_seeds
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
 
 
 class BackwardsEngine:
@@ -39,8 +40,9 @@ class LengthRewarder:
         self.scores: dict[int, Score] = {}
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
-        failed = response_tokens == 3
-        self.scores[key] = Score(0.0, 0.0, "raised") if failed else Score(float(response_tokens), 1.0)
+        parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
+        good = Score(float(response_tokens), 1.0, parts=parts)
+        self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
 
     def collect(self) -> dict[int, Score]:
         scores, self.scores = self.scores, {}
@@ -95,6 +97,23 @@ def test_clipped_marks_responses_that_hit_the_limit_and_errors_keep_their_place(
     assert scalars.clipped.tolist() == [1, 1, 0, 0]
     assert scalars.rewards.tolist() == [4, 4, 0, 0]
     assert scalars.errors == ((2, "raised"), (3, "raised"))
+    assert scalars.traceback == "at 2"
+
+
+def test_parts_of_a_score_are_recorded_and_those_that_are_numbers_stay_with_the_responses(tmp_path: Path) -> None:
+    _, scalars = run(tmp_path, rows=[3, 2, 0], group_ids=[0, 1, 2], samples=1)
+    assert scalars.parts.keys() == {"half", "long"}
+    np.testing.assert_array_equal(scalars.parts["half"], [2, np.nan, 0.5])
+    np.testing.assert_array_equal(scalars.parts["long"], [1, np.nan, np.nan])
+    records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert [record.get("half") for record in records] == [2, None, 0.5]
+    assert records[0]["said"] == records[0]["response"]
+
+
+def test_no_part_of_a_score_can_have_the_name_of_a_field(tmp_path: Path) -> None:
+    run(tmp_path, rows=[0], group_ids=[0])
+    (record, *_) = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert record.keys() - {"half", "said"} <= TAKEN
 
 
 def test_one_record_per_response_with_the_promised_keys(tmp_path: Path) -> None:

@@ -1,39 +1,124 @@
-"""A stop that arrives where its exception is swallowed still stops the run."""
+"""A signal to stop waits for the step under way, once; a stop that arrives where its exception is swallowed still
+stops the run."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from mcore_rl.runtime import health
+from mcore_rl.errors import ClusterDiedError
+from mcore_rl.runtime import stops
+from mcore_rl.runtime.daemons import Daemons
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.stops import STOPS
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    yield
-    health.forget_signals()
+def _listening() -> Iterator[None]:
+    with STOPS.listening():
+        yield
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every signal counts as one of its own, however soon it comes."""
+    monkeypatch.setattr(stops, "SECONDS_OF_ONE_STOP", 0.0)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_first_signal_waits_for_the_step_and_says_how_to_stop_at_once(
+    number: int, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    STOPS.begin(7)
+    assert not STOPS.requested()
+    send(number)
+    assert STOPS.requested()
+    assert Watch().get([]) == []
+    assert capfd.readouterr().err == "finishing step 7, then saving; once more stops at once\n"
+    assert STOPS.exit_code() == code
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_second_signal_stops_at_once() -> None:
+    STOPS.begin(7)
+    send(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+    assert STOPS.exit_code() == 143
+
+
+def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one() -> None:
+    STOPS.begin(7)
+    send(signal.SIGTERM)
+    send(signal.SIGTERM)
+    assert STOPS.requested()
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_first_signal_after_a_request_to_save_waits_too() -> None:
+    STOPS.begin(7)
+    send(signal.SIGUSR1)
+    send(signal.SIGTERM)
+    assert STOPS.exit_code() == 143
+
+
+def test_before_the_first_step_a_signal_ends_the_run() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+    assert STOPS.exit_code() == 143
 
 
 def test_a_swallowed_interrupt_comes_back_at_the_next_wait_once() -> None:
     with pytest.raises(KeyboardInterrupt, match="signal 15"):
-        health.interrupt(signal.SIGTERM, None)  # as if a callback had caught it
+        send(signal.SIGTERM)  # as if a callback had caught it
     with pytest.raises(KeyboardInterrupt, match="signal 15"):
-        health.Watch().get(["a reference that is never looked at"])
-    assert health.Watch().get([]) == []
+        Watch().get(["a reference that is never looked at"])
+    assert Watch().get([]) == []
 
 
-def test_a_request_to_stop_interrupts_nothing_and_stays() -> None:
-    assert not health.stop_requested()
-    health.request_stop(signal.SIGUSR1, None)
-    assert health.Watch().get([]) == []
-    assert health.stop_requested()
-    assert health.stop_requested()
+def test_a_request_to_save_and_stop_interrupts_nothing_and_stays() -> None:
+    for _ in range(2):
+        send(signal.SIGUSR1)
+        assert Watch().get([]) == []
+        assert STOPS.requested()
+    assert STOPS.exit_code() == os.EX_TEMPFAIL
 
 
-def test_a_new_run_does_not_inherit_an_interrupt() -> None:
+def test_a_new_run_does_not_inherit_a_stop() -> None:
+    STOPS.begin(7)
+    send(signal.SIGINT)
+    with STOPS.listening():
+        assert not STOPS.requested()
+        with pytest.raises(KeyboardInterrupt):  # nor the step
+            send(signal.SIGINT)
+
+
+def ended() -> Daemons:
+    """A cluster whose GCS has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    seen = psutil.Process(process.pid)
+    process.wait()
+    return Daemons({"gcs_server": seen})
+
+
+def test_a_run_whose_cluster_has_gone_does_not_wait_for_it() -> None:
+    with pytest.raises(ClusterDiedError, match="gcs_server"):
+        Watch(daemons=ended()).get(["a reference that is never looked at"])
+
+
+def test_a_cluster_that_a_signal_to_all_processes_has_ended_is_a_stop_and_no_failure() -> None:
+    STOPS.begin(7)
+    send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        health.interrupt(signal.SIGINT, None)
-    health.forget_signals()
-    assert not health._signals
+        Watch(daemons=ended()).get(["a reference that is never looked at"])
+    assert STOPS.exit_code() == 143

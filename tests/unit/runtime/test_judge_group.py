@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rollout.judge_worker import Share
-from mcore_rl.rollout.worker import RolloutTask
 from mcore_rl.runtime.judge import JudgeGroup
-from mcore_rl.types import Mean, Metric, RolloutScalars, SamplingOptions
+from mcore_rl.types import Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 
 
 @dataclass

@@ -111,5 +111,18 @@ def test_a_failed_training_run_ends_the_demo_with_its_exit_code(
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize(("name", "code"), [("INT", 130), ("TERM", 143)])
+def test_a_signal_is_passed_to_the_run_which_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    command = tmp_path / "mcore-rl"
+    command.write_text(f"#!/bin/sh\ntrap 'exit {code}' {name}\nkill -{name} $PPID\nwhile :; do sleep 0.1; done\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(demo.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SystemExit) as stopped:
+        demo.train(["x.yaml"])
+    assert stopped.value.code == code
+
+
 def test_names_of_tasks_agree() -> None:
     assert set(demo.DEMOS) == set(demo_task.TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config
+from mcore_rl.cli import main
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.slurm.checks import seconds
+from mcore_rl.slurm.checks import looks_secret, seconds
 from mcore_rl.slurm.script import render_job
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +124,9 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
         ({"container": "pyxis"}, "slurm.container_image"),
         ({"container_mounts": ["/a"]}, "slurm.container_mounts"),
         ({"environment": {"A-B": "1"}}, "slurm.environment"),
+        ({"environment": {"HF_TOKEN": "1"}}, r"slurm\.environment\.HF_TOKEN .* slurm\.pass_environment=\[HF_TOKEN\]"),
+        ({"pass_environment": ["A B"]}, "slurm.pass_environment"),
+        ({"pass_environment": ["A"], "environment": {"A": "1"}}, r"slurm\.environment\.A .*slurm\.pass_environment"),
         ({"job_name": "two\nlines"}, "slurm.job_name"),
         ({"extra": ["constraint=x"]}, "slurm.extra"),
         ({"cpus_per_node": 0}, "slurm.cpus_per_node"),
@@ -132,6 +136,16 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
 def test_what_cannot_become_a_job_is_refused_by_its_key(change: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         render_job(config(**change), "c.yaml")
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PASSWORD", "SSH_PASSPHRASE"])
+def test_secrets_are_known_by_their_names(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "RAY_AUTH_TOKEN_PATH", "MAX_TOKENS", "KEYS"])
+def test_other_variables_are_not_taken_for_secrets(name: str) -> None:
+    assert not looks_secret(name)
 
 
 def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
@@ -146,12 +160,55 @@ def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
-def test_ready_scripts_are_what_their_command_renders_now(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_scripts_are_what_their_command_renders_now(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     script = path.read_text()
     command = shlex.split(script.splitlines()[1].removeprefix("# Rendered by: "))
-    assert command[:2] == ["mcore-rl", "slurm"]
-    assert render_job(load_config(command[2], command[3:]), command[2], command[3:]) == script
+    # They are of runs on several nodes, which this version refuses.
+    assert command[:3] == ["mcore-rl", "slurm", "--force"]
+    assert main(command[1:]) == 0
+    assert capsys.readouterr().out == script
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Words of a verb on a configuration whose files are all there."""
+    (tmp_path / "model").mkdir()
+    hf = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "t.jsonl").touch()
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {{dir: x}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: {tmp_path}/t.jsonl}}\n")
+    return [str(path), "cluster.device=cuda"]
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("cluster.nodes=2", "cluster.nodes=2: weights go through shared memory, which ends at the host"),
+        ("rollout.engine=sglang", "rollout.engine=sglang is not available"),
+        ("data.val=nowhere.jsonl", "data.val: there is no file nowhere.jsonl"),
+        ("model.hf_path=configs/models/DeepSeek-V3", "model.hf_path=configs/models/DeepSeek-V3: no safetensors there"),
+        ("model.tokenizer_path=nowhere", "model.tokenizer_path=nowhere does not exist"),
+        ("judge={hf_path: m, template: nowhere.txt}", "judge.template=nowhere.txt cannot be read"),
+    ],
+)
+def test_a_job_that_is_certain_to_be_refused_is_rendered_by_force_alone(
+    small: list[str], override: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["slurm", *small, override]) == 2
+    printed = capsys.readouterr()
+    assert reason in printed.err
+    assert "--force renders it all the same" in printed.err
+    assert printed.out == ""
+    assert main(["slurm", *small, override, "--force"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("#!/usr/bin/env bash\n# Rendered by: mcore-rl slurm --force")
+    assert f"note: {reason}" in printed.err
 
 
 def test_there_are_ready_scripts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, NonFiniteError
-from mcore_rl.trainer.batches import batch_builder
+from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.trainer.batches import batch_builder, describe
 from mcore_rl.types import RolloutScalars
 
 
@@ -64,6 +66,15 @@ def test_the_greedy_response_of_its_own_group_is_the_baseline():
     groups = Groups(scalars, (np.arange(2), np.arange(2)), (None, None), (greedy,))
     settings = replace(config("remax"), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
     assert batch_builder(settings, 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75, 0.25, 0]
+
+
+def test_no_part_of_a_score_can_have_the_name_of_a_figure():
+    groups = replace(one_group([1.0, 0.0], [3, 1]), greedy=one_group([1.0], [3]).scalars)
+    counts = {"groups_drawn": 1, "groups_dropped": 0, "batches": 1, "seconds_generating": 0.0, "seconds_grading": 0.0}
+    found = describe(SimpleNamespace(**vars(groups), **counts))
+    ours = {name.removeprefix("reward/") for name in found if name.startswith("reward/")}
+    assert ours
+    assert ours <= TAKEN
 
 
 def test_rewards_that_are_not_finite_name_their_responses():

@@ -61,6 +61,27 @@ def test_the_last_k_are_kept_and_the_newest_is_found_by_number(checkpoints: Chec
     assert (path / "weights.bin").exists()
 
 
+def test_the_best_are_kept_beside_the_last(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=2)
+    accuracies = {1: 0.5, 2: 0.7, 3: None, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.6}
+    for step in list(accuracies)[:5]:
+        checkpoints.save(step, {"accuracy": accuracies[step]}, start)
+    assert names(checkpoints) == ["step_2", "step_5"]
+    resumed = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
+    resumed.save(6, {"accuracy": accuracies[6]}, start)
+    assert names(resumed) == ["step_2", "step_6"]  # of two that are as good, the earlier
+    resumed.save(7, {"accuracy": accuracies[7]}, start, wait=False)
+    resumed.settle()
+    assert names(resumed) == ["step_2", "step_7"]
+
+
+def test_a_checkpoint_from_before_accuracies_were_kept_is_not_among_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
+    for step, state in ((1, {}), (2, {"accuracy": 0.1}), (3, {"accuracy": 0.0})):
+        checkpoints.save(step, state, start)
+    assert names(checkpoints) == ["step_2", "step_3"]
+
+
 def test_the_proof_lists_every_file_and_what_the_ranks_say(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {}, start)
     proof = json.loads((checkpoints.directory / "step_1" / "complete.json").read_text())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mcore_rl.trainer.diagnostics import describe_advantages, describe_groups, describe_lengths
-from mcore_rl.types import RolloutScalars
+from mcore_rl.trainer.diagnostics import describe_advantages, describe_groups, describe_lengths, describe_parts
+from mcore_rl.types import Mean, RolloutScalars
 
 # Four groups of two in two rollout calls, ids unsorted: both right, one right, none right, none right.
 GROUPS = [[7, 7, 3, 3], [5, 5, 4, 4]]
@@ -56,6 +58,13 @@ def test_a_side_without_answers_has_no_figures() -> None:
     wrong = scalars()[1:]
     assert "response_tokens/mean_right" not in describe_lengths(wrong)
     assert describe_groups([]) == describe_lengths([]) == {}
+
+
+def test_parts_of_scores_are_means_over_the_responses_that_have_them() -> None:
+    first, second = scalars()
+    parts = {"format": np.array([0.5, np.nan, 1, 0]), "none": np.full(4, np.nan), "rare": np.array([np.nan, 8, 2, 2])}
+    found = describe_parts("reward", [replace(first, parts=parts), replace(second, parts={"format": np.ones(4)})])
+    assert found == {"reward/format": Mean(5.5, 7), "reward/none": Mean(0.0, 0), "reward/rare": Mean(12.0, 3)}
 
 
 def test_advantages() -> None:

@@ -29,6 +29,7 @@ class Recorder:
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
         self.pending: dict[str, Any] = {}
         self.saves_last = False
+        self.under_way = 0
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -59,7 +60,10 @@ class Recorder:
 
     def validate(self, step: int) -> Any:
         self.note(f"validate {step}")
-        return SimpleNamespace(accuracies=np.ones(2), rewards=np.ones(2), response_tokens=np.ones(2), scores={})
+        ones, parts = np.ones(2), {"format": np.array([0.5, np.nan])}
+        return SimpleNamespace(
+            accuracies=ones, rewards=ones, response_tokens=ones, scores={}, errors=((1, "raised"),), parts=parts
+        )
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
         self.note("start save" if snapshot else "save")
@@ -82,6 +86,12 @@ class Recorder:
         self.note(f"resume after {step}")
 
     def close(self) -> None: ...
+
+    def begin(self, step: int) -> None:
+        self.under_way = step
+
+    def requested(self) -> bool:
+        return self.stop_at is not None and self.stop_at in self.calls
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -121,11 +131,11 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
         validator=part,
         journal=part,
         checkpoints=Checkpoints(tmp_path / "checkpoints", 2),
-        forget_after=lambda step: part.note(f"forget after {step}"),
+        remove_unfinished=lambda: part.note("remove unfinished"),
         positions={"sampler": part},
         batch_of=lambda groups, step, version: step,  # type: ignore[arg-type, return-value]
         describe=lambda groups: {},
-        stop_requested=lambda: part.stop_at is not None and part.stop_at in part.calls,
+        stops=part,
     )
 
 
@@ -133,11 +143,12 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     part = Recorder()
     train(make(tmp_path, 3, part))
     assert part.calls == [
-        *("resume after -1", "forget after -1", "publish 0", "validate 0", "figures 0"),
+        *("remove unfinished", "resume after -1", "publish 0", "validate 0", "figures 0"),
         *("collect 1", "logp 1", "update 1", "publish 1", "figures 1"),
         *("collect 2", "logp 2", "update 2", "publish 2", "validate 2", "figures 2", "save"),
         *("collect 3", "logp 3", "update 3", "publish 3", "verify", "validate 3", "figures 3", "save"),
     ]
+    assert (part.rows[3]["val/format"], part.rows[3]["val/errors"]) == (0.5, 1)
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
 
@@ -191,11 +202,29 @@ def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(t
     assert resumed.position == whole.position
 
 
+def test_a_checkpoint_knows_the_accuracy_of_its_step_where_that_was_validated(tmp_path: Path) -> None:
+    run = make(tmp_path, 4, Recorder(), every=1)
+    run.checkpoints.keep_last = 4
+    train(run)
+    states = [run.checkpoints.read(tmp_path / "checkpoints" / f"step_{step}")[0] for step in (1, 2, 3, 4)]
+    assert [state["accuracy"] for state in states] == [None, 1.0, None, 1.0]
+
+
+def test_each_step_is_under_way_until_the_next_begins(tmp_path: Path) -> None:
+    part = Recorder()
+    seen: list[int] = []
+    run = make(tmp_path, 3, part)
+    run.describe = lambda groups: seen.append(part.under_way) or {}  # type: ignore[func-returns-value]
+    assert part.under_way == 0
+    train(run)
+    assert seen == [1, 2, 3]
+
+
 def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     again = Recorder()
     train(make(tmp_path, 2, again))
-    assert again.calls == ["load", "resume after 2", "forget after 2", "publish 2"]
+    assert again.calls == ["load", "remove unfinished", "resume after 2", "publish 2"]
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])

@@ -1,0 +1,125 @@
+"""Every key of the configuration, as `mcore-rl keys` tells it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+from omegaconf import MISSING
+
+from mcore_rl.config.fields import Leaf, leaves
+from mcore_rl.config.functions import FORM
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+WIDTH = 80
+UNITS = {
+    "gib_per_second": "GiB/s",
+    "bytes": "bytes",
+    "buckets": "buckets",
+    "cp": "ranks",
+    "cpus_per_node": "CPUs",
+    "engines": "engines",
+    "ep": "ranks",
+    "epochs": "passes",
+    "etp": "ranks",
+    "gib": "GiB",
+    "gpus_per_node": "slots",
+    "layers": "layers",
+    "mib": "MiB",
+    "nodes": "nodes",
+    "pp": "stages",
+    "ranks": "ranks",
+    "requests": "sequences",
+    "samples": "responses",
+    "samples_per_prompt": "responses",
+    "seconds": "seconds",
+    "steps": "steps",
+    "tflops": "TFLOP/s",
+    "tokens": "tokens",
+    "tp": "ranks",
+    "tokens_per_microbatch": "tokens",
+    "vpp": "chunks",
+}
+"""How names end -> the unit that they say; other units stand with their fields."""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """What is to be known of a key. `required`: there is no default; `choices` are all values but null."""
+
+    key: str
+    type: str
+    default: Any
+    required: bool
+    unit: str | None
+    range: str | None
+    choices: tuple[str, ...]
+    text: str
+
+    def shown(self) -> str:
+        """For a terminal: the key with its default and what it may be, below it the text."""
+        default = "" if self.required else f" = {_written(self.default)}"
+        facts = [self.type, "required" if self.required else None, self.unit, self.range, " | ".join(self.choices)]
+        head = f"{self.key}{default}  [{', '.join(fact for fact in facts if fact)}]"
+        lines = textwrap.wrap(head, WIDTH, subsequent_indent="      ", break_on_hyphens=False)
+        return "\n".join([*lines, textwrap.indent(textwrap.fill(self.text, WIDTH - 4), "    ")])
+
+
+def find_keys(word: str = "") -> list[KeyEntry]:
+    """Every key, or those that have `word` in their name or at the beginning of a word of their text.
+
+    Raises: ConfigError where there is none.
+    """
+    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    found = [entry for entry in map(_entry, leaves(Config())) if word.lower() in entry.key or begins.search(entry.text)]
+    if not found:
+        raise ConfigError(f"no key has {word!r} in its name or its text; `mcore-rl keys` lists all of them")
+    return found
+
+
+def _entry(leaf: Leaf) -> KeyEntry:
+    name = getattr(leaf.type, "__name__", str(leaf.type)) if isinstance(leaf.type, type) else str(leaf.type)
+    required = leaf.value == MISSING
+    unit = leaf.domain.unit or next(
+        (unit for end, unit in UNITS.items() if leaf.name == end or leaf.name.endswith(f"_{end}")), None
+    )
+    return KeyEntry(
+        leaf.key,
+        re.sub(r"\btyping\.", "", name),
+        None if required else leaf.value,
+        required,
+        unit,
+        leaf.domain.range,
+        (*leaf.domain.choices, FORM) if leaf.domain.function else leaf.domain.choices,
+        _text(type(leaf.section), leaf.name),
+    )
+
+
+def _text(section: type, name: str) -> str:
+    """The string under a field, of the class itself or of the one that it inherits the field from."""
+    return next((texts[name] for texts in map(_texts, section.__mro__[:-1]) if name in texts), "")
+
+
+@cache
+def _texts(section: type) -> dict[str, str]:
+    """Fields of a class that have a string under them; only the source has these strings."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for above, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(above.target, ast.Name)
+            found[above.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _written(value: Any) -> str:
+    """As in a configuration file."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")

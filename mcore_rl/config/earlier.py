@@ -1,0 +1,76 @@
+"""The configurations of a run directory: config.yaml of the last start, config.<n>.yaml of those before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from mcore_rl.config.load import YamlLoader, known_keys, write_resolved
+from mcore_rl.config.schema import Config
+from mcore_rl.config.unused import written
+
+CONFIG_FILE = "config.yaml"
+NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")
+"""Keys, and sections, that say where a run is started and nothing of what it does."""
+_UNKNOWN = object()
+
+
+def replace_config(config: Config, directory: Path) -> list[str]:
+    """Writes config.yaml. Where it says something else than the one that is there, that one stays as config.<n>.yaml;
+    returns the keys of the run that changed, as `key: old -> new`."""
+    path = directory / CONFIG_FILE
+    new = OmegaConf.to_yaml(OmegaConf.structured(config))
+    before = path.read_text(encoding="utf-8") if path.exists() else new
+    if before != new:
+        _keep(path, before)
+    write_resolved(config, path)
+    return [f"{key}: {old} -> {now}" for key, old, now in _changed(before, new) if not key.startswith(NOT_OF_THE_RUN)]
+
+
+def _keep(path: Path, text: str) -> None:
+    taken = {int(number): other for other in path.parent.glob("config.*.yaml") if (number := _number(other)).isdigit()}
+    last = max(taken, default=0)
+    if last and taken[last].read_text(encoding="utf-8") == text:
+        return  # kept already, by a start that ended before it wrote its own
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path.with_name(f"config.{last + 1}.yaml"))
+
+
+def _number(path: Path) -> str:
+    return path.name.removeprefix("config.").removesuffix(".yaml")
+
+
+def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
+    """Key, old and new value of what two resolved configurations say differently; a key that an older version did not
+    have had its default."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(Config))
+    old, now = _tree(before), _tree(new)
+    for key in known_keys():
+        value, was = _at(now, key), _at(old, key)
+        was = _at(defaults, key) if was is _UNKNOWN else was
+        if was != value:
+            yield key, written(was), written(value)
+
+
+def _tree(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=YamlLoader)
+    except yaml.YAMLError:
+        return {}
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return _UNKNOWN
+        tree = tree[part]
+    return tree

@@ -1,0 +1,129 @@
+"""What a key of the configuration may hold, kept with its field: `lr: float = setting(1e-6, minimum=0)`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from mcore_rl.config.functions import FORM, absolute_spec, names_function
+from mcore_rl.errors import ConfigError
+
+T = TypeVar("T")
+DOMAIN = "domain"
+"""Where a field's metadata has its Domain."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Values that a key may hold. The bounds `above` and `below` are themselves refused. `function`: also
+    module_or_file.py:name, a user's; `path`: of a file or directory."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    function: bool = False
+    path: bool = False
+    unit: str | None = None
+
+    @property
+    def range(self) -> str | None:
+        """The bounds in words."""
+        return " and ".join(words for words, _, _ in self._bounds()) or None
+
+    def demand(self, value: Any) -> str | None:
+        """What `value` would have to be and is not; None where it may stay."""
+        if isinstance(value, str):
+            known = not self.choices or value in self.choices or (self.function and names_function(value))
+            return None if known else self._listed()
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        if not math.isfinite(value):
+            return "a finite number"
+        return next((words for words, bound, holds in self._bounds() if not holds(value, bound)), None)
+
+    def _bounds(self) -> Iterator[tuple[str, float, Callable[[float, float], bool]]]:
+        if self.minimum is not None:
+            yield f"at least {self.minimum:g}" if self.minimum else "0 or more", self.minimum, operator.ge
+        if self.above is not None:
+            yield f"above {self.above:g}", self.above, operator.gt
+        if self.maximum is not None:
+            yield f"at most {self.maximum:g}", self.maximum, operator.le
+        if self.below is not None:
+            yield f"below {self.below:g}", self.below, operator.lt
+
+    def _listed(self) -> str:
+        return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else ''}"
+
+
+def setting(
+    default: T,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+    function: bool = False,
+    path: bool = False,
+    unit: str | None = None,
+) -> T:
+    """A dataclass field with a Domain."""
+    domain = Domain(minimum, above, maximum, below, choices, function, path, unit)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
+    return field(default=default, metadata={DOMAIN: domain})
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key and where its value is."""
+
+    key: str
+    section: Any
+    name: str
+    domain: Domain
+
+    @property
+    def value(self) -> Any:
+        return getattr(self.section, self.name)
+
+    @property
+    def type(self) -> Any:
+        return get_type_hints(type(self.section))[self.name]
+
+    @property
+    def may_be_null(self) -> bool:
+        return type(None) in get_args(self.type)
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+    """Every key of a dataclass of the schema and of the sections in it; keys begin with `prefix`."""
+    for each in fields(section):
+        value = getattr(section, each.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{each.name}.")
+        else:
+            yield Leaf(f"{prefix}{each.name}", section, each.name, each.metadata.get(DOMAIN, Domain()))
+
+
+def check_domains(section: Any, prefix: str = "") -> None:
+    """Raises: ConfigError for the first value that its key may not hold."""
+    for leaf in leaves(section, prefix):
+        if (demand := leaf.domain.demand(leaf.value)) is not None:
+            raise ConfigError(f"{leaf.key}={leaf.value} must be {demand}{', or null' if leaf.may_be_null else ''}")
+
+
+def make_paths_absolute(section: Any) -> None:
+    """Of every path and every user's file, as other processes need not run in this one's directory."""
+    for leaf in leaves(section):
+        if leaf.domain.path and leaf.value:
+            setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))
+        elif leaf.domain.function and leaf.value:
+            setattr(leaf.section, leaf.name, absolute_spec(leaf.value))

@@ -1,0 +1,155 @@
+"""Whether the policy on the ranks computes what transformers' model of the same directory does: a few tokens, before
+anything is trained. Transformers' model runs on the driver's CPU while the processes of the run start."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from mcore_rl.config.lora import uses_lora
+from mcore_rl.config.schema import Config
+from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.packing import SequenceCost
+from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.megatron.oracle import transformers_logits
+from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
+from model_converters.io import HFCheckpoint
+from model_converters.logits import too_large
+
+KEY = "model.check_logits"
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+"""Of the mean absolute difference of log-probabilities, in nats, by model.dtype; transformers computes in float32. A
+rotation, a norm or a router of another kind moves them by far more; a small change of a small constant hides in the
+rounding of bfloat16, but not in that of float32."""
+_NUM_SEQUENCES, _MAX_TOKENS = 2, 48
+
+logger = logging.getLogger(__name__)
+
+
+class ComparingRanks(Protocol):
+    """What is needed of the trainer ranks."""
+
+    def compare(self, batch: Batch) -> dict[str, Metric]: ...
+
+    def store(self, buffers: TrajectoryBuffers) -> BuffersRef: ...
+
+
+@contextlib.contextmanager
+def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterator[Callable[[ComparingRanks], None]]:
+    """Within the block transformers' model runs in a thread. The function that is yielded waits for it and compares.
+
+    Raises (the function): ConfigError naming the directory and by how much the two differ.
+    """
+    reason = _why_not(config)
+    if reason is not None:
+        logger.info("log-probabilities are not compared with transformers' (%s): %s", KEY, reason)
+        yield lambda ranks: None
+        return
+    with ThreadPoolExecutor(1) as pool:
+        expected = pool.submit(_expected, config, num_dp_ranks)
+        cut = UpdateCut(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
+        yield lambda ranks: _require_same(config, ranks, _batch(ranks, *expected.result(), cut))
+
+
+def _why_not(config: Config) -> str | None:
+    """Raises: ConfigError where the comparison is asked for and has no sense."""
+    mode, reason = config.model.check_logits, None
+    if mode == "never":
+        return "it is never"
+    if config.model.random_init:
+        reason = "model.random_init=true has no weights to compare"
+    elif uses_lora(config.actor) and config.actor.lora.path is not None:
+        reason = "the adapters of actor.lora.path are not in model.hf_path"
+    elif config.actor.fp8 != "none":
+        reason = f"actor.fp8={config.actor.fp8} rounds too much"
+    else:
+        with HFCheckpoint(config.model.hf_path) as source:
+            if source.block is not None:
+                reason = "transformers computes in FP8 where ranks have what the weights stand for"
+            elif mode == "auto":
+                return too_large(source)
+    if mode == "always" and reason is not None:
+        raise ConfigError(f"{KEY}=always, but {reason}; set it to auto")
+    return reason
+
+
+def _expected(config: Config, copies: int) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """Random tokens with transformers' log-probabilities of them, in the place of those of an engine; so often that
+    every data-parallel rank has some."""
+    sequences = _sequences(config)
+    try:
+        logits = transformers_logits(config.model.hf_path, sequences)
+    except CheckpointError as error:
+        raise ConfigError(f"model.hf_path: {error}; {KEY}=never starts all the same") from error
+    found = [
+        part[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        for part, tokens in zip(logits, sequences, strict=True)
+    ]
+    return _trajectories([tokens.numpy() for tokens in sequences] * copies, found * copies)
+
+
+def _sequences(config: Config) -> list[torch.Tensor]:
+    with HFCheckpoint(config.model.hf_path) as source:
+        fields = source.config
+    length = min(_MAX_TOKENS, config.actor.tokens_per_microbatch, fields["max_position_embeddings"])
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, fields["vocab_size"], (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
+
+
+def _trajectories(
+    sequences: Sequence[np.ndarray], logp: Sequence[np.ndarray]
+) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """A prompt of one token each; all others are a response."""
+    totals = np.array([len(tokens) for tokens in sequences], np.int32)
+    prompts, responses = np.ones(len(totals), np.int32), totals - 1
+    num_trained = int(responses.sum())
+    buffers = TrajectoryBuffers(
+        tokens=np.concatenate(sequences).astype(np.int32),
+        token_offsets=np.concatenate(([0], np.cumsum(totals, dtype=np.int64))),
+        prompt_tokens=prompts,
+        response_offsets=np.concatenate(([0], np.cumsum(responses, dtype=np.int64))),
+        logp_rollout=np.concatenate(logp).astype(np.float32),
+        versions=np.zeros(num_trained, np.int32),
+        trained=np.ones(num_trained, np.uint8),
+    )
+    scalars = RolloutScalars(
+        group_ids=np.arange(len(totals), dtype=np.int64),
+        prompt_rows=np.zeros(len(totals), np.int64),
+        total_tokens=totals,
+        response_tokens=responses,
+        trained_tokens=responses,
+        rewards=np.zeros(len(totals), np.float32),
+        accuracies=np.zeros(len(totals), np.float32),
+        clipped=np.zeros(len(totals), np.uint8),
+        version=0,
+    )
+    return buffers, scalars
+
+
+def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutScalars, cut: UpdateCut) -> Batch:
+    count = len(scalars.group_ids)
+    return build_batch(
+        [ranks.store(buffers)],
+        [scalars],
+        [np.arange(count)],
+        advantages=np.zeros(count, np.float32),
+        weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
+        cut=cut,
+    )
+
+
+def _require_same(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
+    found = ranks.compare(batch)
+    mean, largest = (found[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
+    if not mean <= TOLERANCE[config.model.dtype]:  # NaN is no agreement
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens are not those of transformers: "
+            f"they differ by {mean:.3g} nats on average, {largest:.3g} at most. Its config.json means something else "
+            f"there than here; {KEY}=never starts all the same"
+        )

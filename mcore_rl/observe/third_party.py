@@ -1,0 +1,75 @@
+"""What third parties say: into `logs/` of the run directory, so that the terminal has the run's own lines only."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OWN_LOGGERS = ("mcore_rl", "model_converters")
+
+
+class ThirdPartyLog:
+    """Keeps lines until the run directory is there, then writes them to logs/driver.log, each as it comes."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._lines: list[str] = []
+
+    def write(self, line: str) -> None:
+        """Without a directory (bad input ended the run before it had one) a line is never seen."""
+        self._lines.append(line.rstrip("\n") + "\n")
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(self._lines)
+            self._lines = []
+
+    def begin(self, directory: Path) -> None:
+        """From now on lines are in driver.log there."""
+        directory.mkdir(exist_ok=True)
+        self._path = directory / "driver.log"
+        for line in [self._lines.pop(0) for _ in range(len(self._lines))]:
+            self.write(line)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, log: ThirdPartyLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] not in OWN_LOGGERS:
+            self._log.write(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+
+@contextmanager
+def third_party_log() -> Iterator[ThirdPartyLog]:
+    """Inside, warnings and log records of other packages go to the log, those of our own to stderr as before."""
+    log = ThirdPartyLog()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: object = None,
+        line: object = None,
+    ) -> None:
+        del file, line
+        log.write(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    handler, own = _Handler(log), logging.StreamHandler()
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in OWN_LOGGERS]
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        root.addHandler(handler)
+        for logger in loggers:
+            logger.addHandler(own)
+        try:
+            yield log
+        finally:
+            root.removeHandler(handler)
+            for logger in loggers:
+                logger.removeHandler(own)

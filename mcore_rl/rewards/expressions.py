@@ -1,0 +1,233 @@
+r"""Are two LaTeX expressions the same? math-verify decides, within a size, a second and half a gibibyte.
+
+math-verify computes while it parses: a few characters (`9^{999\cdot999}`) can ask for a number that fits nowhere, in
+one step of C that no signal interrupts. So the size of what an expression would become is bounded from its text first.
+What is small enough may still take long, or much memory; then the expressions count as different.
+
+math-verify's own signal alarms are off: they would cancel the caller's deadline. The limit on time counts processor
+time by a timer of its own, in a main thread only; that on memory counts address space, on Linux only. math-verify's
+plain-expression parser is not used, because it evaluates text; the LaTeX parser builds a syntax tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
+
+MAX_SECONDS = 1.0
+MAX_BYTES = 512 * 2**20
+MAX_CHARS = 400
+MAX_DEPTH = 8
+MAX_DIGITS = 2000
+MAX_TERMS = 300
+
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL)
+_CLOSERS = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
+_ENDS = frozenset(_CLOSERS.values())
+_ADDITIVE = frozenset(["+", "-", r"\pm", r"\mp", ",", ";", "=", "<", ">", "&", r"\\", r"\cup"])
+# these can stand for more than their text shows, and no final answer has them
+_UNBOUNDED = re.compile(r"\\(?:sum|prod|int|lim|bigcup|bigcap)(?![A-Za-z])")
+
+
+class _Size(NamedTuple):
+    """Upper bounds of what an expression is when written out. digits: of all its numbers; magnitude: log10 of the
+    largest value; terms: summands of the expanded polynomial, 1 for what is a plain number."""
+
+    digits: float
+    magnitude: float
+    terms: float
+    plain: bool
+
+    def times(self, other: _Size) -> _Size:
+        return _Size(
+            self.digits + other.digits,
+            self.magnitude + other.magnitude,
+            self.terms * other.terms,
+            self.plain and other.plain,
+        )
+
+    def to_the(self, exponent: _Size) -> _Size:
+        power = _ten_to(exponent.magnitude)
+        terms = 1.0 if self.plain else _combinations(self.terms, power)
+        return _Size(
+            self.digits * power + exponent.digits,
+            self.magnitude * power,
+            terms * exponent.terms,
+            self.plain and exponent.plain,
+        )
+
+    def factorial(self) -> _Size:
+        size = _ten_to(self.magnitude) * max(1.0, self.magnitude)
+        return _Size(size, size, self.terms, self.plain)
+
+
+_ONE = _Size(0.0, 0.0, 1.0, True)
+_SYMBOL = _Size(0.0, 0.0, 1.0, False)
+
+
+class TooDeep(Exception):
+    """Brackets nest deeper than MAX_DEPTH."""
+
+
+def is_small(text: str) -> bool:
+    """Whether an expression can be parsed and compared in little time and memory, judged by its text alone."""
+    if len(text) > MAX_CHARS or _UNBOUNDED.search(text):
+        return False
+    try:
+        size = _SizeReader(_TOKEN.findall(text)).read()
+    except TooDeep:
+        return False
+    return size.digits <= MAX_DIGITS and size.terms <= MAX_TERMS
+
+
+def same_expression(answer: str, reference: str, value: Fraction | None = None) -> bool:
+    """Whether math-verify finds two expressions equal. value: the reference's, where it is a number.
+
+    Call it within_limits.
+    """
+    from math_verify import verify
+
+    if not is_small(answer) or not is_small(reference):
+        return False
+    gold = _parsed(reference)
+    # math-verify rounds decimals to six places, which are not six digits of a small number
+    places = 6 if not value or abs(value) >= 1 else 6 - math.floor(math.log10(abs(value)))
+    # strict: variables keep their names; without alarms of its own, see the module's docstring
+    return bool(gold) and bool(verify(gold, _parsed(answer), float_rounding=places, timeout_seconds=None))
+
+
+def within_limits(compare: Callable[[], bool]) -> bool:
+    """What `compare` says; False where it takes more than MAX_SECONDS or MAX_BYTES."""
+    warm_up()
+    with contextlib.suppress(MemoryError, RecursionError), _memory_limit():
+        if threading.current_thread() is not threading.main_thread():
+            return compare()
+        deadline = Deadline(MAX_SECONDS, signal.ITIMER_PROF)
+        try:
+            return deadline.call(compare)
+        except DeadlineExceeded as exceeded:
+            if exceeded.deadline is not deadline:
+                raise
+    return False
+
+
+@lru_cache(maxsize=1)
+def warm_up() -> None:
+    """Imports and primes math-verify once, so that no answer pays for it."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
+    same_expression(r"\frac{1}{2}x", "0.5x")
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    return list(parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
+
+
+@contextlib.contextmanager
+def _memory_limit() -> Iterator[None]:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [pages * resource.getpagesize() + MAX_BYTES, *(x for x in (soft, hard) if x != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class _SizeReader:
+    """Reads the size of an expression from its tokens, from left to right."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    def read(self) -> _Size:
+        total = _ONE
+        while self._at < len(self._tokens):
+            total = total.times(self._sequence(0))
+            self._at += 1  # a closing bracket without its opening one
+        return total
+
+    def _sequence(self, depth: int) -> _Size:
+        """Everything up to the closing bracket; sums are bounded by products, but for their terms."""
+        if depth > MAX_DEPTH:
+            raise TooDeep
+        value, terms, product = _ONE, 0.0, 1.0
+        last = _ONE
+        while self._at < len(self._tokens) and self._tokens[self._at] not in _ENDS:
+            token = self._tokens[self._at]
+            if token == "^":
+                self._at += 1
+                raised = last.to_the(self._exponent(depth))
+                value, product = value.times(raised), product / last.terms * raised.terms
+                last = raised
+            elif token == "!":
+                self._at += 1
+                last = last.factorial()
+                value = value.times(last)
+            elif token in _ADDITIVE:
+                self._at += 1
+                terms, product, last = terms + product, 1.0, _ONE
+            else:
+                last = self._atom(depth)
+                value, product = value.times(last), product * last.terms
+        return value._replace(terms=1.0 if value.plain else terms + product)
+
+    def _exponent(self, depth: int) -> _Size:
+        """9^9^9 is 9^(9^9)."""
+        exponent = self._atom(depth)
+        if self._at < len(self._tokens) and self._tokens[self._at] == "^":
+            self._at += 1
+            return exponent.to_the(self._exponent(depth))
+        return exponent
+
+    def _atom(self, depth: int) -> _Size:
+        if self._at >= len(self._tokens):
+            return _ONE
+        token = self._tokens[self._at]
+        self._at += 1
+        if token in _CLOSERS:
+            inner = self._sequence(depth + 1)
+            self._at += 1
+            return inner
+        if token[-1].isdecimal():
+            whole = token.partition(".")[0].lstrip("0")
+            return _Size(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
+        if token in (r"\binom", r"\dbinom", r"\tbinom"):
+            upper, lower = self._atom(depth), self._atom(depth)
+            return upper.times(lower).factorial()
+        if token == r"\end":  # a matrix: its powers mix all its entries
+            self._atom(depth)
+            return _Size(0.0, 0.0, 4.0, False)
+        return _ONE if token in (r"\frac", r"\cdot", r"\times", "*", "/", "_", "|") else _SYMBOL
+
+
+def _ten_to(magnitude: float) -> float:
+    return 10.0 ** min(magnitude, 12.0)
+
+
+def _combinations(terms: float, power: float) -> float:
+    """Summands of the expanded power of a sum; the power is at least one."""
+    if terms <= 1:
+        return 1.0
+    power = min(max(power, 1.0), 1e6)
+    return math.exp(min(math.lgamma(terms + power) - math.lgamma(power + 1) - math.lgamma(terms), 300.0))

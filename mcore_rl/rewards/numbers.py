@@ -1,0 +1,160 @@
+"""Numbers as answers spell them: grouped digits, decimal commas, fractions, percents, units and currencies."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 200
+
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+# a sign counts only where nothing precedes it that it could be subtracted from: "7-3" ends in 3, "= -3" in -3
+_IN_TEXT = re.compile(rf"(?:(?<![\w.)\]}}])[-\u2212+]\s?)?\\?\$?(?<![\w.])(?P<number>{DECIMAL}(?:/{DECIMAL})?)\s?\\?%?")
+_PLAIN = re.compile(rf"[-+]?{DECIMAL}")
+_SLASH = re.compile(rf"([-+]?{DECIMAL})/({DECIMAL})")
+_FRAC = re.compile(rf"([-+]?)\\frac\{{([-+]?{DECIMAL})\}}\{{([-+]?{DECIMAL})\}}")
+_POWER_OF_TEN = re.compile(rf"([-+]?{DECIMAL})(?:\\times|\\cdot|\*|×|·)10\^\{{?([-+]?[0-9]{{1,3}})\}}?")
+# digits in groups of three, all with the same separator: none of these can stand in a list
+_GROUPS = re.compile(
+    r"(?<![0-9.,])[0-9]{1,3}(?P<separator>\{,\}|,(?:\\!|\{\})|\\[,;: ]|[ ~'\u2009\u202f\u00a0])[0-9]{3}"
+    r"(?:(?P=separator)[0-9]{3})*(?![0-9])"
+)
+_SEPARATORS = re.compile(r"[^0-9]+")
+_SPACED_GROUP = re.compile(r"(?<=[0-9]),\s*\\!\s*(?=[0-9]{3}(?![0-9]))")
+# 3,14 and 0,125 are decimals or lists; 1,234 is neither
+_DECIMAL_COMMA = re.compile(r"([-+]?)([0-9]+),([0-9]+)(\s*\\?%)?")
+_EUROPEAN = re.compile(r"[-+]?[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
+_TEXT_UNIT = re.compile(
+    r"(?P<body>.*[0-9\\].*?)\s*\\(?:text|textrm|mathrm|mbox|textbf)\s*\{\s*"
+    r"(?P<unit>[A-Za-z][A-Za-z./-][A-Za-z ./-]*?|[msghlLJNWV])\s*\.?\s*\}"
+    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
+    re.DOTALL,
+)
+_PLAIN_UNIT = re.compile(
+    rf"(?P<body>[-+]?\s*(?:{DECIMAL}(?:/{DECIMAL})?|\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}))"
+    r"(?:\s*(?P<unit>[A-Za-z]{2,}(?:[ /-][A-Za-z]+)*)|\s+(?P<letter>m|s))"
+    r"(?:\s*\^\s*\{?(?P<power>[23])\}?|(?P<sign>[\u00b2\u00b3]))"
+)
+WORD = re.compile(r"[A-Za-z]{2,}")
+FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
+MULTIPLES = frozenset("hundred thousand million billion trillion dozen pi squared cubed factorial".split())
+NOT_UNITS = MULTIPLES | frozenset("minus negative sqrt or and to not times plus over mod percent".split())
+"""Words that change the number that they stand beside, unlike a unit."""
+# units that may stand in one answer's place and not in another's
+_MEASURES = {
+    "cm": ("cm", "centimeter", "centimetre"),
+    "mm": ("mm", "millimeter", "millimetre"),
+    "km": ("km", "kilometer", "kilometre"),
+    "m": ("m", "meter", "metre"),
+    "in": ("in", "inch", "inche"),
+    "ft": ("ft", "foot", "feet"),
+    "mile": ("mi", "mile"),
+    "kg": ("kg", "kilogram"),
+    "g": ("g", "gram"),
+    "hour": ("h", "hr", "hour"),
+    "minute": ("min", "minute"),
+    "second": ("s", "sec", "second"),
+    "day": ("day",),
+    "dollar": ("dollar", "usd"),
+    "cent": ("cent",),
+}
+_CANONICAL = {name: unit for unit, names in _MEASURES.items() for name in names}
+
+
+def join_groups(text: str) -> str:
+    r"""12,\!000,\!023, 14{,}916, 2\,568\,332 and 10 000 without their separators; a plain comma stays."""
+    text = _SPACED_GROUP.sub(r",\\!", text)
+    return _GROUPS.sub(lambda match: _SEPARATORS.sub("", match.group()), text)
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b} or a\times10^{n}; None for anything else."""
+    if not text or len(text) > MAX_NUMBER_CHARS:
+        return None
+    if _PLAIN.fullmatch(text):
+        return _plain(text)
+    slash = _SLASH.fullmatch(text)
+    if slash:
+        return _ratio(*slash.groups())
+    frac = _FRAC.fullmatch(text)
+    if frac:
+        value = _ratio(frac.group(2), frac.group(3))
+        return -value if value is not None and frac.group(1) == "-" else value
+    scientific = _POWER_OF_TEN.fullmatch(text)
+    return _plain(scientific.group(1)) * Fraction(10) ** int(scientific.group(2)) if scientific else None
+
+
+def parse_decimal_comma(text: str) -> Fraction | None:
+    """The value of 3,14 or 1.234,50 as much of the world writes it; None for what may be grouped digits (1,234)."""
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    if _EUROPEAN.fullmatch(text):
+        return Fraction(text.replace(".", "").replace(",", "."))
+    match = _DECIMAL_COMMA.fullmatch(text)
+    if match is None:
+        return None
+    sign, whole, digits, percent = match.groups()
+    if len(digits) == 3 and len(whole) <= 3 and whole.strip("0"):
+        return None
+    return Fraction(f"{sign}{whole}.{digits}") / (100 if percent else 1)
+
+
+def numbers_in(text: str) -> list[str]:
+    """All numbers of a text."""
+    return [match.group().strip() for match in _IN_TEXT.finditer(text)]
+
+
+def number_in_words(text: str) -> str:
+    """The only number of a text that has nothing but words beside it (`72 apples`); empty where there is none."""
+    numbers = numbers_in(text)
+    if len(numbers) != 1:
+        return ""
+    before, _, after = text.partition(numbers[0])
+    rest = f"{before} {after}"
+    if before.strip() and numbers[0][1:2] == " ":
+        return ""  # tax + 5
+    words = [word.strip(".,:;!'") for word in rest.lower().split()]
+    if FORMULA.search(rest) or not all(WORD.fullmatch(word) for word in words):
+        return ""
+    return "" if NOT_UNITS.intersection(words) else numbers[0]
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    r"""An answer without its unit, and the unit: ("35", "m^2") for `35\text{ m}^2`; the unit is empty where there is
+    none, or none whose name another one could contradict (apples)."""
+    if text.isdecimal():
+        return text, ""
+    match = (_TEXT_UNIT.fullmatch(text) if "{" in text else None) or _PLAIN_UNIT.fullmatch(text)
+    if match is None:
+        return text, _measure(text)
+    found = match.groupdict()
+    unit = found["unit"] or found["letter"]
+    if NOT_UNITS.intersection(re.split(r"[ ./-]+", unit.lower())):
+        return text, ""
+    power = found["power"] or {"\u00b2": "2", "\u00b3": "3"}.get(found.get("sign") or "", "")
+    return match["body"].strip(), _canonical(unit, power)
+
+
+def _measure(text: str) -> str:
+    words = text.split()
+    return _canonical(words[-1], "") if len(words) == 2 and words[0][-1].isdigit() else ""
+
+
+def _canonical(unit: str, power: str) -> str:
+    words = unit.lower().strip(" .").split()
+    for word, meaning in (("square", "2"), ("sq", "2"), ("cubic", "3")):
+        if words and words[0] == word:
+            words, power = words[1:], meaning
+    name = words[0].strip(".") if len(words) == 1 else ""
+    unit = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or ""
+    return unit and f"{unit}^{power or 1}"
+
+
+def _plain(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def _ratio(numerator: str, denominator: str) -> Fraction | None:
+    bottom = _plain(denominator)
+    return _plain(numerator) / bottom if bottom else None

@@ -1,0 +1,98 @@
+"""Answers without what carries no meaning: delimiters, LaTeX spacing and fonts, currency signs, quotes, full stops."""
+
+from __future__ import annotations
+
+import re
+
+from mcore_rl.rewards.numbers import join_groups, split_unit
+
+MAX_CHARS = 400
+"""Longer answers are compared as they are."""
+
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\quad|\\qquad|~|\s+")
+_WRAPPERS = (
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("$$", "$$"),
+    ("$", "$"),
+    ("**", "**"),
+    ('"', '"'),
+    ("\u201c", "\u201d"),
+    ("`", "`"),
+    ("\\boxed{", "}"),
+)
+_TEXT = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_REWRITES = (
+    (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\(?:left|right)(?![a-z])"), ""),
+    (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0"), ""),
+    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), ","),
+    (re.compile(r"\\?[$]|[\u20ac\u00a3]|\u2009|\u202f|\u00a0"), ""),
+    (re.compile("\u2212"), "-"),
+    (re.compile(r"_\{\s*(\w)\s*\}"), r"_\1"),
+    (re.compile(r"(?<=[0-9])\s*percent\b"), r"\\%"),
+)
+_AND = re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*")
+_COMMANDS_AND_ANDS = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_ASSIGNMENT = re.compile(r"^([A-Za-z](?:_\{?\w\}?)?)\s*=\s*(?=[^=])")
+_ANY_ASSIGNMENT = re.compile(r"(?:^|,)\s*([A-Za-z](?:_\{?\w\}?)?)\s*=(?!=)")
+_CHOICE = re.compile(r"\(([A-Z])\)")
+_OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
+
+
+def normalise(answer: str) -> tuple[str, str]:
+    """What an answer says, and the unit in which it says it (numbers.split_unit)."""
+    text = _unwrapped(answer)
+    if len(text) > MAX_CHARS or text.isdecimal():
+        return text, ""
+    text = join_groups(text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text, unit = split_unit(text.strip())
+    text = _SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip().rstrip(".,;:").strip()
+    if not re.search(r"[A-Za-z]{2,}", _COMMANDS_AND_ANDS.sub("", text)):
+        text = _AND.sub(", ", text)
+    if len(set(_ANY_ASSIGNMENT.findall(text))) == 1:
+        text = _ASSIGNMENT.sub("", text)
+    return _CHOICE.sub(r"\1", text), unit
+
+
+def elements(text: str) -> list[str]:
+    r"""The elements of a list without order: `1, 2` or `\{1, 2\}`, and both of `1 \pm x`; else the text alone."""
+    if text.startswith("\\{") and text.endswith("\\}") and text.count("\\{") == 1:
+        text = text[2:-2]
+    elif text.startswith("{") and text.endswith("}") and text.count("{") == 1:
+        text = text[1:-1]
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            depth -= 1
+        elif char in ",;" and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    parts = [part.strip() for part in [*parts, text[start:]]]
+    if any(part.count("\\pm") == 1 for part in parts):
+        parts = [one.strip() for part in parts for one in _both_signs(part)]
+    return parts
+
+
+def _both_signs(part: str) -> list[str]:
+    if part.count("\\pm") != 1 or "\\mp" in part:
+        return [part]
+    return [part.replace("\\pm", sign) for sign in "+-"]
+
+
+def _unwrapped(answer: str) -> str:
+    text, before = answer.strip(), None
+    while text != before:
+        before = text
+        for left, right in _WRAPPERS:
+            if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
+                inner = text[len(left) : -len(right)]
+                if left not in inner and right not in inner:
+                    text = inner.strip()
+        text = text.removesuffix(".").strip()
+    return text

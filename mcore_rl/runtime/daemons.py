@@ -1,0 +1,60 @@
+"""Ray's own processes on this machine: out of reach of signals to the run's process group, and watched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+from ray._private import services
+from ray._private import utils as ray_utils
+
+NAMES = ("gcs_server", "raylet")
+
+
+@contextlib.contextmanager
+def signals_kept_from_ray() -> Iterator[None]:
+    """In the block Ray starts or is joined so that a signal to the run is the run's own matter.
+
+    The processes that Ray starts get sessions of their own: `timeout`, schedulers and terminals send their signals to
+    a whole process group, and without its cluster a run can neither finish its step nor end in order. The kernel still
+    ends them with this process (Ray sets PR_SET_PDEATHSIG). And Ray's own handler of TERM, which ends this process, is
+    not put in the place of ours. Ray (2.60) has no option for either.
+    """
+    popen, set_handler = services.ConsolePopen, ray_utils.set_sigterm_handler
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        services.ConsolePopen, ray_utils.set_sigterm_handler = popen, set_handler
+
+
+@dataclass
+class Daemons:
+    """Of the cluster that this process has started, by name; none where it has joined one."""
+
+    processes: Mapping[str, psutil.Process] = field(default_factory=dict)
+
+    @classmethod
+    def started(cls) -> Daemons:
+        """Those that run now."""
+        found = {}
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[child.name()] = child
+        return cls({name: found[name] for name in NAMES if name in found})
+
+    def dead(self) -> str | None:
+        """The name of one that has ended."""
+        return next((name for name, process in self.processes.items() if not is_alive(process)), None)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that its parent has not waited for has ended too."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

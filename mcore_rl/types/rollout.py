@@ -1,0 +1,48 @@
+"""What is asked of engines, and what a step has of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions
+
+RolloutResult = tuple[BuffersRef, RolloutScalars]
+"""Of one task."""
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """Prompt rows for one engine.
+
+    Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
+    `records` names the file that receives one JSON object per response, or is None.
+    """
+
+    prompt_set: str
+    prompt_rows: np.ndarray
+    group_ids: np.ndarray
+    samples_per_prompt: int
+    sampling: SamplingOptions
+    seed: int
+    records: str | None = None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a step generated and what of it is trained on.
+
+    `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
+    response to the prompt of every kept group, where they were asked for.
+    """
+
+    chunks: tuple[BuffersRef, ...]
+    scalars: tuple[RolloutScalars, ...]
+    keep: tuple[np.ndarray, ...]
+    groups_drawn: int
+    groups_dropped: int
+    batches: int
+    seconds_generating: float = 0.0
+    seconds_grading: float = 0.0
+    greedy: tuple[RolloutScalars, ...] = ()

@@ -1,0 +1,134 @@
+"""An engine of two ranks: each takes its part of an update, and what fails or stops on one of them says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.weights.verify import compare
+from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module", params=[(kind, groups) for kind in KINDS for groups in (2, 1)], ids=str)
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine of two ranks, and a maker of models for it that have one key-value head for each, or one for both."""
+    kind, groups = request.param
+    before = set(Path("/dev/shm").iterdir())
+
+    def model(seed: int) -> Any:
+        return tiny_model("qwen3", seed=seed, head_dim=32, num_key_value_heads=groups)
+
+    directory = tmp_path_factory.mktemp("model")
+    model(1).save_pretrained(directory)
+    engine = start_engine(kind, directory, load_weights=False, tp=2)
+    try:
+        yield engine, model
+    finally:
+        engine.shutdown()
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name}
+    assert not left
+
+
+def attached_trainer(engine: RemoteEngine, model: Any) -> HFTrainer:
+    trainer = HFTrainer(model, TINY_BUCKET, 2)
+    engine.call("receiver.attach", trainer.spec)
+    trainer.buckets.unlink()
+    return trainer
+
+
+def hand_over(engine: RemoteEngine, trainer: HFTrainer, buckets: range) -> None:
+    for index in buckets:
+        trainer.write(index)
+        engine.call("receiver.receive_bucket", index)
+
+
+def test_ranks_each_take_their_shards(two_ranks: Any) -> None:
+    engine, model = two_ranks
+    trainer = attached_trainer(engine, model(7))
+    for version in (1, 2):
+        trainer.publish(engine, version)
+        check_greedy(engine, trainer.model, version)
+        held = engine.call("receiver.checksums")
+        assert compare(trainer.digests(), held) == len(held)
+        trainer.perturb(version)
+
+
+def test_an_update_after_one_that_broke_on_both_ranks_is_whole(two_ranks: Any) -> None:
+    """Each call gets its own answers: vLLM leaves those of the ranks after the first that failed to the next call."""
+    engine, model = two_ranks
+    trainer = attached_trainer(engine, model(8))
+    for received in (1, trainer.spec.num_buckets // 2, trainer.spec.num_buckets - 1):
+        check_mended(engine, trainer, received)
+
+
+def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
+    """Makes loading fail on `ranks`, in the middle of a bucket, as an error within vLLM does; none: no more."""
+
+    def change(wrapper: Any) -> None:
+        worker = wrapper.worker
+
+        def load(tensors: Any) -> None:
+            type(worker)._load_batch(worker, tensors[:1])
+            raise LookupError(bucket_error)
+
+        if worker.rank in ranks:
+            worker._load_batch = load
+        else:
+            vars(worker).pop("_load_batch", None)
+
+    engine._engine.collective_rpc(change)
+
+
+@pytest.mark.parametrize(("ranks", "named"), [([1], "rank 1 of 2"), ([0, 1], "rank 0, 1 of 2")])
+def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
+    two_ranks: Any, ranks: list[int], named: str
+) -> None:
+    engine, model = two_ranks
+    trainer = attached_trainer(engine, model(9))
+    engine.call("receiver.begin_update")
+    hand_over(engine, trainer, range(7))
+    engine.call(_fail_on, ranks, "no such layer")
+    with pytest.raises(WorkerDiedError) as caught:
+        hand_over(engine, trainer, range(7, trainer.spec.num_buckets))  # the first of them may complete no tensor
+    assert f"the engine, {named} failed in `receive_bucket`" in str(caught.value)
+    assert str(caught.value).endswith("LookupError: no such layer")
+    engine.call(_fail_on, [], "")
+    trainer.publish(engine, 7)
+    check_greedy(engine, trainer.model, 7)
+    held = engine.call("receiver.checksums")
+    assert compare(trainer.digests(), held) == len(held)
+
+
+def _processes(engine: Any) -> list[int]:
+    return [worker.proc.pid for worker in engine._engine.model_executor.workers]
+
+
+def _set_deadline(engine: Any, seconds: float) -> None:
+    engine._ranks.timeout_seconds = seconds
+
+
+def test_an_engine_with_a_rank_that_does_not_answer_says_so_in_time_and_is_not_used_again(two_ranks: Any) -> None:
+    """Last of the tests of an engine: an answer that comes late would be taken for another call's."""
+    engine, model = two_ranks
+    process = engine.call(_processes)[1]
+    engine.call(_set_deadline, 3)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError) as caught:
+        engine.call("receiver.checksums")
+    os.kill(process, signal.SIGCONT)
+    message = str(caught.value)
+    assert "the engine: not every rank answered `held_weight_modules` within 3 s" in message
+    assert "cluster.collective_timeout_seconds" in message
+    assert f"rank 1 (process {process}) is stopped" in message
+    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call("receiver.begin_update")):
+        with pytest.raises(WorkerDiedError, match="not every rank answered `held_weight_modules`"):
+            call()

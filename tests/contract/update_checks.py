@@ -1,0 +1,64 @@
+"""What holds of every engine after an update, a whole one or one that broke."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.weights.verify import compare
+from tests.contract.engines import RemoteEngine
+from tests.contract.hf_trainer import HFTrainer
+from tests.tiny_models import VOCABULARY
+
+TINY_BUCKET = 5 << 10
+"""Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
+
+
+def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
+    rng = np.random.default_rng(version)
+    prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(4)]
+    sampling = SamplingOptions(10, temperature=0.0)
+    requests = [GenerationRequest(str(i), prompt, 0, sampling) for i, prompt in enumerate(prompts)]
+    done = engine.generate(requests)
+    for request in requests:
+        completion = done[request.request_id]
+        assert completion.weight_version == version
+        ids = np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logp = model(torch.from_numpy(ids)[None]).logits[0, 11:-1].double().log_softmax(-1)
+        assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
+        np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
+
+
+def break_update(engine: RemoteEngine, trainer: HFTrainer, received: int) -> None:
+    """An update that ends after `received` buckets: with an error on every rank or, after none, with nothing at all."""
+    engine.call("receiver.begin_update")
+    for index in range(received):
+        trainer.write(index)
+        engine.call("receiver.receive_bucket", index)
+    if received:
+        with pytest.raises(WeightSyncError, match=rf"bucket {received + 1} came where bucket {received} was due"):
+            engine.call("receiver.receive_bucket", received + 1)
+        with pytest.raises(WeightSyncError, match="broken"):
+            engine.call("receiver.finish_update", 9)
+
+
+def check_mended(engine: RemoteEngine, trainer: HFTrainer, received: int, *, greedy: bool = True) -> None:
+    """What an engine must do about an update that broke after `received` buckets, and a whole one after it."""
+    break_update(engine, trainer, received)
+    request = GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(4))
+    with pytest.raises(WeightSyncError, match="holds a part of the update"):
+        engine.generate([request])
+    with pytest.raises(WeightSyncError, match="holds a part of the update"):
+        engine.call("receiver.checksums")
+    trainer.perturb(received)
+    trainer.publish(engine, 100 + received)
+    if greedy:
+        check_greedy(engine, trainer.model, 100 + received)
+    held = engine.call("receiver.checksums")
+    assert compare(trainer.digests(), held) == len(held)

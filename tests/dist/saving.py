@@ -1,0 +1,24 @@
+"""A checkpoint in one call of all ranks, where a run's processes take several (runtime.groups.RankGroup.start_save)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_rl.types import SavedState
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.trained_model import Trained
+
+
+def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
+    """Writes the state of all ranks into the existing, empty `directory`; rank 0 gets the account of it."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
+
+    writer, model = CheckpointWriter(directory, role, snapshot=False), role.trained.model
+    reports = [None] * model.layout.world_size if model.rank == 0 else None
+    dist.gather_object(writer.write(), reports)
+    saved = writer.finish(reports) if reports is not None else None  # type: ignore[arg-type]
+    dist.barrier()
+    return saved

@@ -1,0 +1,87 @@
+"""INT and TERM, to a process, to its group or to every process of the run: a step that is under way is finished and
+saved where that is possible, and whatever happens, the run ends soon, leaves nothing behind and says what follows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics
+from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step, no_segment_of
+
+pytestmark = pytest.mark.slow
+
+SLOW_REWARD = """
+import pathlib
+import time
+
+def slow(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if pathlib.Path({metrics!r}).exists():
+        time.sleep(600)
+    return 0.0
+"""
+
+
+def assert_ended(run: TrainProcess, code: int, last_line: str) -> None:
+    assert run.finish(SECONDS_TO_END) == code, run.text()[-4000:]
+    assert "Traceback" not in run.text(), run.text()[-4000:]
+    assert run.text().splitlines()[-1] == last_line
+    assert not run.left_after(10)
+    assert no_segment_of(run)
+
+
+@pytest.fixture
+def long_step(tmp_path: Path) -> tuple[str, ...]:
+    """Overrides with which the first step, after the validation before it, does not end."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
+    return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
+
+
+def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing(
+    task: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, ("checkpoint.every_steps=0",)) as run:
+        run.wait_until(in_step(run, 3, "generating"))
+        assert run.listens_at() == {"127.0.0.1"}
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert_ended(run, 143, "stopped as asked: step 3 is saved; the same command goes on from there")
+        assert "finishing step 3, then saving; once more stops at once\n" in run.text()
+        assert not run.sessions()
+    assert max(metrics(run_dir)) == 3
+    assert_resumes_to_the_same(task, run_dir, whole_run)
+
+
+def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Path) -> None:
+    with TrainProcess(task, tmp_path / "run") as run:
+        run.wait_until(lambda: run.processes("gcs_server"))
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")
+
+
+def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
+    with TrainProcess(task, tmp_path / "run", long_step) as run:
+        run.wait_until(in_step(run, 1, "generating"))
+        os.killpg(run.process.pid, signal.SIGINT)
+        run.wait_until(lambda: "finishing step 1" in run.text())
+        time.sleep(1.5)  # sooner, it would be taken for the same stop
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert_ended(run, 130, "stopped: nothing saved; the same command starts over")
+
+
+def test_a_term_to_every_process_of_the_run_ends_it(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
+    """As schedulers do that know a job's processes, whatever their group: the step cannot be finished any more."""
+    with TrainProcess(task, tmp_path / "run", long_step) as run:
+        run.wait_until(in_step(run, 1, "generating"))
+        for process in [run.process, *run.processes()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")

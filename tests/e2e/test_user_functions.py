@@ -1,0 +1,112 @@
+"""Everything that a user can bring in one run: reward, filter, loss and advantage, in both of its forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics, train
+
+pytestmark = pytest.mark.slow
+
+FUNCTIONS = """
+import asyncio
+
+import numpy as np
+import torch
+
+async def reward(data_source, solution_str, ground_truth, extra_info=None, *, bonus):
+    await asyncio.sleep(0)
+    if data_source == "held_out":
+        raise LookupError("nothing is known of " + data_source)
+    digits = sum(c.isdigit() for c in solution_str)
+    found = {"score": digits + float(bonus), "acc": digits > 4, "digits": digits, "first": solution_str[:1]}
+    return found if digits % 2 else found | {"even": 1}
+
+def every_second(*, rewards, accuracies, group_ids, lengths, clipped):
+    return np.arange(len(rewards)) % 2 == 0
+
+def loss(logp, old_logp, advantages, mask, rollout_logp, *, margin):
+    return -advantages * logp, {"margin": margin}
+
+def in_groups(token_rewards, mask, group_ids, values, baseline_rewards, *, scale):
+    rewards = token_rewards.sum(-1)
+    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    assert (sizes == 4).all()
+    return scale * (rewards - (torch.zeros(len(sizes)).index_add(0, group, rewards) / sizes)[group])
+"""
+TOKENS = """
+def by_tokens(token_rewards, mask, group_ids, **rest):
+    assert group_ids is None
+    return 7.0 * mask
+
+by_tokens.per_response = False
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(task: Path) -> tuple[str, ...]:
+    """Overrides that name the functions of a user; what they are given besides."""
+    path = task.parent / "mine.py"
+    path.write_text(FUNCTIONS)
+    (task.parent / "tokens.py").write_text(TOKENS)  # a file of its own: nothing else makes the ranks load it
+    return (
+        f"reward.function={path}:reward",
+        "reward.kwargs.bonus=0.25",
+        "reward.overlong.enable=false",
+        f"algorithm.filter={path}:every_second",
+        f"algorithm.policy_loss.name={path}:loss",
+        "algorithm.policy_loss.kwargs.margin=0.125",
+        "algorithm.policy_loss.clip_high=null",
+        "algorithm.dynamic_sampling.enable=false",
+        "weights.verify_every=0",
+    )
+
+
+def test_functions_of_a_user_make_a_run_and_one_that_fails_on_everything_ends_it(
+    task: Path, functions: tuple[str, ...], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    in_groups = (f"algorithm.advantage={task.parent / 'mine.py'}:in_groups", "algorithm.advantage_kwargs.scale=2")
+    train(task, run_dir, *functions, *in_groups, "data.val=null", "trainer.steps=1")
+    first = metrics(run_dir)[1]
+    records = [json.loads(line) for line in (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert len(records) == 32
+    for record in records:
+        digits = sum(c.isdigit() for c in record["response"])
+        assert (record["reward"], record["accuracy"]) == (digits + 0.25, float(digits > 4))
+        assert (record["digits"], record["first"]) == (digits, record["response"][:1])
+        assert record.get("even") == (None if digits % 2 else 1)
+    assert first["reward/digits"] == pytest.approx(sum(record["digits"] for record in records) / 32)
+    assert first["reward/even"] == 1  # over the responses that have it
+    assert first["reward/errors"] == 0
+    assert first["groups/untrained_responses"] == 0.5
+    assert first["actor/margin"] == 0.125
+    assert first["advantages/max"] == pytest.approx(2 * max(deviations(records)), rel=1e-5)
+
+    # It goes on with an advantage of tokens, which the ranks are sent, and with prompts that the reward does not know.
+    (tmp_path / "val.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": "1", "data_source": "held_out"}) + "\n" for i in range(4))
+    )
+    by_tokens = (f"algorithm.advantage={task.parent / 'tokens.py'}:by_tokens", f"data.val={tmp_path / 'val.jsonl'}")
+    more = ("trainer.steps=3", "trainer.validate_every_steps=0")
+    with TrainProcess(task, run_dir, (*functions, *by_tokens, *more)) as run:
+        assert run.finish() == 1, run.text()[-6000:]
+        text = run.text()
+    assert metrics(run_dir)[2]["advantages/abs_max"] == 7
+    assert "failed on 4 of 4 responses of data.val after step 3, and reward.max_error_fraction=1 ends the run" in text
+    error = next(line for line in text.splitlines() if line.startswith("error:"))
+    assert error.startswith(f"error: reward.function={task.parent / 'mine.py'}:reward failed")
+    assert text.count("Traceback") == 1
+    line = 1 + FUNCTIONS.splitlines().index('        raise LookupError("nothing is known of " + data_source)')
+    assert f'mine.py", line {line}, in reward' in text
+
+
+def deviations(records: list[dict[str, float]]) -> list[float]:
+    """Every reward less the mean of its group."""
+    groups: dict[float, list[float]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record["reward"])
+    return [reward - sum(of_group) / len(of_group) for of_group in groups.values() for reward in of_group]

@@ -1,0 +1,84 @@
+"""A start keeps the configurations of those before it, and says what it does otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import Config, load_config
+from mcore_rl.config.earlier import replace_config
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(
+        "run: {dir: run}\nmodel: {hf_path: m}\ndata: {train: a.jsonl}\n"
+        "actor: {optimizer: {lr: 1e-3}}\ntrainer: {steps: 40}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def files(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.iterdir())
+
+
+def test_the_first_start_and_the_same_again_change_nothing(base: Path, run_dir: Path) -> None:
+    for _ in range(2):
+        assert replace_config(load_config(str(base)), run_dir) == []
+        assert files(run_dir) == ["config.yaml"]
+
+
+def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run_dir: Path) -> None:
+    def start(*overrides: str) -> list[str]:
+        return replace_config(load_config(str(base), overrides), run_dir)
+
+    start()
+    first = (run_dir / "config.yaml").read_text()
+    assert start("trainer.steps=60", "actor.optimizer.lr=2e-3", "data.val=v.jsonl") == [
+        "actor.optimizer.lr: 0.001 -> 0.002",
+        "data.val: null -> v.jsonl",
+        "trainer.steps: 40 -> 60",
+    ]
+    for steps in range(61, 71):
+        assert start(f"trainer.steps={steps}")[-1] == f"trainer.steps: {steps - 1} -> {steps}"
+    assert len(files(run_dir)) == 12
+    assert (run_dir / "config.1.yaml").read_text() == first
+    assert load_config(str(run_dir / "config.11.yaml")).trainer.steps == 69
+    assert load_config(str(run_dir / "config.yaml")).trainer.steps == 70
+
+
+def test_where_a_run_is_started_is_kept_but_not_told(base: Path, run_dir: Path) -> None:
+    replace_config(load_config(str(base)), run_dir)
+    changed = [
+        "run.dir=elsewhere",
+        "slurm.environment={TOKEN: x}",
+        "cluster.address=here:1",
+        "plan.mfu_update=0.5",
+    ]
+    assert replace_config(load_config(str(base), changed), run_dir) == []
+    assert files(run_dir) == ["config.1.yaml", "config.yaml"]
+
+
+def test_a_key_that_an_older_version_did_not_have_was_at_its_default(base: Path, run_dir: Path) -> None:
+    replace_config(load_config(str(base)), run_dir)
+    text = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(text.replace("  keep_best: 1\n", "").replace("  keep_last: 2\n", ""))
+    default = Config().checkpoint
+    assert replace_config(load_config(str(base), ["checkpoint.keep_best=3"]), run_dir) == [
+        f"checkpoint.keep_best: {default.keep_best} -> 3"
+    ]
+
+
+def test_a_start_that_ended_before_it_wrote_its_own_keeps_nothing_twice(base: Path, run_dir: Path) -> None:
+    replace_config(load_config(str(base)), run_dir)
+    (run_dir / "config.1.yaml").write_text((run_dir / "config.yaml").read_text())
+    replace_config(load_config(str(base), ["trainer.steps=60"]), run_dir)
+    assert files(run_dir) == ["config.1.yaml", "config.yaml"]

@@ -1,0 +1,129 @@
+"""What the fields of the schema say of themselves: bounds, choices, paths."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from mcore_rl.config import Config
+from mcore_rl.config.fields import Domain, check_domains, leaves, make_paths_absolute
+from mcore_rl.errors import ConfigError
+
+NUMBERS = [leaf.key for leaf in leaves(Config()) if {int, float} & {leaf.type, *get_args(leaf.type)}]
+ANY_NUMBER = {
+    "reward.weight",
+    "reward.correct",
+    "reward.incorrect",
+    "judge.weight",
+    "judge.min_score",
+    "judge.max_score",
+    "judge.unparsable",
+    "reward_model.weight",
+    "algorithm.entropy_coefficient",
+    "algorithm.policy_loss.cov_low",
+    "algorithm.policy_loss.cov_high",
+}
+"""Of rewards and covariances, which have no bounds of their own."""
+
+
+def config_with(key: str, value: object) -> Config:
+    config = Config()
+    leaf = next(leaf for leaf in leaves(config) if leaf.key == key)
+    setattr(leaf.section, leaf.name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("domain", "allowed", "refused", "words"),
+    [
+        (Domain(minimum=0), 0, -1, "0 or more"),
+        (Domain(minimum=1), 1, 0, "at least 1"),
+        (Domain(above=0, maximum=1), 1.0, 0.0, "above 0"),
+        (Domain(above=0, maximum=1), 0.5, 1.5, "at most 1"),
+        (Domain(minimum=0, below=1), 0.0, 1.0, "below 1"),
+        (Domain(), -7.5, math.nan, "a finite number"),
+        (Domain(minimum=0), 1e30, math.inf, "a finite number"),
+        (Domain(choices=("a", "b")), "b", "c", "one of a, b"),
+        (Domain(choices=("a",)), "a", "mine.py:f", "one of a"),
+        (Domain(choices=("a",), function=True), "mine.py:f", "c", "one of a, or module_or_file.py:function"),
+    ],
+)
+def test_what_a_domain_refuses_and_in_which_words(domain: Domain, allowed: object, refused: object, words: str) -> None:
+    assert domain.demand(allowed) is None
+    assert domain.demand(refused) == words
+    assert domain.demand(None) is None
+
+
+def test_a_range_in_words_has_every_bound() -> None:
+    assert Domain(above=0, maximum=1).range == "above 0 and at most 1"
+    assert Domain(minimum=0, below=1).range == "0 or more and below 1"
+    assert Domain().range is None
+
+
+def test_every_number_has_bounds_but_those_that_may_be_any() -> None:
+    unbounded = {leaf.key for leaf in leaves(Config()) if leaf.key in NUMBERS and leaf.domain.range is None}
+    assert unbounded == ANY_NUMBER
+
+
+def test_defaults_are_allowed() -> None:
+    check_domains(Config())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_no_key_takes_a_number_that_is_none(value: float) -> None:
+    for key in NUMBERS:
+        with pytest.raises(ConfigError, match=rf"^{key}={value} must be a finite number"):
+            check_domains(config_with(key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("actor.num_ranks", 0, "actor.num_ranks=0 must be at least 1, or null"),
+        ("rollout.gpu_memory_fraction", 1.5, "rollout.gpu_memory_fraction=1.5 must be at most 1"),
+        ("actor.optimizer.beta2", 1.0, "actor.optimizer.beta2=1.0 must be below 1"),
+        ("critic.parallel.cp", 0, "critic.parallel.cp=0 must be at least 1"),
+        (
+            "algorithm.advantage",
+            "grop",
+            "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, grpo, ",
+        ),
+        ("reward.function", "maths", "reward.function=maths must be one of math, none, or module_or_file.py:function"),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_full_key(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_domains(config_with(key, value))
+    assert str(caught.value).startswith(message)
+
+
+def test_every_path_becomes_absolute_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, untouched = Config(), Config()
+    paths = [leaf for leaf in leaves(config) if leaf.domain.path]
+    named = {leaf.key for leaf in leaves(config) if leaf.name in {"hf_path", "path", "tokenizer_path", "dir"}}
+    assert {leaf.key for leaf in paths} >= named | {"data.train", "data.val", "trainer.export_hf"}
+    for leaf in paths:
+        setattr(leaf.section, leaf.name, f"here/{leaf.key}")
+    config.reward.function, config.algorithm.filter = "mine.py:grade", "package.module:keep"
+    config.judge.parser = "sub/mine.py:parse"
+    make_paths_absolute(config)
+    for leaf in paths:
+        assert leaf.value == str(tmp_path / "here" / leaf.key)
+        setattr(leaf.section, leaf.name, next(x.value for x in leaves(untouched) if x.key == leaf.key))
+    assert config.reward.function == f"{tmp_path}/mine.py:grade"
+    assert (config.judge.parser, config.algorithm.filter) == (f"{tmp_path}/sub/mine.py:parse", "package.module:keep")
+    assert (config.algorithm.advantage, config.data.val) == ("grpo", None)
+    config.reward.function, config.judge.parser, config.algorithm.filter = "math", None, None
+    assert config == untouched
+
+
+def test_what_is_not_given_stays_so() -> None:
+    config = Config()
+    config.data.train = ""
+    make_paths_absolute(config)
+    assert config.data.train == ""
+    assert config.model.tokenizer_path is None

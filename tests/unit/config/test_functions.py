@@ -1,0 +1,50 @@
+"""Files of users: loaded once in a process, under a name that is the same in every process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.functions import absolute_spec, load_function
+from mcore_rl.errors import ConfigError
+
+
+def test_a_file_that_two_keys_name_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "count = []\nclass Wrong(Exception): pass\n"
+        "def f():\n    count.append(1)\n    return len(count)\n"
+        "def g():\n    raise Wrong('so')\n"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text("def f():\n    return 'another'\n")
+    monkeypatch.chdir(tmp_path)
+    first, again = load_function("reward.function", "mine.py:f"), load_function("x", f"{tmp_path}/mine.py:f")
+    assert [first(), again(), first()] == [1, 2, 3]
+    assert load_function("x", "other/mine.py:f")() == "another"
+    with pytest.raises(Exception, match="so") as caught:
+        load_function("algorithm.filter", "mine.py:g")()
+    assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
+
+
+def test_only_rewards_may_be_async(tmp_path: Path) -> None:
+    path = tmp_path / "later.py"
+    path.write_text("async def f(): ...\nclass G:\n    async def __call__(self): ...\ng = G()\n")
+    for name in ("f", "g"):
+        with pytest.raises(
+            ConfigError, match=rf"^algorithm\.filter=.*later\.py:{name}: {name} must be .* not an async one"
+        ):
+            load_function("algorithm.filter", f"{path}:{name}")
+        assert callable(load_function("reward.function", f"{path}:{name}", may_be_async=True))
+
+
+def test_files_are_named_so_that_any_working_directory_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_spec("a/mine.py:f") == f"{os.getcwd()}/a/mine.py:f"
+    assert [absolute_spec(spec) for spec in ("package.mine:f", "grpo", "/x/y.py:f")] == [
+        *("package.mine:f", "grpo", "/x/y.py:f")
+    ]

@@ -1,0 +1,248 @@
+"""Settings of config.json that change what a model computes, and what transformers makes of each."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from model_converters.families import FAMILIES
+from model_converters.rotary import inverse_frequencies
+from model_converters.table import bind
+from tests.tiny_models import GROUPS, LLAMA3, YARN, checkpoint_tensors, tiny_fields
+
+ABSENT: Any = object()
+Change = dict[str, Any]
+
+_DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+_WRONG: list[Any] = [ABSENT, None, 0, "x", [1], True, math.nan]
+_VALUES: dict[str, list[Any]] = {
+    "rms_norm_eps": [*_WRONG, 1e-3],
+    "attention_dropout": [ABSENT, None, "x", [1], True, math.nan, 0.1],
+    "initializer_range": _WRONG,
+    "tie_word_embeddings": [ABSENT, None, True, False, 0, "true"],
+    "num_key_value_heads": [*_WRONG, 1, 2, 4, 2.0],
+    "head_dim": [*_WRONG, 7, 8, 12],
+    "hidden_act": [ABSENT, None, "gelu", 3],
+    "attention_bias": [ABSENT, None, True, False, 0],
+    "mlp_bias": [ABSENT, None, True, False, 0],
+    "rope_parameters": [
+        *_WRONG,
+        {},
+        {"rope_theta": 5e5},
+        {"rope_type": "default"},
+        {"type": "default", "rope_theta": 5e5},
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": None, "rope_theta": 5e5},
+        {"rope_type": "default", "type": "linear", "factor": 2.0},
+        {"full_attention": _DEFAULT},
+        LLAMA3,
+        YARN,
+    ],
+    "rope_scaling": [
+        *_WRONG,
+        {},
+        {"rope_type": "default"},
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"type": "linear", "factor": 2.0},
+        {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+        YARN,
+    ],
+    "partial_rotary_factor": [*_WRONG, 0.5, 0.25, 1.0],
+    "use_sliding_window": [None, True, 1],
+    "sliding_window": [None, 0, 8],
+    "layer_types": [None, 3, "x", ["full_attention"] * 2, ["sliding_attention"] * 2],
+    "per_layer_config": [None, {"0": {"rms_norm_eps": 1e-2}}],
+}
+_EXPERTS: dict[str, list[Any]] = {
+    "num_experts": [*_WRONG, 4],
+    "num_local_experts": [*_WRONG, 4],
+    "n_routed_experts": [*_WRONG, 4],
+    "num_experts_per_tok": [*_WRONG, 1, 3, 100],
+    "norm_topk_prob": [ABSENT, None, True, False, 0],
+    "decoder_sparse_step": [*_WRONG, 2],
+    "mlp_only_layers": [ABSENT, None, [], [0], 0, ["0"]],
+    "n_shared_experts": [*_WRONG, 1, 2],
+    "routed_scaling_factor": [*_WRONG, -1.0, 2.0],
+    "n_group": [*_WRONG, 1, 2],
+    "topk_group": [*_WRONG, 1, 2],
+    "first_k_dense_replace": [ABSENT, None, 0, 5, "x", True],
+    "scoring_func": [ABSENT, None, "softmax", "sigmoid", 3],
+    "topk_method": [ABSENT, None, "greedy", "noaux_tc", 3],
+    "use_qk_norm": [ABSENT, None, True, False, 0],
+}
+_LATENT: dict[str, list[Any]] = {
+    "q_lora_rank": [*_WRONG, 8],
+    "kv_lora_rank": _WRONG[1:],
+    "qk_rope_head_dim": [None, 0, 4, 7],
+    "v_head_dim": [None, 0, 8],
+    "rope_interleave": [ABSENT, None, False, True, 0],
+}
+_YARN_VALUES: dict[str, list[Any]] = {
+    "rope_theta": [ABSENT, None, 0, "x", 5e5],
+    "factor": [ABSENT, None, "x", 1, 8],
+    "original_max_position_embeddings": [None, "x", 64],
+    "beta_fast": [ABSENT, None, 0, "x", 8],
+    "beta_slow": [ABSENT, None, 0, "x", 2.0],
+    "mscale": [ABSENT, None, 0, "x", 0.7],
+    "mscale_all_dim": [ABSENT, None, 0, "x", 1.0],
+    "attention_factor": [None, 1.0, 2.0],
+    "truncate": [None, True, False, 0],
+    "partial_rotary_factor": [None, 0.5, 1.0],
+}
+_LLAMA3_VALUES: dict[str, list[Any]] = {
+    "rope_theta": [ABSENT, None, 0, "x", 1e4],
+    "factor": [ABSENT, None, "x", 1, 4.0],
+    "low_freq_factor": [ABSENT, None, "x", 2.0],
+    "high_freq_factor": [ABSENT, None, "x", 8.0],
+    "original_max_position_embeddings": [ABSENT, None, "x", 4096],
+}
+_TOGETHER: list[Change] = [
+    {"rope_parameters": ABSENT, "rope_theta": value} for value in (*_WRONG, 5e5)
+] + [
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+    {"rope_theta": None, "rope_scaling": {"rope_type": "default"}},
+    {"partial_rotary_factor": None, "rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.25}},
+    {"partial_rotary_factor": 0.25, "rope_parameters": {**_DEFAULT, "partial_rotary_factor": None}},
+    {"original_max_position_embeddings": 4096, "rope_parameters": LLAMA3},
+    {"original_max_position_embeddings": 64, "rope_parameters": YARN},
+    {"original_max_position_embeddings": 64, "rope_parameters": _DEFAULT},
+    {"use_sliding_window": True, "sliding_window": 8},
+    {"use_sliding_window": True, "sliding_window": None},
+    {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+    {"topk_method": "group_limited_greedy", **GROUPS},
+    {"topk_method": "group_limited_greedy", **GROUPS, "topk_group": 4},
+    GROUPS,
+]  # fmt: skip
+_BASE = {"num_hidden_layers": 2, "intermediate_size": 24}
+
+
+def changes(kind: str) -> Iterator[Change]:
+    """What is set in a tiny configuration, one setting or a few that belong together."""
+    experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3") else {}
+    latent = _LATENT if kind.startswith("deepseek") else {}
+    yield {}
+    yield from ({key: value} for key, values in {**_VALUES, **experts, **latent}.items() for value in values)
+    for base, table in ((YARN, _YARN_VALUES), (LLAMA3, _LLAMA3_VALUES)):
+        for key, values in table.items():
+            yield from ({"rope_parameters": _changed(base, {key: value})} for value in values)
+    yield from _TOGETHER
+
+
+def grid_fields(kind: str, change: Change) -> dict[str, Any]:
+    return _changed(tiny_fields(kind, **_BASE), change)
+
+
+def _changed(fields: dict[str, Any], change: Change) -> dict[str, Any]:
+    return {key: value for key, value in {**fields, **change}.items() if value is not ABSENT}
+
+
+def facts_of_transformers(fields: dict[str, Any]) -> dict[str, Any]:
+    """What its own model of these fields computes with. Raises whatever it raises for one that it cannot run."""
+    # transformers writes into the objects that it is given.
+    config = AutoConfig.for_model(**copy.deepcopy(fields))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        model(torch.arange(12)[None])
+    trunk = model.model
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model, model.state_dict()).items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    layer = trunk.layers[-1]
+    attention = layer.self_attn
+    return {
+        "shapes": shapes,
+        "tied": config.tie_word_embeddings,
+        "epsilon": layer.input_layernorm.variance_epsilon,
+        "latent epsilon": attention.kv_a_layernorm.variance_epsilon if hasattr(attention, "kv_a_layernorm") else None,
+        "activation": type(layer.mlp.act_fn if hasattr(layer.mlp, "act_fn") else layer.mlp.experts.act_fn).__name__,
+        "attention scale": attention.scaling,
+        "window": _window(config, attention),
+        "frequencies": trunk.rotary_emb.inv_freq,
+        "cosine scale": float(trunk.rotary_emb.attention_scaling),
+        "neighbours paired": _pairs_neighbours(config),
+        "routing": _routing(layer.mlp.gate) if hasattr(layer.mlp, "gate") else None,
+    }
+
+
+def _window(config: Any, attention: Any) -> int | None:
+    whole_model = config.model_type in ("mixtral", "qwen3_moe")
+    return config.sliding_window if whole_model else getattr(attention, "sliding_window", None)
+
+
+def _pairs_neighbours(config: Any) -> bool:
+    return config.model_type == "deepseek_v2" or (config.model_type == "deepseek_v3" and bool(config.rope_interleave))
+
+
+def _routing(gate: Any) -> dict[str, Any]:
+    groups = (getattr(gate, "num_group", None), getattr(gate, "topk_group", None))
+    limited = getattr(gate, "topk_method", "group_limited_greedy") == "group_limited_greedy"
+    return {
+        "experts per token": gate.top_k,
+        # Mixtral normalises always, DeepSeek V2 never.
+        "normalised": bool(getattr(gate, "norm_topk_prob", not hasattr(gate, "topk_method"))),
+        "factor": getattr(gate, "routed_scaling_factor", 1.0),
+        "groups": groups if limited and groups[0] != groups[1] else None,
+    }
+
+
+def facts_of_ours(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same of what the family's table and arguments say."""
+    family = FAMILIES[fields["model_type"]]
+    arguments = family.model_arguments(fields)
+    sizes = arguments.transformer
+    bound = bind(family.rows(fields), fields, torch.float32)
+    shapes = {
+        name: shape
+        for row in bound
+        if not row.row.copy_of_embedding
+        for name, shape in zip(row.hf, row.row.shapes, strict=True)
+    }
+    latent = sizes.get("multi_latent_attention", False)
+    head_dim = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] if latent else sizes["kv_channels"]
+    frequencies, cosine_scale, score_scale = _rotation(arguments, head_dim)
+    return {
+        "shapes": shapes,
+        "tied": arguments.tied_embeddings,
+        "epsilon": sizes["layernorm_epsilon"],
+        "latent epsilon": arguments.latent_norm_epsilon,
+        "activation": {"silu": "SiLUActivation"}[sizes["activation_func"]],
+        "attention scale": score_scale,
+        "window": None,
+        "frequencies": frequencies,
+        "cosine scale": cosine_scale,
+        "neighbours paired": latent,
+        "routing": _our_routing(sizes) if sizes.get("moe_layer_freq", [1])[-1] and "num_moe_experts" in sizes else None,
+    }
+
+
+def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float]:
+    """(frequencies, factor on cosines, factor on scores); for yarn transformers' own, of what we understood."""
+    sizes = arguments.transformer
+    if sizes.get("rope_type") != "yarn":
+        rotated = sizes.get("qk_pos_emb_head_dim", sizes["kv_channels"])
+        return inverse_frequencies(arguments.rotary, rotated), 1.0, head_dim**-0.5
+    keys = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    rope = {"rope_type": "yarn", "rope_theta": sizes["rotary_base"], "factor": sizes["rotary_scaling_factor"]}
+    rope |= {key: sizes[key] for key in keys}
+    config = DeepseekV3Config(qk_rope_head_dim=sizes["qk_pos_emb_head_dim"], rope_parameters=rope)
+    frequencies, cosine_scale = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    scale = 0.1 * sizes["mscale_all_dim"] * math.log(sizes["rotary_scaling_factor"]) + 1
+    return frequencies, float(cosine_scale), scale**2 * head_dim**-0.5
+
+
+def _our_routing(sizes: dict[str, Any]) -> dict[str, Any]:
+    sigmoid = sizes["moe_router_score_function"] == "sigmoid"
+    groups = (sizes.get("moe_router_num_groups"), sizes.get("moe_router_group_topk"))
+    return {
+        "experts per token": sizes["moe_router_topk"],
+        "normalised": sigmoid or not sizes["moe_router_pre_softmax"],
+        "factor": sizes.get("moe_router_topk_scaling_factor", 1.0),
+        "groups": groups if groups[0] else None,
+    }

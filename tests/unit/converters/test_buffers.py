@@ -1,0 +1,71 @@
+"""Rotary frequencies that old checkpoints hold: those of transformers' own module are let through, others refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_converters.completeness import check_complete
+from model_converters.errors import ConversionError
+from model_converters.io import HFCheckpoint
+from model_converters.table import bind
+from tests.tiny_models import LLAMA3, tiny_model, write_tiny_model
+
+ROTATIONS = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},  # so low that float16 has few bits left for the lowest
+    "llama3": LLAMA3,
+}
+
+
+def saved_with(directory: Path, frequencies: dict[str, torch.Tensor]) -> Path:
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | frequencies, file, metadata={"format": "pt"})
+    return directory
+
+
+def llama(directory: Path, rotation: str = "default") -> tuple[Path, torch.Tensor]:
+    """A saved model with the frequencies that transformers computes for it."""
+    settings = {"rope_parameters": ROTATIONS[rotation], "num_hidden_layers": 2, "head_dim": 64}
+    frequencies = tiny_model("llama", **settings).model.rotary_emb.inv_freq
+    return write_tiny_model(directory, "llama", **settings), frequencies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("place", ["model.layers.{l}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_saved_frequencies_are_no_weights(place, rotation, dtype, tmp_path):
+    hf, frequencies = llama(tmp_path, rotation)
+    names = {place.format(l=layer) for layer in range(2)}
+    saved_with(hf, {name: frequencies.to(dtype, copy=True) for name in names})
+    with HFCheckpoint(hf) as checkpoint:
+        assert not names & set(checkpoint.shapes)
+        bound = bind(checkpoint.family.rows(checkpoint.config), checkpoint.config, torch.float32)
+        check_complete(bound, checkpoint.shapes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda saved: saved * 1.001, "element 0 is 1.001 instead of 1"),
+        (lambda saved: torch.cat((saved[:-1], saved[-1:] / 8)), "element 31 is"),  # as another rope_scaling would
+        (lambda saved: saved[:-1], r"\(31,\) torch.float32; by config.json it holds 32 frequencies"),
+        (lambda saved: saved * torch.nan, "element 0 is nan"),
+    ],
+    ids=["other base", "scaled", "other head", "nan"],
+)
+def test_other_frequencies_are_another_model(spoil, message, tmp_path):
+    hf, frequencies = llama(tmp_path)
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    saved_with(hf, {name: spoil(frequencies)})
+    with pytest.raises(ConversionError, match=rf"{name} .*{message}"):
+        HFCheckpoint(hf)
+
+
+def test_a_name_that_only_looks_like_it_stays_unknown(tmp_path):
+    hf, frequencies = llama(tmp_path)
+    saved_with(hf, {"model.layers.1.mlp.rotary_emb.inv_freq": frequencies})
+    with HFCheckpoint(hf) as checkpoint:
+        assert "model.layers.1.mlp.rotary_emb.inv_freq" in checkpoint.shapes

@@ -1,0 +1,65 @@
+"""Whatever config.json says: either we compute with what transformers computes with, or we refuse the field by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families import FAMILIES
+from tests.unit.converters.config_grid import changes, facts_of_ours, facts_of_transformers, grid_fields
+
+KINDS = sorted(name for name, family in FAMILIES.items() if not family.transformers_type)
+
+
+def _named(change: dict[str, Any], message: str) -> bool:
+    """Whether the message names what was changed, or what it stands in."""
+    inside = {key for value in change.values() if isinstance(value, dict) for key in value}
+    words = {
+        *change,
+        *inside,
+        *(("rope type", "rope scaling") if {"rope_parameters", "rope_scaling"} & set(change) else ()),
+    }
+    return any(word in message for word in words)
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            same = value.shape == ours[name].shape and torch.allclose(value, ours[name], rtol=1e-5)
+        elif isinstance(value, float):
+            same = ours[name] == pytest.approx(value, rel=1e-6)
+        else:
+            same = ours[name] == value
+        found += [] if same else [f"{name}: {ours[name]} instead of {value}"]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_is_read_as_transformers_reads_it_or_refused_by_name(kind, caplog):
+    caplog.set_level(logging.CRITICAL)
+    problems, accepted = [], 0
+    for change in changes(kind):
+        fields = grid_fields(kind, change)
+        try:
+            ours = facts_of_ours(fields)
+        except ConversionError as error:
+            if not _named(change, str(error)):
+                problems.append(f"{change}: refused as {error}")
+            continue
+        except Exception as error:
+            problems.append(f"{change}: {error!r}")
+            continue
+        accepted += 1
+        try:
+            theirs = facts_of_transformers(fields)
+        except Exception as error:
+            problems.append(f"{change}: transformers refuses it: {str(error)[:200]}")
+            continue
+        problems += [f"{change}: {difference}" for difference in _differences(ours, theirs)]
+    assert not problems, "\n".join(problems)
+    assert accepted > 30  # else the grid says little

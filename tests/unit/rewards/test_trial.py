@@ -1,0 +1,86 @@
+"""The call of a reward function before a run: what it refuses, what it lets pass, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards import dispatcher
+from mcore_rl.rewards.trial import try_reward_function
+from mcore_rl.types import Prompt
+
+FUNCTIONS = """
+import time
+
+def needs_text(solution_str, ground_truth, **_):
+    assert ground_truth == {"answer": 72}
+    return solution_str[0] == "7"
+
+def right(solution_str, ground_truth, **_):
+    assert ground_truth == {"answer": 72}
+    return solution_str == '{"answer": 72}'
+
+def broken(solution_str, **_):
+    return parse(solution_str)
+
+def parse(text):
+    raise LookupError("no " + repr(text))
+
+def slow(**_):
+    time.sleep(1000)
+
+def nothing(**_):
+    return None
+
+def strict(solution_str, **_):
+    return 0.0 if not solution_str else 1 / 0
+"""
+PROMPT = Prompt(0, np.zeros(1, np.int32), "6*12=", "sums", {"answer": 72})
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return lambda name: try_reward_function(
+        RewardConfig(function=f"{tmp_path}/mine.py:{name}", timeout_seconds=0.5), PROMPT
+    )
+
+
+def test_a_function_that_grades_the_ground_truth_passes(tried):
+    assert tried("right") is None
+    assert tried("needs_text") is None  # of an empty response nothing is asked then
+    assert try_reward_function(RewardConfig(), PROMPT) is None
+
+
+def test_one_that_fails_on_any_response_is_refused_with_its_place(tried):
+    with pytest.raises(ConfigError) as caught:
+        tried("broken")
+    message, *shown = str(caught.value).splitlines()
+    assert "mine.py:broken cannot grade the first prompt of data.train" in message
+    assert """LookupError: no '{"answer": 72}'; with an empty one, the grader raised LookupError: no ''.""" in message
+    line = FUNCTIONS.splitlines().index('    raise LookupError("no " + repr(text))') + 1
+    assert any(text.endswith(f'mine.py", line {line}, in parse') for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("slow", r"did not finish within reward\.timeout_seconds=0\.5(.|\n)*mine\.py\", line 19, in slow"),
+        ("nothing", "returned None instead of a finite number"),
+    ],
+)
+def test_so_is_one_without_an_answer(tried, name, cause):
+    with pytest.raises(ConfigError, match=rf"mine\.py:{name} cannot grade .*{cause}"):
+        tried(name)
+
+
+def test_one_that_only_some_responses_break_is_warned_about(tried):
+    warning = tried("strict")
+    assert warning.startswith("warning: reward.function=")
+    assert "ZeroDivisionError: division by zero; with an empty one it works" in warning
+    assert "in strict" in warning

@@ -1,0 +1,57 @@
+"""Responses that could not be graded: shown once, and too many end the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.errors import ConfigError, RewardError
+from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.types import RolloutScalars
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'
+
+
+def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:
+    ids, numbers = np.zeros(size, np.int64), np.zeros(size, np.float32)
+    counts = np.ones(size, np.int32)
+    scalars = RolloutScalars(ids, ids, counts, counts, counts, numbers, numbers, np.zeros(size, np.uint8), 0)
+    return replace(scalars, errors=tuple((i, f"error {i}") for i in failed), traceback=traceback)
+
+
+def watched(**config: float) -> tuple[GradingFailures, list[str]]:
+    notes: list[str] = []
+    return GradingFailures(RewardConfig(function="mine.py:f", **config), notes.append), notes
+
+
+def test_the_first_failure_is_shown_once_with_its_place() -> None:
+    failures, notes = watched()
+    failures.check([graded(4), graded(4)], "step 1", "file")
+    assert notes == []
+    failures.check([graded(4, 2), graded(4, 0, traceback=TRACEBACK)], "step 2", "file")
+    failures.check([graded(4, 1)], "step 3", "file")
+    assert len(notes) == 1
+    assert notes[0].startswith("warning: reward.function=mine.py:f: error 2; it counts 0;")
+    assert notes[0].endswith(TRACEBACK)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "failed", "ends"),
+    [(1.0, 3, False), (1.0, 4, True), (0.5, 1, False), (0.5, 2, True), (0.0, 0, False), (0.0, 1, True)],
+)
+def test_too_many_end_the_run_by_the_key(fraction: float, failed: int, ends: bool) -> None:
+    failures, _ = watched(max_error_fraction=fraction)
+    given = [graded(3, *range(min(failed, 3))), graded(1, *range(failed - 3))]
+    if not ends:
+        return failures.check(given, "step 7", "rollouts/step_7.jsonl")
+    with pytest.raises(RewardError) as caught:
+        failures.check(given, "step 7", "rollouts/step_7.jsonl")
+    assert caught.value.exit_code == 1
+    assert not isinstance(caught.value, ConfigError)
+    expected = f"mine.py:f failed on {failed} of 4 responses of step 7, and reward.max_error_fraction={fraction:g} ends"
+    assert expected in str(caught.value)
+    assert "the first: error 0; all are in rollouts/step_7.jsonl" in str(caught.value)
+    return None

@@ -1,0 +1,97 @@
+"""What a Ray cluster of ours keeps on disk is its user's alone, and goes also when its process was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.runtime.session import MAX_PARENT_CHARACTERS, private_directory, remove_stale
+
+DEAD = 4_194_305
+"""Above the kernel's largest process id."""
+
+
+def left_by(parent: Path, pid: int) -> Path:
+    directory = parent / f"mcore_rl_{pid}_x"
+    (directory / "r" / "sockets").mkdir(parents=True)
+    return directory
+
+
+def test_the_directory_is_ours_alone_and_goes_with_the_block() -> None:
+    with private_directory() as directory:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        (directory / "r").mkdir()
+    assert not directory.exists()
+
+
+def test_sockets_fit_into_it_whatever_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert len(str(tmp_path)) > MAX_PARENT_CHARACTERS
+    with private_directory() as directory:
+        assert directory.parent == Path("/tmp")
+        socket = directory / "r" / "session_2026-11-22_14-58-42_728515_4194304" / "sockets" / "plasma_store"
+        assert len(str(socket)) <= 107
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    dead = left_by(tmp_path, DEAD)
+    living = left_by(tmp_path, os.getpid())
+    others = [tmp_path / "mcore_rl_slurm_x", tmp_path / f"other_{DEAD}_x"]
+    for other in others:
+        other.mkdir()
+    remove_stale(tmp_path)
+    assert not dead.exists()
+    assert all(path.exists() for path in (living, *others))
+
+
+def test_what_a_process_of_another_container_holds_stays(tmp_path: Path) -> None:
+    held = left_by(tmp_path, DEAD)
+    descriptor = os.open(held, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        remove_stale(tmp_path)
+        assert held.exists()
+    finally:
+        os.close(descriptor)
+    remove_stale(tmp_path)
+    assert not held.exists()
+
+
+def test_a_link_in_the_place_of_a_directory_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "file").write_text("")
+    (tmp_path / f"mcore_rl_{DEAD}_x").symlink_to(target)
+    remove_stale(tmp_path)
+    assert (target / "file").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
+def test_a_directory_of_another_user_stays(tmp_path: Path) -> None:
+    theirs = left_by(tmp_path, DEAD)
+    os.chown(theirs, 12345, 12345)
+    remove_stale(tmp_path)
+    assert theirs.exists()
+
+
+def test_the_next_start_removes_what_a_killed_one_left() -> None:
+    code = (
+        "import os, signal\n"
+        "from mcore_rl.runtime.session import private_directory\n"
+        "with private_directory() as directory:\n"
+        "    print(directory, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    left = Path(killed.stdout.strip())
+    assert left.name.startswith("mcore_rl_")
+    assert left.is_dir()
+    with private_directory():
+        assert not left.exists()

@@ -1,0 +1,96 @@
+"""A whole job in bash, with stand-ins for SLURM's commands and for the Python of its tasks."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.slurm.script import render_job
+
+SECRET, PLAIN = "s3cret-of-the-test", "plain value's"
+# What SLURM would do on one node: it notes the command line that all users of the node could list, and runs the task.
+SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >>"$NOTES/lines"
+while [[ $1 == --* ]]; do shift; done
+SLURMD_NODENAME=n1 exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ $1 != show ]] || echo n1
+"""
+# Instead of the node's check, of Ray and of the run: each leaves what the job waits for.
+PYTHON = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >>"$NOTES/lines"
+printf '%s=%s|%s|%s\\n' "$2" "$MY_TOKEN" "$PLAIN" "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >>"$NOTES/tasks"
+attempt=${RAY_AUTH_TOKEN_PATH%/*}
+case $2 in
+  *node_check) touch "$attempt/checked/n1" ;;
+  *ray_node) echo 127.0.0.1:1 >"$attempt/address"; touch "$attempt/joined/n1"
+    until [[ -e $attempt/stop ]]; do sleep 0.1; done ;;
+  *cli) exit 7 ;;
+esac
+"""
+
+
+def submit(directory: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a job in whose configuration MY_TOKEN is passed on and PLAIN has a value."""
+    programs = directory / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    config = Config()
+    config.run.dir, config.cluster.device = "runs/x", "cpu"
+    config.slurm.pass_environment, config.slurm.environment = ["MY_TOKEN"], {"PLAIN": PLAIN}
+    overrides = ["slurm.pass_environment=[MY_TOKEN]", f"slurm.environment.PLAIN={PLAIN}", "trainer.steps=3"]
+    script = render_job(config, "c.yaml", overrides)
+    # Whatever of it is quoted: the value as a whole, and the part that needs no quotes.
+    assert script.count("plain value") == 1
+    assert SECRET not in script
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(directory), "SLURM_JOB_ID": "5"}
+    environment |= {"SLURM_JOB_NODELIST": "n1"} | variables
+    return subprocess.run(
+        ["bash", "-c", script], cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_tasks_get_the_environment_and_no_command_line_shows_it(tmp_path: Path) -> None:
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "RAY_AUTH_TOKEN": "of another cluster"})
+    assert done.returncode == 7, done.stdout + done.stderr
+    lines = (tmp_path / "lines").read_text()
+    assert "trainer.steps=3" in lines
+    assert not [secret for secret in (SECRET, "plain value", "slurm.environment.PLAIN") if secret in lines]
+    tasks = (tmp_path / "tasks").read_text().splitlines()
+    programs = ("mcore_rl.slurm.node_check", "mcore_rl.slurm.ray_node", "mcore_rl.cli")
+    assert tasks == [f"{program}={SECRET}|{PLAIN}|600" for program in programs]
+    run_dir = tmp_path / "runs" / "x"
+    assert stat.S_IMODE(run_dir.stat().st_mode) == stat.S_IMODE((run_dir / "slurm").stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_dir.parent.stat().st_mode) != 0o700
+    kept = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
+    assert not [text for text in kept if SECRET in text or "plain value" in text]
+    assert not list(run_dir.rglob("token"))
+
+
+def test_a_variable_that_sbatch_did_not_have_ends_the_job_by_its_name(tmp_path: Path) -> None:
+    done = submit(tmp_path, {})
+    assert done.returncode == 2
+    assert "slurm.pass_environment: MY_TOKEN is not set; export it" in done.stdout
+    assert not (tmp_path / "lines").exists()
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [("pyxis", "--container-env=MY_TOKEN,OTHER"), ("apptainer", "apptainer exec --pwd")],
+)
+def test_containers_are_told_of_names_only(container: str, expected: str) -> None:
+    config = Config()
+    config.run.dir, config.cluster.device = "runs/x", "cpu"
+    config.slurm.pass_environment = ["MY_TOKEN", "OTHER"]
+    config.slurm.container, config.slurm.container_image = container, "i.sqsh"
+    script = render_job(config, "c.yaml")
+    assert expected in script
+    assert 'export "APPTAINERENV_$name=${!name}"' in script

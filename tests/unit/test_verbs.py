@@ -1,0 +1,79 @@
+"""A start of a run that is finished answers at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import verbs
+from mcore_rl.config import load_config
+from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.types import SavedState
+
+ANSWER = """
+import sys
+from mcore_rl.cli import main
+code = main(sys.argv[1:])
+print(*({"torch", "ray", "megatron"} & set(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+class Saved:
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> SavedState:
+        return SavedState((), {})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that has done 4 steps."""
+    directory = tmp_path / "run"
+    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
+    rows = [{"step": 0, "val/accuracy": 0.25}, {"step": 2, "val/accuracy": 0.75}, {"step": 4, "val/accuracy": 0.5}]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text("data: {train: nowhere.jsonl}\nmodel: {hf_path: nowhere}\n")
+    return directory
+
+
+def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["train", str(run_dir.parent / "config.yaml"), f"run.dir={run_dir}", *overrides]
+    return subprocess.run([sys.executable, "-c", ANSWER, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("steps", [4, 3])
+def test_a_finished_run_is_told_from_its_files_before_anything_heavy_is_imported(run_dir: Path, steps: int) -> None:
+    done = train(run_dir, f"trainer.steps={steps}")
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"step {steps} of {steps} is done; raise trainer.steps to go on"
+    assert any("0.750 (step 2)" in line and "+0.250" in line for line in lines)
+    checkpoint = run_dir / "checkpoints" / "step_4"
+    assert lines[-1] == f"as a Hugging Face model: python -m model_converters to-hf --ckpt {checkpoint} --out DIR"
+
+
+def is_finished(run_dir: Path, *overrides: str) -> bool:
+    return verbs.is_finished(load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", *overrides]))
+
+
+def test_an_export_that_is_asked_for_later_is_left_to_do(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "exported"
+    assert not is_finished(run_dir, "trainer.steps=4", f"trainer.export_hf={target}")
+    assert capsys.readouterr().err == f"step 4 of 4 is done; what is left is trainer.export_hf={target}\n"
+    target.mkdir()
+    assert is_finished(run_dir, "trainer.steps=4", f"trainer.export_hf={target}")
+
+
+def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not is_finished(run_dir, "trainer.steps=5")
+    assert capsys.readouterr().err == f"resumes from step_4 in {run_dir}\n"
+    assert not is_finished(run_dir.parent / "new", "trainer.steps=5", f"run.dir={run_dir.parent / 'new'}")
+    assert capsys.readouterr().err == ""
