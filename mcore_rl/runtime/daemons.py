@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from ray._private import services
 from ray._private import utils as ray_utils
 
 NAMES = ("gcs_server", "raylet")
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
@@ -20,8 +22,9 @@ def signals_kept_from_ray() -> Iterator[None]:
 
     The processes that Ray starts get sessions of their own: `timeout`, schedulers and terminals send their signals to
     a whole process group, and without its cluster a run can neither finish its step nor end in order. The kernel still
-    ends them with this process (Ray sets PR_SET_PDEATHSIG). And Ray's own handler of TERM, which ends this process, is
-    not put in the place of ours. Ray (2.60) has no option for either.
+    ends them with this process (Ray sets PR_SET_PDEATHSIG). And Ray's own handlers of TERM, which end this process, do
+    not stay in the place of ours: one of Python's, and one below it that prints a trace and aborts. Ray (2.60) has no
+    option for any of this.
     """
     popen, set_handler = services.ConsolePopen, ray_utils.set_sigterm_handler
     services.ConsolePopen = functools.partial(popen, start_new_session=True)
@@ -30,6 +33,8 @@ def signals_kept_from_ray() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen, ray_utils.set_sigterm_handler = popen, set_handler
+        for number in HANDLED:
+            signal.signal(number, signal.getsignal(number))  # the same again, but over what Ray has put below Python
 
 
 @dataclass

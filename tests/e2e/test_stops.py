@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import stat
 import time
@@ -49,14 +50,15 @@ def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing
 ) -> None:
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("checkpoint.every_steps=0",)) as run:
-        run.wait_until(in_step(run, 3, "generating"))
+        run.wait_until(in_step(run, 2, "generating"))
         assert run.listens_at() == {"127.0.0.1"}
         assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
         os.killpg(run.process.pid, signal.SIGTERM)
-        assert_ended(run, 143, "stopped as asked: step 3 is saved; the same command goes on from there")
-        assert "finishing step 3, then saving; once more stops at once\n" in run.text()
+        said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))
+        step = int(said[1])  # steps are short: it may be the one after
+        assert_ended(run, 143, f"stopped as asked: step {step} is saved; the same command goes on from there")
         assert not run.sessions()
-    assert max(metrics(run_dir)) == 3
+    assert max(metrics(run_dir)) == step < 4
     assert_resumes_to_the_same(task, run_dir, whole_run)
 
 
