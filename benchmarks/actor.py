@@ -32,8 +32,8 @@ def run() -> list[Result]:
 
 
 def _measure(directory: Path) -> list[Result]:
-    from mcore_rl.megatron import parallel
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = actor_config(write_model(directory / "model"), tokens_per_microbatch=BUDGET)
     actor = MegatronActor(config, 0, 1, f"file://{directory / 'store'}")

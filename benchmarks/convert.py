@@ -17,13 +17,15 @@ from safetensors import safe_open
 
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
-from mcore_rl.weights.buckets import SharedBuckets, plan_buckets
-from mcore_rl.weights.publish import BucketWriter
+from mcore_rl.weights.plan import plan_buckets
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
+from mcore_rl.weights.write import BucketWriter
 from model_converters.families import family_for
-from model_converters.io import HFCheckpoint, HFWriter
-from model_converters.layout import TrainLayout
-from model_converters.plan import TensorLoad, export_plan, load_plan, load_tensors, local_shapes
-from model_converters.table import BoundRow, bind
+from model_converters.hf.io import HFCheckpoint, HFWriter
+from model_converters.hf.load import load_tensors
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import TensorLoad, export_plan, load_plan, local_shapes
+from model_converters.mapping.table import BoundRow, bind
 
 MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 256 * 2**20

@@ -13,9 +13,10 @@ import ray
 from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.processes import RunProcess
+from mcore_rl.runtime.roles.base import RankMap, RunProcess
+from mcore_rl.runtime.roles.engine import EnginePool
+from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, RolloutTask, TrajectoryBuffers
 
 PROCESSES = 2

@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.result import Result
-from mcore_rl.weights.buckets import BucketSpec, SharedBuckets, plan_buckets
-from mcore_rl.weights.publish import BucketWriter
+from mcore_rl.weights.plan import BucketSpec, plan_buckets
 from mcore_rl.weights.receive import BucketReceiver
-from model_converters.plan import Piece, TensorPlan
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
+from mcore_rl.weights.write import BucketWriter
+from model_converters.mapping.plan import Piece, TensorPlan
 
 HIDDEN, INNER, EXPERTS, LAYERS = 1024, 768, 8, 12
 ROUNDS = 11

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.result import Result
-from mcore_rl.megatron.logprobs import linear_logp_entropy
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
 LIMIT_RATIO = 1.3
 LIMIT_GB = 0.3

@@ -18,8 +18,8 @@ import torch
 from benchmarks import convert
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result, SkippedError
-from model_converters.layout import TrainLayout
-from model_converters.plan import local_shapes
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import local_shapes
 
 FOLDER = Path(__file__).resolve().parents[1] / ".peers"
 _NAMES = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
@@ -89,7 +89,7 @@ class Peer:
     """mbridge on one rank; `local` maps our canonical names to its tensors."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
-        from mcore_rl.megatron import parallel
+        from mcore_rl.megatron.build import parallel
 
         parallel.destroy()  # of the row before
         with tempfile.TemporaryDirectory() as store:

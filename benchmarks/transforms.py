@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
-from model_converters.placement import segments_of
-from model_converters.table import Row
-from model_converters.transforms import GateUp, GroupedQKV, Shape
+from model_converters.mapping.placement import segments_of
+from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Shape
 
 HEAD_DIM = 128
 GROUPS = 4

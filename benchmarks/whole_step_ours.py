@@ -23,8 +23,9 @@ from benchmarks.whole_step_task import (
 from mcore_rl.assembly import assemble
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
-from mcore_rl.preflight import check_run
-from mcore_rl.preparation import make_run_dir, prepare
+from mcore_rl.preparation.preflight import check_run
+from mcore_rl.preparation.prepare import prepare
+from mcore_rl.preparation.run_dir import make_run_dir
 from mcore_rl.trainer.loop import train
 from mcore_rl.types import Metric
 

@@ -14,31 +14,31 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
-from mcore_rl.config.judge import uses_judge
-from mcore_rl.config.reference import uses_reference
 from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.judge import uses_judge
+from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
+from mcore_rl.data.records import remove_unjoined
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.ports import Critic, PendingSave, Validator
-from mcore_rl.preparation import Prepared
+from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.records import remove_unjoined
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
-from mcore_rl.runtime.groups import RankMap
-from mcore_rl.runtime.judge import judge_role
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phases, shares_device
 from mcore_rl.runtime.publisher import SharedMemoryPublisher
-from mcore_rl.runtime.reward_model import reward_model_role
-from mcore_rl.runtime.roles import Role, critic_role
+from mcore_rl.runtime.roles.base import RankMap, Role
+from mcore_rl.runtime.roles.critic import critic_role
+from mcore_rl.runtime.roles.judge import judge_role
+from mcore_rl.runtime.roles.reward_model import reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.staged import (
     StagedActor,
@@ -57,7 +57,7 @@ from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 MIB = 2**20
 

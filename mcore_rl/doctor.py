@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from mcore_rl.megatron import installed
-from mcore_rl.megatron.implementation import Implementation, Wanted, choose
-from mcore_rl.megatron.installed import TRANSFORMER_ENGINE, has_module
+from mcore_rl.spec import installed
+from mcore_rl.spec.implementation import Implementation, Wanted, choose
+from mcore_rl.spec.installed import TRANSFORMER_ENGINE, has_module
 
 
 class Need(Enum):

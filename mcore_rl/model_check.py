@@ -12,15 +12,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mcore_rl.config.lora import uses_lora
+from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.megatron.oracle import transformers_logits
+from mcore_rl.megatron.build.oracle import transformers_logits
 from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
-from model_converters.io import HFCheckpoint
-from model_converters.logits import too_large
+from model_converters.dcp.logits import too_large
+from model_converters.hf.io import HFCheckpoint
 
 KEY = "model.check_logits"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}

@@ -60,7 +60,7 @@ def is_finished(config: Config) -> bool:
 
 def _hugging_face(config: Config) -> str:
     """Where the trained model is in that format, or what writes it."""
-    from mcore_rl.config.lora import uses_lora
+    from mcore_rl.config.rules.lora import uses_lora
     from mcore_rl.trainer.checkpoints import newest_step
 
     if config.trainer.export_hf is not None:
@@ -73,13 +73,14 @@ def _hugging_face(config: Config) -> str:
 
 def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     """Whether the run is finished; else it has saved and stopped."""
-    from mcore_rl.preflight import check_exports, check_run
+    from mcore_rl.preparation.preflight import check_exports, check_run
 
     check_run(config)
     check_exports(config)
     start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
-    from mcore_rl.preparation import make_run_dir, prepare
+    from mcore_rl.preparation.prepare import prepare
+    from mcore_rl.preparation.run_dir import make_run_dir
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
@@ -126,12 +127,13 @@ def evaluate(config: Config) -> int:
 
 
 def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
-    from mcore_rl.preflight import check_run
+    from mcore_rl.preparation.preflight import check_run
 
     check_run(config)
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
-    from mcore_rl.preparation import open_run_dir, prepare
+    from mcore_rl.preparation.prepare import prepare
+    from mcore_rl.preparation.run_dir import open_run_dir
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
 
@@ -183,9 +185,9 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
 
     Raises: ConfigError.
     """
-    from mcore_rl.config.available import cannot_run
+    from mcore_rl.config.rules.available import cannot_run
     from mcore_rl.errors import ConfigError
-    from mcore_rl.preflight import missing_files
+    from mcore_rl.preparation.preflight import missing_files
     from mcore_rl.slurm.script import render_job
 
     script = render_job(config, config_path, overrides, force=force)

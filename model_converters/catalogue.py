@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from model_converters.description import Description
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES
+from model_converters.families.parts.description import Description
 from model_converters.families.refused import REFUSED
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"

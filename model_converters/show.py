@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from model_converters.hf_config import HFConfig
-from model_converters.layout import TrainLayout
-from model_converters.placement import Holding, Placement, local_shape, segments_of
-from model_converters.table import BoundRow
+from model_converters.families.parts.hf_config import HFConfig
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Holding, Placement, local_shape, segments_of
+from model_converters.mapping.table import BoundRow
 
 _HEADINGS = ("mcore", "HF", "transform", "axis", "ranks", "local shape", "slice of the HF tensors")
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from model_converters.io import HFCheckpoint, HFWriter
-from model_converters.layout import TrainLayout
-from model_converters.plan import export_pieces, export_plan, load_tensors, local_shapes
-from model_converters.table import bind
+from model_converters.hf.io import HFCheckpoint, HFWriter
+from model_converters.hf.load import load_tensors
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import export_pieces, export_plan, local_shapes
+from model_converters.mapping.table import bind
 
 
 def export_through(source: Path, target: Path, layout: TrainLayout) -> Path:

@@ -1,8 +1,7 @@
 """Typed configuration: schema, loading, validation. Imports neither torch nor anything that does."""
 
 from mcore_rl.config.load import known_keys, load_config, write_resolved
-from mcore_rl.config.schema import Config
-from mcore_rl.config.validation import (
+from mcore_rl.config.rules.validation import (
     num_critic_ranks,
     num_reward_model_ranks,
     num_trainer_ranks,
@@ -11,6 +10,7 @@ from mcore_rl.config.validation import (
     validate_critic,
     validate_reward_model,
 )
+from mcore_rl.config.schema import Config
 
 __all__ = [
     "Config",

@@ -11,8 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from mcore_rl.config.load import YamlLoader, known_keys, write_resolved
+from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import Config
-from mcore_rl.config.unused import written
 
 CONFIG_FILE = "config.yaml"
 NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")

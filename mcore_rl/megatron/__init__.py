@@ -1,9 +1,9 @@
-"""The only door to megatron.core. Importing this package imports nothing; every module below it that imports
-megatron.core calls `cpu.install()` first, so any import order is safe.
+"""The only door to megatron.core: build, step, optim, checkpoint, roles, lora, cpu. Importing this package imports
+nothing; every module below it that imports megatron.core calls `cpu.install()` first, so any import order is safe.
 
 How an actor is made, on every rank (all of it collective):
 
-    layout = train_layout(config.actor.parallel, world_size, hf_config)           # layout.py; ConfigError names the key
+    layout = train_layout(config.actor.parallel, world_size, hf_config)           # spec/layout.py; ConfigError names it
     parallel.initialize(layout, rank=r, init_method="tcp://127.0.0.1:29500", device="cpu", timeout_seconds=600, seed=1)
     chunks = model.build_model(hf_config, config.actor, config.model, layout)      # one PolicyModel per VPP chunk
     loading.load_hf(chunks, config.model.hf_path, layout)                          # complete both ways, or an error

@@ -33,7 +33,7 @@ What is alive together: 1F1B holds min(pp - stage, m) of m micro-batches; the in
 one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also keep their outputs (h / s). Added once: what
 one layer recomputes, the gradients of the component that saves most, the gradient of the largest weight before it is
 added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
-two tiles of logits, and float32 gradients of the hidden states and of the weight (see megatron/logprobs.py).
+two tiles of logits, and float32 gradients of the hidden states and of the weight (see megatron/step/logprobs.py).
 
 Source: megatron-core 0.16.1, and V. Korthikanti et al. 2022, "Reducing activation recomputation", section 4, for the
 accounting. tests/dist/test_planned_activations.py compares the table with what autograd saves.
@@ -46,9 +46,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.logprobs import TILE_ELEMENTS
+from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from model_converters.families import ModelArguments
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 class Saved(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mcore_rl.config.schema import Config
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import train_layout
 from mcore_rl.planner.plan import Job
-from model_converters.layout import TrainLayout
+from mcore_rl.spec.layout import train_layout
+from model_converters.mapping.layout import TrainLayout
 
 SHORTEST_PART = 4096
 """Tokens of a row on one context-parallel rank, below which attention no longer hides the exchange of keys."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from mcore_rl.config.schema import Config
 from model_converters.families import ModelArguments
-from model_converters.placement import local_shape
-from model_converters.table import BoundRow
+from model_converters.mapping.placement import local_shape
+from model_converters.mapping.table import BoundRow
 
 GIB = 2**30
 ASLEEP_BYTES = GIB

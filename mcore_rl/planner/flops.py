@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from mcore_rl.config.lora import uses_lora
+from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.costs import attention_flops
 from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.model_size import ModelSize
+from mcore_rl.spec.costs import attention_flops
 from model_converters.families import ModelArguments
 
 

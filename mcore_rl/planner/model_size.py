@@ -12,13 +12,13 @@ import torch
 
 from mcore_rl.config import Config, read_hf_config
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import model_arguments
+from mcore_rl.spec.layout import model_arguments
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.layout import TrainLayout
-from model_converters.mtp import num_mtp_layers, without_mtp
-from model_converters.placement import Placement, local_shape
-from model_converters.table import BoundRow, bind
+from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement, local_shape
+from model_converters.mapping.table import BoundRow, bind
 
 
 @dataclass(frozen=True)

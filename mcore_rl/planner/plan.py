@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config import Config, num_trainer_ranks, validate
-from mcore_rl.config.available import cannot_run
-from mcore_rl.config.lora import uses_lora
+from mcore_rl.config.rules.available import cannot_run
+from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.megatron.layout import model_arguments, train_layout
-from mcore_rl.megatron.lora.table import bound_adapters
-from mcore_rl.megatron.model import DTYPES
+from mcore_rl.megatron.build.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
 from mcore_rl.planner.engine import EngineRank, engine_rank
@@ -25,10 +23,12 @@ from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_state
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.verdict import Verdict, judge
+from mcore_rl.spec.adapters import bound_adapters
+from mcore_rl.spec.layout import model_arguments, train_layout
 from model_converters.errors import LayoutError
 from model_converters.families import ModelArguments
-from model_converters.layout import TrainLayout
-from model_converters.table import BoundRow
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.table import BoundRow
 
 
 @dataclass(frozen=True)

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
-from mcore_rl.config.judge import as_policy, named_as_judge, uses_judge, validate_judge
-from mcore_rl.config.lora import base_is_reference
-from mcore_rl.config.reference import uses_reference
-from mcore_rl.config.reward_model import uses_reward_model
-from mcore_rl.config.roles import as_actor, named_as
+from mcore_rl.config.rules.judge import as_policy, named_as_judge, uses_judge, validate_judge
+from mcore_rl.config.rules.lora import base_is_reference
+from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.roles import as_actor, named_as
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import model_arguments, train_layout
-from mcore_rl.megatron.model import DTYPES
-from mcore_rl.megatron.value_model import ValueModel, read_value_config
+from mcore_rl.megatron.build.model import DTYPES
+from mcore_rl.megatron.build.value_model import ValueModel, read_value_config
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
 from mcore_rl.planner.model_size import bound_rows, trained_model
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
+from mcore_rl.spec.layout import model_arguments, train_layout
 
 if TYPE_CHECKING:
-    from mcore_rl.config.roles import Section
+    from mcore_rl.config.rules.roles import Section
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.models import LoraConfig
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.build.sharded import meta_model
 from mcore_rl.megatron.lora.weights import attach_adapters
-from mcore_rl.megatron.output import PolicyModel
-from mcore_rl.megatron.sharded import meta_model
 from mcore_rl.planner.state import HeldParameter
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 def stage_parameters(

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
-from model_converters.layout import TrainLayout
+from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
+from model_converters.mapping.layout import TrainLayout
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
 """Elements: megatron's alignment of a parameter's start and of a bucket's end."""

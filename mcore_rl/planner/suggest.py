@@ -26,8 +26,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from mcore_rl.config.lora import refuse_suggestions
 from mcore_rl.config.models import OffloadConfig, ParallelConfig
+from mcore_rl.config.rules.lora import refuse_suggestions
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
@@ -38,7 +38,7 @@ from mcore_rl.planner.model_size import is_parameter, model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
 from mcore_rl.planner.state import Numerics, RankState
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 PEAK_TFLOPS = 989.0
 """Of an H100 in bfloat16, where plan.peak_tflops is not set."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.schema import Config
-from mcore_rl.weights.buckets import plan_buckets
-from model_converters.layout import TrainLayout
-from model_converters.plan import export_plan
-from model_converters.table import BoundRow
+from mcore_rl.weights.plan import plan_buckets
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import export_plan
+from model_converters.mapping.table import BoundRow
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
+from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 512 * 2**20

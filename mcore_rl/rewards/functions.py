@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.reward import NO_RULE, RewardConfig
-from mcore_rl.rewards.event_loop import EventLoop
+from mcore_rl.rewards.processes.event_loop import EventLoop
 from mcore_rl.types import Score
 
 KEY = "reward.function"

@@ -8,7 +8,7 @@ from types import TracebackType
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.overlong import SoftOverlong
-from mcore_rl.rewards.pool import GradingPool
+from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.records import join_parts, part_path
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 

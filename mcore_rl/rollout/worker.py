@@ -13,22 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_rl.data.records import HALF_CHARACTERS
+from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
-from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Engine, Rewarder
-from mcore_rl.rollout.records import HALF_CHARACTERS
-from mcore_rl.types import (
-    Completion,
-    GenerationRequest,
-    Prompt,
-    RolloutScalars,
-    RolloutTask,
-    Score,
-    TrajectoryBuffers,
-)
-
-MAX_NAMED = 10
-"""Requests that an error names."""
+from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, Score, TrajectoryBuffers
 
 
 class RolloutWorker:
@@ -87,72 +77,6 @@ class RolloutWorker:
         if task.records is not None:
             _write_records(Path(task.records), task, prompts, texts, finished, scores)
         return buffers, scalars
-
-
-def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
-    """A seed per response from (run seed, group, sample), so that no other response can change it.
-
-    Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines take signed 32-bit seeds).
-    Source: the finaliser of splitmix64.
-    """
-    keys = np.repeat(group_ids.astype(np.uint64), samples) * np.uint64(1 << 20)
-    keys += np.tile(np.arange(samples, dtype=np.uint64), len(group_ids))
-    keys += np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((keys ^ (keys >> np.uint64(31))) >> np.uint64(33)).astype(np.int64)
-
-
-def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TrajectoryBuffers:
-    """Flat buffers of prompts followed by their responses; every response token is trained on.
-
-    Raises: McoreRLError naming the requests that came without experts where others have them.
-    """
-    prompt_tokens = np.array([len(r.token_ids) for r in requests], np.int32)
-    response_tokens = np.array([len(c.token_ids) for c in completions], np.int32)
-    pieces = [piece for r, c in zip(requests, completions, strict=True) for piece in (r.token_ids, c.token_ids)]
-    return TrajectoryBuffers(
-        tokens=_concatenate(pieces, np.int32),
-        token_offsets=_offsets(prompt_tokens + response_tokens),
-        prompt_tokens=prompt_tokens,
-        response_offsets=_offsets(response_tokens),
-        logp_rollout=_concatenate([c.logp for c in completions], np.float32),
-        versions=np.repeat(np.array([c.weight_version for c in completions], np.int32), response_tokens),
-        trained=np.ones(int(response_tokens.sum()), np.uint8),
-        routed_experts=_routed_experts(completions),
-    )
-
-
-def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:
-    """A row per token, as TrajectoryBuffers has them; None where the engine was not asked for them.
-
-    A response without them cannot be trained on with its own routing, and with another its policy is not the one that
-    sampled: the run ends where the request is known, as nothing but a fault of the engine ends one so.
-    """
-    given = [c.routed_experts for c in completions if c.routed_experts is not None]
-    if not given:
-        return None
-    lacking = [f"{c.request_id} ({c.finish_reason})" for c in completions if c.routed_experts is None]
-    if lacking:
-        raise McoreRLError(
-            f"actor.moe.router_replay=engine: {len(lacking)} of {len(completions)} requests ended without the experts "
-            f"of their tokens: {', '.join(lacking[:MAX_NAMED])}"
-        )
-    ends = np.cumsum([len(experts) + 1 for experts in given])
-    rows = np.zeros((int(ends[-1]), *given[0].shape[1:]), given[0].dtype)
-    for experts, end in zip(given, ends, strict=True):
-        rows[end - 1 - len(experts) : end - 1] = experts
-    return rows
-
-
-def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _scalars(

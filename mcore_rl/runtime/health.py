@@ -13,8 +13,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError, storage_error
 from mcore_rl.runtime.daemons import Daemons
-from mcore_rl.runtime.hosts import this_host
 from mcore_rl.runtime.stops import STOPS
+from mcore_rl.weights.transports.hosts import this_host
 
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.

@@ -12,13 +12,13 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
 from mcore_rl.runtime.daemons import Daemons
-from mcore_rl.runtime.groups import EnginePool, RankMap, TrainerGroup
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.hosts import Host, check_one_host, this_host
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.placement import Placement, place
-from mcore_rl.runtime.processes import EngineProcess, TrainerProcess
-from mcore_rl.runtime.roles import Role, Surroundings
+from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
+from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess
+from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.weights.transports.hosts import Host, check_one_host, this_host
 
 PLACE = "scheduling_strategy"
 

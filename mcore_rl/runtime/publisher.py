@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.ports import Publisher
-from mcore_rl.runtime.groups import EnginePool, TrainerGroup
-from mcore_rl.weights.buckets import BucketSpec, SharedBuckets
+from mcore_rl.runtime.roles.engine import EnginePool
+from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.weights.plan import BucketSpec
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
 from mcore_rl.weights.verify import compare
 
 

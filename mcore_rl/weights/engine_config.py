@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError
 from model_converters.families import missing_engine_fields
-from model_converters.hf_config import read_hf_config
+from model_converters.families.parts.hf_config import read_hf_config
 
 
 def engine_overrides(model_dir: str | Path, *, load_weights: bool) -> dict[str, Any]:

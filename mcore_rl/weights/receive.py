@@ -20,7 +20,8 @@ from contextlib import contextmanager
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.buckets import BucketEntry, SharedBuckets, aligned, row_bytes
+from mcore_rl.weights.plan import BucketEntry, aligned, row_bytes
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.buckets import SharedBuckets
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
 
 _BLOCK_ELEMENTS = 1 << 22
 """Elements normalised at a time, so that a digest needs little memory."""

@@ -10,12 +10,12 @@ from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.glm4_moe import GLM4_MOE
 from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
+from model_converters.families.parts.family import Family, ModelArguments
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.refused import REFUSED
-from model_converters.family import Family, ModelArguments
-from model_converters.hf_config import HFConfig
 
 __all__ = ["FAMILIES", "Family", "ModelArguments", "family_for", "missing_engine_fields"]
 

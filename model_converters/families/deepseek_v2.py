@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model_converters.description import REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
-from model_converters.experts import (
+from model_converters.families.parts.description import REFUSED_ROTATIONS, Description
+from model_converters.families.parts.experts import (
     ExpertSizes,
     expert_sizes,
     group_limits,
@@ -17,9 +17,15 @@ from model_converters.experts import (
     sparse_arguments,
     sparse_pattern,
 )
-from model_converters.family import Family, ModelArguments, decoder_arguments, embedding_rows, model_arguments
-from model_converters.hf_config import HFConfig, integer, require, settled
-from model_converters.mla import (
+from model_converters.families.parts.family import (
+    Family,
+    ModelArguments,
+    decoder_arguments,
+    embedding_rows,
+    model_arguments,
+)
+from model_converters.families.parts.hf_config import HFConfig, integer, require, settled
+from model_converters.families.parts.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
@@ -27,7 +33,7 @@ from model_converters.mla import (
     latent_attention_rows,
     latent_sizes,
 )
-from model_converters.table import Row
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' DeepseekV2Config has it.
 _DEFAULTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_converters.description import REFUSED_ROTATIONS, Description
-from model_converters.experts import (
+from model_converters.families.parts.description import REFUSED_ROTATIONS, Description
+from model_converters.families.parts.experts import (
     expert_sizes,
     mlp_and_expert_rows,
     mtp_pattern,
@@ -13,15 +13,15 @@ from model_converters.experts import (
     sparse_arguments,
     sparse_pattern,
 )
-from model_converters.family import (
+from model_converters.families.parts.family import (
     Family,
     ModelArguments,
     decoder_arguments,
     embedding_rows,
     model_arguments,
 )
-from model_converters.hf_config import HFConfig, integer, settled
-from model_converters.mla import (
+from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.families.parts.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
@@ -29,8 +29,8 @@ from model_converters.mla import (
     latent_attention_rows,
     latent_sizes,
 )
-from model_converters.mtp import mtp_rows, num_mtp_layers
-from model_converters.table import Row
+from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' DeepseekV3Config has it.
 _DEFAULTS = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model_converters.description import Description
-from model_converters.experts import (
+from model_converters.families.parts.description import Description
+from model_converters.families.parts.experts import (
     expert_sizes,
     mlp_and_expert_rows,
     mtp_pattern,
@@ -15,7 +15,7 @@ from model_converters.experts import (
     sparse_arguments,
     sparse_pattern,
 )
-from model_converters.family import (
+from model_converters.families.parts.family import (
     AttentionSizes,
     Family,
     ModelArguments,
@@ -27,9 +27,9 @@ from model_converters.family import (
     qk_norm_rows,
     qkv_bias_row,
 )
-from model_converters.hf_config import COMPUTED, HFConfig, flag, integer, settled
-from model_converters.mtp import mtp_rows, num_mtp_layers
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled
+from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Glm4MoeConfig has it.
 _DEFAULTS = {

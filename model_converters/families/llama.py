@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
-from model_converters.family import (
+from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
+from model_converters.families.parts.family import (
     AttentionSizes,
     Family,
     ModelArguments,
@@ -15,8 +15,8 @@ from model_converters.family import (
     mlp_rows,
     model_arguments,
 )
-from model_converters.hf_config import HFConfig, flag, integer
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import HFConfig, flag, integer
+from model_converters.mapping.table import Row
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:

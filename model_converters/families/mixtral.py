@@ -7,9 +7,9 @@ update must see the probabilities that the engine sampled with.
 
 from __future__ import annotations
 
-from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.errors import ConversionError
-from model_converters.family import (
+from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
+from model_converters.families.parts.family import (
     AttentionSizes,
     ExpertNames,
     Family,
@@ -22,8 +22,8 @@ from model_converters.family import (
     model_arguments,
     softmax_routing,
 )
-from model_converters.hf_config import HFConfig, integer, settled
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' MixtralConfig has it.
 _DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.family import (
+from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
+from model_converters.families.parts.family import (
     Family,
     ModelArguments,
     attention_rows,
@@ -14,8 +14,8 @@ from model_converters.family import (
     model_arguments,
     qkv_bias_row,
 )
-from model_converters.hf_config import COMPUTED, HFConfig, integer, settled
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, settled
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen2Config has it.
 _DEFAULTS = {"head_dim": COMPUTED, "num_key_value_heads": 32}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.family import (
+from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
+from model_converters.families.parts.family import (
     AttentionSizes,
     Family,
     ModelArguments,
@@ -17,8 +17,8 @@ from model_converters.family import (
     model_arguments,
     qk_norm_rows,
 )
-from model_converters.hf_config import HFConfig, integer, settled
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen3Config has it: head_dim is that whatever hidden_size is.
 _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}

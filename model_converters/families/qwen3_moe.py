@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from model_converters.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.qwen3 import qwen3_arguments
-from model_converters.family import (
+from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
+from model_converters.families.parts.family import (
     Family,
     ModelArguments,
     attention_rows,
@@ -16,8 +15,9 @@ from model_converters.family import (
     qk_norm_rows,
     softmax_routing,
 )
-from model_converters.hf_config import COMPUTED, HFConfig, flag, integer, settled, whole_numbers
-from model_converters.table import Row
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled, whole_numbers
+from model_converters.families.qwen3 import qwen3_arguments
+from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen3MoeConfig has it.
 _DEFAULTS = {"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4}

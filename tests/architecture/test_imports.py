@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,33 +20,41 @@ MAY_IMPORT = {
     "errors": set(),
     "config": set(),
     "types": set(),
+    "spec": {"types", "config", "data", "model_converters"},
     "ports": {"types", "config"},
     "algorithms": {"types", "config"},
     "data": {"types", "config"},
-    "rewards": {"types", "config"},
+    "rewards": {"types", "config", "data", "ports"},
     "weights": {"types", "config", "model_converters"},
-    "megatron": {"types", "config", "algorithms", "data", "model_converters", "weights"},
-    "rollout": {"types", "config", "data", "rewards", "ports", "weights"},
-    "planner": {"config", "algorithms", "model_converters", "megatron", "weights"},
-    "runtime": {"types", "config", "ports", "megatron", "rollout", "weights", "rewards"},
+    "megatron": {"types", "config", "spec", "algorithms", "data", "model_converters", "weights"},
+    "engines": {"types", "config", "ports", "weights"},
+    "rollout": {"types", "config", "data", "ports"},
+    "planner": {"config", "spec", "algorithms", "model_converters", "megatron", "weights"},
+    "preparation": {
+        *("types", "config", "spec", "data", "algorithms", "rewards", "trainer", "megatron", "model_converters")
+    },
+    "runtime": {"types", "config", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
     "slurm": {"config", "runtime"},
     "model_converters": set(),
-    "doctor": {"megatron"},
+    "doctor": {"spec"},
 }
 """Folder or top-level module -> what it may import beside itself and errors. Modules of the command line, which put the
 parts together, are absent: they may import anything, and nothing above may import them."""
 
+MAX_FILES = 15
+"""Of one folder of the product, without its __init__.py."""
+
 ONE_DOOR = {
     "megatron": ["mcore_rl/megatron/*"],
     "ray": ["mcore_rl/runtime/*"],
-    "vllm": ["mcore_rl/rollout/vllm*.py"],
-    "sglang": ["mcore_rl/rollout/sglang*.py"],
+    "vllm": ["mcore_rl/engines/vllm/*"],
+    "sglang": ["mcore_rl/engines/sglang/*"],
 }
 INSIDE_FUNCTIONS = {
-    "model_converters/checkpoint.py": "mcore_rl.megatron",
-    "model_converters/logits.py": "mcore_rl.megatron",
+    "model_converters/dcp/convert.py": "mcore_rl.megatron",
+    "model_converters/dcp/logits.py": "mcore_rl.megatron",
     "model_converters/cli.py": "mcore_rl.megatron",
 }
 
@@ -125,6 +134,17 @@ def test_third_parties_have_one_door(third_party: str) -> None:
     assert not broken, f"{third_party} is imported outside {ONE_DOOR[third_party]}: {broken}"
 
 
+def test_megatron_is_imported_behind_its_cpu_backend() -> None:
+    """A module that came first without it would leave later ones without a device."""
+    broken = []
+    for module in sources():
+        text = sources()[module].read_text()
+        first = re.search(r"^(from|import) megatron\b", text, re.MULTILINE)
+        if first and "\ncpu.install()\n" not in text[: first.start()]:
+            broken.append(relative(module))
+    assert broken == []
+
+
 def test_no_import_cycles() -> None:
     graph = {m: {t for t in imports(m, at_load_only=True) if t in sources() and t != m} for m in sources()}
     try:
@@ -136,6 +156,12 @@ def test_no_import_cycles() -> None:
 def test_every_folder_is_in_the_table() -> None:
     folders = {p.name for p in (ROOT / "mcore_rl").iterdir() if p.is_dir() and any(p.rglob("*.py"))}
     assert folders <= set(MAY_IMPORT)
+
+
+def test_rooms_are_small_enough_to_look_around_in() -> None:
+    folders = {path.parent for path in sources().values()}
+    counts = {str(f.relative_to(ROOT)): sum(p.name != "__init__.py" for p in f.glob("*.py")) for f in folders}
+    assert {folder: files for folder, files in counts.items() if files > MAX_FILES} == {}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ KINDS = ["vllm"]
 
 def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
     assert kind == "vllm"
-    from mcore_rl.rollout.vllm import VllmEngine
+    from mcore_rl.engines.vllm.engine import VllmEngine
 
     return VllmEngine(directory, **settings)
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from mcore_rl.weights.buckets import SharedBuckets, plan_buckets
-from mcore_rl.weights.publish import BucketWriter
+from mcore_rl.weights.plan import plan_buckets
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
 from mcore_rl.weights.verify import BucketDigests
-from model_converters.plan import Piece, TensorPlan
+from mcore_rl.weights.write import BucketWriter
+from model_converters.mapping.plan import Piece, TensorPlan
 
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.engines.routing_cache import RoutingCache
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.rollout.routing import RoutingCache
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -214,7 +214,7 @@ def test_the_engine_computes_no_more_tokens_at_once_than_configured(engine: Remo
 
 
 def _with_whole_experts(engine: Any) -> None:
-    from mcore_rl.rollout.vllm import VllmEngine
+    from mcore_rl.engines.vllm.engine import VllmEngine
 
     config = replace(engine._config, tp=2, expert_parallel=True)
     VllmEngine(
@@ -351,7 +351,7 @@ def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine
 def _draws(engine: Any, steps: int) -> tuple[list[list[int]], list[list[int]], int]:
     """What rows get that have a generator of their own, step by step; what torch gives one at a time; how many
     generators are remembered once they are gone."""
-    from mcore_rl.rollout import vllm_cpu
+    from mcore_rl.engines.vllm import cpu as vllm_cpu
 
     before = len(vllm_cpu._drawn)
     generators = {row: torch.Generator().manual_seed(row) for row in (0, 2)}
@@ -384,7 +384,7 @@ def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: 
     model.save_pretrained(tmp_path)
     code = (
         "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"
-        "from mcore_rl.rollout.vllm import VllmEngine\n"
+        "from mcore_rl.engines.vllm.engine import VllmEngine\n"
         "try: VllmEngine(sys.argv[1], RolloutConfig(max_prompt_tokens=32, max_response_tokens=200, "
         "kv_cache_gib=1e-5), dtype='float32', eos_token_ids=[1], seed=1, "
         "name='engine', timeout_seconds=60)\n"

@@ -13,7 +13,7 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.verify import compare
 from model_converters.families import FAMILIES as REGISTRY
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import KINDS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_mended
@@ -97,7 +97,7 @@ def _corrupt_linear(engine: Any) -> None:
     """Packs one layer's projection anew with one element changed, as a wrong conversion would leave it."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    from mcore_rl.rollout.vllm_weights import _weight
+    from mcore_rl.engines.vllm.held_weights import _weight
 
     worker = engine._engine.model_executor.driver_worker.worker
     layer = worker.model_runner.get_model().get_submodule("model.layers.1.self_attn.qkv_proj")

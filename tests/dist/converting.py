@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from model_converters.hf_config import read_hf_config
-from model_converters.layout import TrainLayout
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.mapping.layout import TrainLayout
 from tests.dist.launch import launch
 
 
@@ -36,7 +36,7 @@ def to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int = 3
 
 
 def _to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int) -> None:
-    from model_converters.checkpoint import to_mcore
+    from model_converters.dcp.convert import to_mcore
 
     to_mcore(hf, out, TrainLayout(**sizes), max_file_bytes=max_file_bytes)
 
@@ -47,7 +47,7 @@ def to_hf(ckpt: Path, out: Path, hf: Path | None = None) -> None:
 
 
 def _to_hf(ckpt: Path, out: Path, hf: Path | None) -> None:
-    from model_converters.checkpoint import to_hf
+    from model_converters.dcp.convert import to_hf
 
     to_hf(ckpt, out, hf=hf, max_shard_bytes=50_000)
 
@@ -97,7 +97,7 @@ def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], 
     """A real model on the ranks of the group that exists; its weights are undefined."""
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import model, parallel
+    from mcore_rl.megatron.build import model, parallel
 
     layout = TrainLayout(**sizes)
     parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
@@ -123,7 +123,7 @@ def save_distributed(rank: int, hf: str, directory: str, sizes: dict[str, Any], 
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-    from mcore_rl.megatron.loading import load_hf
+    from mcore_rl.megatron.build.loading import load_hf
 
     chunks, layout = build(read_hf_config(hf), sizes)
     load_hf(chunks, hf, layout)
@@ -140,6 +140,6 @@ def save_distributed(rank: int, hf: str, directory: str, sizes: dict[str, Any], 
 
 
 def arrays(chunks: list[Any]) -> dict[str, np.ndarray]:
-    from mcore_rl.megatron.names import canonical_tensors
+    from mcore_rl.megatron.build.names import canonical_tensors
 
     return {name: tensor.numpy().copy() for name, tensor in canonical_tensors(chunks).items()}

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.layout import train_layout
+from mcore_rl.spec.layout import train_layout
 from tests.dist import policy_batch
 
 LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
@@ -73,7 +73,7 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 
 
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
-    from mcore_rl.megatron.rank_batch import RankBatch
+    from mcore_rl.megatron.step.rank_batch import RankBatch
 
     actor = build_actor(rank, directory, case)
     load_weights(actor, checkpoint)
@@ -108,7 +108,7 @@ def build_actor(rank: int, directory: str, case: Case) -> Any:
     """A rank of the actor with random weights of its own."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, case.parallel, case.tokens)
     config.model.random_init = True
@@ -172,7 +172,7 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
 
 def pieces(actor: Any, *, gradients: bool) -> list[Any]:
     """The parameters or their gradients, as this rank's slices of HF tensors."""
-    from model_converters.plan import export_pieces
+    from model_converters.mapping.plan import export_pieces
 
     held = actor.tensors()
     if gradients:  # what has none, the bias that chooses experts, stands with its value

@@ -22,7 +22,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "pytest",
-        "mcore_rl.megatron.model",
+        "mcore_rl.megatron.build.model",
         "megatron.core.dist_checkpointing",
         "megatron.core.optimizer",
         "torch._dynamo",  # the first optimizer step imports it

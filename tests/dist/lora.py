@@ -116,8 +116,8 @@ def lora_config(name: str, directory: str, parallel: dict[str, Any], tokens: int
 def adapter_pieces(actor: Any, *, gradients: bool = False) -> list[Any]:
     """This rank's slices of the adapters' tensors, or of their gradients, as policy_batch.assemble takes them."""
     from mcore_rl.megatron.lora.adapters import adapter_parameters
-    from mcore_rl.megatron.lora.export import adapter_plan
-    from model_converters.plan import export_pieces
+    from mcore_rl.megatron.roles.export_adapter import adapter_plan
+    from model_converters.mapping.plan import export_pieces
 
     held = {
         factor.bound.mcore: parameter.main_grad if gradients else parameter

@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def _actor(process: int, root: str, model: str, layout: Layout, dtype: str = "float32", **changes: Any) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = lora.lora_config(model, f"{root}/{model}", layout[1], SMALL, path=False)
     config.model.dtype = dtype
@@ -69,7 +69,7 @@ def _update(actor: Any, index: int) -> None:
 
 
 def _state(actor: Any) -> list[Any]:
-    from mcore_rl.megatron.train_state import blocks_to_load
+    from mcore_rl.megatron.checkpoint.blocks import blocks_to_load
 
     return [
         (block.chunk.key, block.chunk.global_shape, block.chunk.stored, block.view.float().numpy().copy())
@@ -79,7 +79,7 @@ def _state(actor: Any) -> list[Any]:
 
 def _written(actor: Any) -> Counter[str]:
     """Elements that this rank writes of each tensor."""
-    from mcore_rl.megatron.train_state import blocks_to_save
+    from mcore_rl.megatron.checkpoint.blocks import blocks_to_save
 
     found: Counter[str] = Counter()
     for block in blocks_to_save(actor.chunks, actor.optimizer):
@@ -88,8 +88,8 @@ def _written(actor: Any) -> Counter[str]:
 
 
 def _base(actor: Any) -> list[Any]:
-    from mcore_rl.megatron.names import canonical_tensors
-    from model_converters.plan import export_pieces
+    from mcore_rl.megatron.build.names import canonical_tensors
+    from model_converters.mapping.plan import export_pieces
 
     held = canonical_tensors(actor.chunks)
     return [
@@ -106,9 +106,9 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     """Two updates, exports, a checkpoint, a third update."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.export import export_hf
-    from mcore_rl.megatron.lora.export import export_adapter
-    from mcore_rl.megatron.names import canonical_tensors
+    from mcore_rl.megatron.build.names import canonical_tensors
+    from mcore_rl.megatron.roles.export import export_hf
+    from mcore_rl.megatron.roles.export_adapter import export_adapter
     from tests.dist.saving import save_checkpoint
 
     actor = _actor(rank, root, case.model, case.layout, case.dtype)
@@ -143,7 +143,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 
 
 def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-    from mcore_rl.megatron.rank_batch import RankBatch
+    from mcore_rl.megatron.step.rank_batch import RankBatch
 
     dp, chunks = actor.layout.coordinates(actor.rank).dp, policy_batch.chunks()
     shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
@@ -165,9 +165,10 @@ def _digests(actor: Any) -> dict[str, str]:
     """What a certificate says of the weights in the buckets; of the rank that reads them."""
     import torch.distributed as dist
 
-    from mcore_rl.weights.buckets import SharedBuckets, plan_buckets
-    from mcore_rl.weights.publish import BucketWriter
+    from mcore_rl.weights.plan import plan_buckets
+    from mcore_rl.weights.transports.shared_memory import SharedBuckets
     from mcore_rl.weights.verify import BucketDigests
+    from mcore_rl.weights.write import BucketWriter
 
     plans, holder = actor.sync_plan(), [None]
     if actor.rank == 0:
@@ -191,7 +192,7 @@ def _digests(actor: Any) -> dict[str, str]:
 
 
 def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict[str, Any]]:
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
     found = []
     for case, into in chosen:
@@ -205,7 +206,7 @@ def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict
 
 def with_settings(rank: int, root: str) -> dict[str, Any]:
     """Two steps on two data-parallel ranks with each of SETTINGS: adapters, and what they are merged to."""
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
@@ -224,7 +225,7 @@ def with_settings(rank: int, root: str) -> dict[str, Any]:
 def refusals(rank: int, root: str, case: Case) -> dict[str, Any]:
     """What loading says of checkpoints of other adapters, or of none, than those of `case`, a dense model."""
     from mcore_rl.errors import CheckpointError
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     def refused(actor: Any, directory: str) -> str:

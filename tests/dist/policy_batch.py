@@ -163,7 +163,7 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
 
 def hf_pieces(actor: Any) -> list[Any]:
     """What the parameters hold, as this rank's slices of HF tensors."""
-    from model_converters.plan import export_pieces
+    from model_converters.mapping.plan import export_pieces
 
     return [
         (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().numpy().copy())

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from mcore_rl.types import SavedState
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.trained_model import Trained
+    from mcore_rl.megatron.roles.trained_model import Trained
 
 
 def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
     """Writes the state of all ranks into the existing, empty `directory`; rank 0 gets the account of it."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
+    from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
 
     writer, model = CheckpointWriter(directory, role, snapshot=False), role.trained.model
     reports = [None] * model.layout.world_size if model.rank == 0 else None

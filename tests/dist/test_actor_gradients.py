@@ -139,7 +139,7 @@ def test_the_batch_reaches_every_branch_of_the_loss() -> None:
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     results = {}
     samples = policy_batch.UPDATES[0]

@@ -68,7 +68,7 @@ def _config(directory: str, parallel: dict[str, int]) -> Any:
 def _actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[Any]]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = _config(directory, parallel)
     for section, values in changes.items():
@@ -105,7 +105,7 @@ def _whole(ranks: list[dict[int, Any]]) -> dict[int, np.ndarray]:
 
 
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
-    from mcore_rl.megatron import optimizer
+    from mcore_rl.megatron.optim import optimizer
 
     optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules wait for buckets of their own
     results = {}
@@ -336,7 +336,7 @@ def test_the_schedule_has_no_update_at_rate_zero(directories: dict[str, str], tm
 
 
 def _rates(rank: int, directories: dict[str, str]) -> list[float]:
-    from mcore_rl.megatron.optimizer import learning_rate
+    from mcore_rl.megatron.optim.optimizer import learning_rate
 
     optimizer = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "schedule": "cosine"}
     trainer = {"steps": 3, "prompts_per_step": 8, "prompts_per_update": 4, "update_epochs": 1}
@@ -362,7 +362,7 @@ def test_a_resumed_actor_takes_the_very_same_step(
 
 
 def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -> bool:
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     chunks, ends = policy_batch.chunks(), []

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from model_converters.families import FAMILIES, missing_engine_fields
-from model_converters.hf_config import read_hf_config
-from model_converters.io import HFCheckpoint
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.hf.io import HFCheckpoint
 from tests.dist import converting, policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import add_mtp_layer, write_tiny_model
@@ -248,7 +248,7 @@ def test_an_adapter_is_merged_on_the_way_in(source: Any, tmp_path: Path) -> None
 
 
 def _loaded(_: int, hf: str, mcore: str, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    from mcore_rl.megatron.loading import load_hf
+    from mcore_rl.megatron.build.loading import load_hf
 
     chunks, layout = converting.build(read_hf_config(hf), sizes)
     converting.load_distributed(mcore, chunks)
@@ -288,7 +288,7 @@ def test_a_real_model_in_any_other_layout_loads_it(
 
 
 def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
-    from model_converters.checkpoint import verify
+    from model_converters.dcp.convert import verify
 
     certificates = {name: verify(hf, ckpt, logits=True) for name, (hf, ckpt) in pairs.items()}
     return {name: c.logits.max_abs_diff if c.holds and c.logits else -1.0 for name, c in certificates.items()}
@@ -360,8 +360,8 @@ def test_every_naming_of_layers_and_experts_is_read(family: str, naming: str, so
 
 
 def _train_and_save(rank: int, hf: str, directory: str, exported: str, parallel: Sizes) -> None:
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.export import export_hf
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
     from tests.dist.saving import save_checkpoint
 
     actor = MegatronActor(policy_batch.config(hf, parallel, 64), rank, dist.get_world_size(), None)

@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _actor(rank: int, directory: str, layout: dict[str, int], dtype: str = "float32") -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, layout, 24)
     config.model.dtype, config.actor.optimizer.lr = dtype, 4e-3
@@ -46,7 +46,7 @@ def _update(actor: Any) -> None:
 
 
 def _state(actor: Any) -> list[torch.Tensor]:
-    from mcore_rl.megatron.train_state import blocks_to_load
+    from mcore_rl.megatron.checkpoint.blocks import blocks_to_load
 
     return [block.view.clone() for block in blocks_to_load(actor.chunks, actor.optimizer)]
 
@@ -68,7 +68,7 @@ def outcome(root: str) -> list[dict[str, Any]]:
 
 
 def _all(rank: int, root: str) -> dict[str, Any]:
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     found: dict[str, Any] = {}
@@ -98,8 +98,8 @@ def _shared(saved: Any) -> Any:
 
 def _before_any_update(actor: Any, directory: str) -> tuple[bool, bool]:
     """Whether what is saved before the first update changes nothing, and counts no update, after it is loaded too."""
-    from mcore_rl.megatron.checkpoint import load_checkpoint
-    from mcore_rl.megatron.optimizer_state import updates_done
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.optim.optimizer_state import updates_done
     from tests.dist.saving import save_checkpoint
 
     weights = [tensor.clone() for tensor in actor.tensors().values()]
@@ -115,8 +115,8 @@ def _isolated(actor: Any, directory: str) -> tuple[bool, bool]:
     """Whether an update after the snapshot changed anything, and whether what is written afterwards shows it."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint
-    from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
 
     _update(actor)
     before = _state(actor)
@@ -135,7 +135,7 @@ def _isolated(actor: Any, directory: str) -> tuple[bool, bool]:
 
 
 def _random_streams(actor: Any, directory: str) -> bool:
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
     drawn = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def _damaged(files: tuple[SavedFile, ...], name: str) -> tuple[SavedFile, ...]:
 
 def _refused(actor: Any, directory: str, files: tuple[SavedFile, ...]) -> tuple[str, str, bool]:
     """Kind and text of the refusal, and whether the weights stayed as they were."""
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
     before = [tensor.clone() for tensor in actor.tensors().values()]
     with pytest.raises(CheckpointError) as caught:
@@ -164,7 +164,7 @@ def _refused(actor: Any, directory: str, files: tuple[SavedFile, ...]) -> tuple[
 
 
 def _unwritable(actor: Any, directory: str) -> tuple[int | None, str]:
-    from mcore_rl.megatron.checkpoint_writer import CheckpointWriter
+    from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
 
     with pytest.raises(FileNotFoundError) as caught:
         CheckpointWriter(directory, actor, snapshot=False).write()

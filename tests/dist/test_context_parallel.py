@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.megatron import attention
-from mcore_rl.megatron.context import ContextPart
-from mcore_rl.megatron.context_attention import blocks_of
+from mcore_rl.megatron.build import attention
+from mcore_rl.megatron.build.context import ContextPart
+from mcore_rl.megatron.build.context_attention import blocks_of
 from tests.dist.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16

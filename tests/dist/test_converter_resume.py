@@ -44,8 +44,8 @@ def _content(directory: Path) -> dict[str, bytes]:
 
 def _convert_and_die(hf: Path, out: Path, num_files: int, num_entries: int) -> None:
     """SIGKILL after num_files files and num_entries entries of the next."""
-    from model_converters import checkpoint
-    from model_converters.layout import TrainLayout
+    from model_converters.dcp import convert as checkpoint
+    from model_converters.mapping.layout import TrainLayout
 
     write_file, written = checkpoint.write_file, []
 
@@ -176,7 +176,7 @@ def test_a_disk_that_is_too_small_to_finish_keeps_what_is_done(killed: Path, hf:
 
 
 def _on_a_disk_that_fills(hf: Path, out: Path) -> tuple[int, str, str]:
-    from model_converters import checkpoint
+    from model_converters.dcp import convert as checkpoint
 
     write_file, written = checkpoint.write_file, []
 
@@ -220,7 +220,7 @@ SLACK_BYTES = 64 * 2**20
 
 def _growth(verb: str, arguments: tuple[str, ...]) -> int:
     """Bytes by which the peak of this process's memory grows."""
-    import mcore_rl.megatron.sharded  # noqa: F401  its import is no part of the conversion
+    import mcore_rl.megatron.build.sharded  # noqa: F401  its import is no part of the conversion
     from model_converters.cli import main
 
     Path("/proc/self/clear_refs").write_text("5")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron import attention
+from mcore_rl.megatron.build import attention
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 # Shared batches, a batch of one, neighbours of the limit, and equal lengths that are not adjacent.

@@ -56,9 +56,9 @@ def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
     """What the bias is at every station of a bfloat16 run, as the rank that holds it sees it."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint
-    from mcore_rl.megatron.export import export_hf
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
     from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"ep": 2}, 24)

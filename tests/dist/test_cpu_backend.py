@@ -30,8 +30,8 @@ def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: A
     """One randomly initialised chunk in a layout."""
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import model, parallel
-    from mcore_rl.megatron.layout import train_layout
+    from mcore_rl.megatron.build import model, parallel
+    from mcore_rl.spec.layout import train_layout
 
     hf_config = tiny_fields(kind, num_hidden_layers=2, **changes)
     layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
@@ -41,7 +41,7 @@ def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: A
 
 
 def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:
-    from mcore_rl.megatron.attention import pack_sequences
+    from mcore_rl.megatron.build.attention import pack_sequences
 
     tokens = torch.arange(sum(lengths)) % 96
     return chunk(tokens[None], None, None, packed_seq_params=pack_sequences(list(lengths)))
@@ -110,7 +110,7 @@ def test_device_literals_are_read_as_cpu_in_megatron_only() -> None:
 
 
 def _tied_over_two_stages(_: int, skipped: list[str]) -> float:
-    from mcore_rl.megatron.output import output_weight
+    from mcore_rl.megatron.build.output import output_weight
 
     if skipped:
         with without(*skipped):

@@ -203,9 +203,9 @@ def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> t
     """Names of the autograd functions of a pass over two sequences, and output and gradients."""
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import model, parallel
-    from mcore_rl.megatron.attention import pack_sequences
-    from mcore_rl.megatron.layout import train_layout
+    from mcore_rl.megatron.build import model, parallel
+    from mcore_rl.megatron.build.attention import pack_sequences
+    from mcore_rl.spec.layout import train_layout
 
     hf_config = tiny_fields("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[1])
     layout = train_layout(ParallelConfig(ep=ep), dist.get_world_size(), hf_config)

@@ -136,7 +136,7 @@ def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **
     import torch.distributed as dist
 
     from mcore_rl.config.models import ParallelConfig
-    from mcore_rl.megatron.critic import MegatronCritic
+    from mcore_rl.megatron.roles.critic import MegatronCritic
 
     config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads nothing of the actor's
     config.run.seed = SEED
@@ -159,9 +159,9 @@ def _shares(critic: Any) -> list[Any]:
 def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
     """Parameters or gradients, as this rank's slices of HF tensors."""
     from model_converters.families import family_for
-    from model_converters.plan import export_pieces, export_plan
-    from model_converters.table import bind
-    from model_converters.value_head import with_value_head
+    from model_converters.hf.value_head import with_value_head
+    from model_converters.mapping.plan import export_pieces, export_plan
+    from model_converters.mapping.table import bind
 
     hf_config, held = critic.hf_config, critic.trained.tensors()
     if gradients:
@@ -178,7 +178,7 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
 def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     found: dict[str, Any] = {}
@@ -342,8 +342,8 @@ def test_a_critic_learns_to_explain_returns_that_prompts_decide(directories: dic
 def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, Any]:
     """What goes wrong on one rank, and how it is said."""
     from mcore_rl.errors import McoreRLError
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.roles.actor import MegatronActor
     from tests.dist.saving import save_checkpoint
 
     def said(call: Any) -> str:

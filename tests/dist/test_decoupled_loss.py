@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.megatron.objective import Objective
+from mcore_rl.megatron.step.objective import Objective
 from mcore_rl.types import merge_metrics
 from tests.dist import policy_batch
 from tests.dist.launch import launch
@@ -64,7 +64,7 @@ def test_the_interpolation_is_between_the_versions_of_each_token(
 def _worker(rank: int, directory: str, parallel: dict[str, int]) -> tuple[float, dict[str, Any], list[Any]]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     actor = MegatronActor(_config(directory, parallel), rank, dist.get_world_size(), None)
     chunks = policy_batch.chunks()
@@ -96,7 +96,7 @@ def test_only_what_is_read_is_recomputed_before_the_updates(directory: str) -> N
 
 def _passes(rank: int, directory: str) -> dict[str, int]:
     """Forward passes before the first of two updates."""
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     actor = MegatronActor(_config(directory, {}), rank, 1, None)
     shares = [policy_batch.share(samples, 0, 1) for samples in policy_batch.UPDATES]

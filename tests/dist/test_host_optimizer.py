@@ -38,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
-    from mcore_rl.megatron import host_optimizer
+    from mcore_rl.megatron.optim import host_optimizer
 
     host_optimizer.PIECE_ELEMENTS = PIECE_ELEMENTS
     results: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
 def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, on_host: bool) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = configure(directory, dtype, layout)
     config.actor.optimizer.cpu_offload = on_host
@@ -74,7 +74,7 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, on_
 
 def _main_bytes(actor: Any) -> int:
     """Of main parameters that are copies, in their own storages."""
-    from mcore_rl.megatron.main_params import main_parameters, optimizer_parts
+    from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 
     return sum(
         owned.main.untyped_storage().nbytes()
@@ -86,7 +86,7 @@ def _main_bytes(actor: Any) -> int:
 
 def _watch_pieces(actor: Any) -> list[int]:
     """Receives, for every piece, the bytes of main parameters that are on the device while it is updated."""
-    from mcore_rl.megatron.main_params import optimizer_parts
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     found: list[int] = []
     for part in optimizer_parts(actor.optimizer):
@@ -96,7 +96,7 @@ def _watch_pieces(actor: Any) -> list[int]:
 
 def _largest(actor: Any) -> int:
     """Bytes of the largest copied main parameter."""
-    from mcore_rl.megatron.main_params import main_parameters, optimizer_parts
+    from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 
     parts = optimizer_parts(actor.optimizer)
     return max([0, *(4 * o.main.numel() for part in parts for o in main_parameters(part) if o.is_copy)])
@@ -119,7 +119,7 @@ def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
     """What differs where another actor goes on from a checkpoint, after one more step of both."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     directory.mkdir(parents=True, exist_ok=True)

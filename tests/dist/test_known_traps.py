@@ -11,7 +11,7 @@ plain torch on transformers' model, so the remedy is still needed; with it the s
 
 Held by tests elsewhere: test_cpu_backend.py (calls of CUDA, uneven collectives, the float32 router, latent attention
 without TransformerEngine, steps of a reloaded optimizer), test_actor_update.py (one step count in all parameters),
-test_recompute.py and tests/unit/megatron/test_implementation.py (blocks of layers that do not fill a stage).
+test_recompute.py and tests/unit/spec/test_implementation.py (blocks of layers that do not fill a stage).
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str)
 
 
 def _build_without(removed: str, config: Any, rank: int) -> Any:
-    from mcore_rl.megatron import layout, optimizer
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.optim import optimizer
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.spec import layout
 
     refuse, wrap = layout._check_sequence_parallel, optimizer.DistributedDataParallel
 
@@ -148,7 +149,7 @@ def test_a_model_that_does_not_sum_over_tokens_is_not_wrapped() -> None:
     from types import SimpleNamespace
 
     from mcore_rl.config.models import ActorConfig
-    from mcore_rl.megatron.optimizer import wrap_chunks
+    from mcore_rl.megatron.optim.optimizer import wrap_chunks
 
     chunk = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=False))
     with pytest.raises(AssertionError):

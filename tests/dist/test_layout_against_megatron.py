@@ -14,10 +14,10 @@ import torch
 
 from model_converters.errors import LayoutError
 from model_converters.families import family_for
-from model_converters.layout import TrainLayout
-from model_converters.pipeline_layout import parse_stages
-from model_converters.plan import local_shapes_by_rank
-from model_converters.table import bind
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.pipeline_layout import parse_stages
+from model_converters.mapping.plan import local_shapes_by_rank
+from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_fields
 
 WORLDS: list[dict[str, int]] = [
@@ -197,7 +197,7 @@ def test_a_pipeline_layout_deals_layers_as_megatron_does(
 
 def megatron_shapes(hf_config: dict[str, Any], layout: TrainLayout) -> list[dict[str, tuple[int, ...]]]:
     """What every rank's model holds; runs in the child."""
-    from mcore_rl.megatron.sharded import rank_state
+    from mcore_rl.megatron.build.sharded import rank_state
 
     return [dict(rank_state(hf_config, layout, rank).shapes) for rank in range(layout.world_size)]
 

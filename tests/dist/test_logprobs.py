@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed import group as process_group
 
-from mcore_rl.megatron import logprobs
-from mcore_rl.megatron.logprobs import linear_logp_entropy
+from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from tests.dist.launch import launch
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 120

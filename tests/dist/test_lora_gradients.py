@@ -118,7 +118,7 @@ def test_router_losses_reach_the_adapters_alike_everywhere(directories: dict[str
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     results = {}
     samples = policy_batch.UPDATES[0]

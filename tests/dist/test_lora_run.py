@@ -146,7 +146,7 @@ def test_peft_computes_with_the_exported_adapter_what_the_merged_model_does(case
 
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_the_converter_merges_what_was_exported(case: Case, root: Path, saved: Any) -> None:
-    from model_converters.io import HFCheckpoint
+    from model_converters.hf.io import HFCheckpoint
 
     exported = load_file(root / f"{case} adapter" / "adapter_model.safetensors")
     assert exported.keys() == saved[str(case)]["adapters"].keys()
@@ -266,8 +266,8 @@ def test_the_converter_says_that_a_checkpoint_holds_adapters_alone(root: Path, s
 
 def test_a_run_may_start_from_an_adapter_only_of_its_own_kind(root: Path) -> None:
     from mcore_rl.errors import ConfigError
-    from mcore_rl.megatron.lora.table import check_adapter
-    from model_converters.hf_config import read_hf_config
+    from mcore_rl.spec.adapters import check_adapter
+    from model_converters.families.parts.hf_config import read_hf_config
 
     directory = str(root / "dense")
     given, hf_config = lora.lora_config("dense", directory, {}, SMALL).actor.lora, read_hf_config(directory)

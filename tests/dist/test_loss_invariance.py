@@ -97,7 +97,7 @@ def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[
 
 def measure(actor: Any, objective: Objectives) -> dict[str, Any]:
     """The gradient of one update whose old policy is `drift` away from the current one."""
-    from mcore_rl.megatron.objective import Objective
+    from mcore_rl.megatron.step.objective import Objective
 
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.model.group, actor.model.context)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mcore_rl.errors import DataError, McoreRLError
-from mcore_rl.megatron.context import ContextPart
-from mcore_rl.megatron.microbatches import MicroBatch, Packing, build_microbatches
+from mcore_rl.megatron.build.context import ContextPart
+from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.types import RankShare
 from tests.dist import policy_batch
 from tests.dist.launch import launch

@@ -22,7 +22,8 @@ from tests.tiny_models import reference_logits, tiny_fields, write_tiny_model
 def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) -> tuple[list[Any], Any]:
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import layout, model, parallel
+    from mcore_rl.megatron.build import model, parallel
+    from mcore_rl.spec import layout
 
     placed = layout.train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
     parallel.initialize_groups(placed, timeout_seconds=30, seed=3)
@@ -33,7 +34,7 @@ def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) ->
 
 
 def _name_a_stranger(_: int) -> None:
-    from mcore_rl.megatron.names import canonical_tensors
+    from mcore_rl.megatron.build.names import canonical_tensors
 
     (chunk,), _layout = _build(tiny_fields("qwen3"), {})
     chunk.decoder.layers[1].mlp.gain = torch.nn.Parameter(torch.ones(1))
@@ -49,7 +50,7 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
     """TransformerEngine's spec cannot be built here; its names are those of megatron-core 0.16.1's own checkpoints."""
     from types import SimpleNamespace
 
-    from mcore_rl.megatron.names import canonical_name
+    from mcore_rl.megatron.build.names import canonical_name
 
     layer = SimpleNamespace(layer_number=7, mlp=SimpleNamespace(local_expert_indices=[4, 5, 6, 7]))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]))
@@ -75,7 +76,7 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
 
 
 def _load(_: int, directory: str) -> None:
-    from mcore_rl.megatron.loading import load_hf
+    from mcore_rl.megatron.build.loading import load_hf
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     chunks, layout = _build(hf_config, {})
@@ -113,7 +114,7 @@ def test_weights_that_will_be_loaded_keep_the_marks_that_gradient_norms_read() -
 
 
 def _initial_values(_: int, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    from mcore_rl.megatron.names import canonical_tensors
+    from mcore_rl.megatron.build.names import canonical_tensors
 
     chunks, _layout = _build(tiny_fields("qwen3_moe"), sizes, random_init=True)
     return {name: tensor.numpy().copy() for name, tensor in canonical_tensors(chunks).items()}
@@ -157,9 +158,9 @@ def test_replicated_projections_start_equal_and_as_wide_as_the_configuration_say
 def _bfloat16_logits(_: int, directory: str, tokens: list[int]) -> np.ndarray:
     from megatron.core.transformer.module import Float16Module
 
-    from mcore_rl.megatron.attention import pack_sequences
-    from mcore_rl.megatron.loading import load_hf
-    from mcore_rl.megatron.output import output_weight
+    from mcore_rl.megatron.build.attention import pack_sequences
+    from mcore_rl.megatron.build.loading import load_hf
+    from mcore_rl.megatron.build.output import output_weight
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     (chunk,), layout = _build(hf_config, {}, dtype="bfloat16")
@@ -187,7 +188,8 @@ def test_a_bfloat16_model_computes_what_its_float32_checkpoint_says(tmp_path: Pa
 
 def _join(rank: int, port: int, device: str) -> list[int]:
     from mcore_rl.config.models import ParallelConfig
-    from mcore_rl.megatron import layout, parallel
+    from mcore_rl.megatron.build import parallel
+    from mcore_rl.spec import layout
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as for a run of one machine
     world_size = dist.get_world_size()

@@ -153,8 +153,8 @@ def _run_cases(rank: int, cases: dict[str, tuple[str, dict[str, int]]]) -> dict[
 def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron import loading, parallel
-    from mcore_rl.megatron.layout import train_layout
+    from mcore_rl.megatron.build import loading, parallel
+    from mcore_rl.spec.layout import train_layout
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     sizes = dict(sizes)
@@ -170,7 +170,7 @@ def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any
 
 def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
     """build_model; sequence parallelism, which is on with tp > 1, can be left out."""
-    from mcore_rl.megatron import model
+    from mcore_rl.megatron.build import model
 
     actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=None if sequence_parallel else False))
     return model.build_model(hf_config, actor, ModelConfig(hf_path=directory), layout)
@@ -191,7 +191,7 @@ def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **o
 
 
 def _packed(microbatch: list[list[int]]) -> tuple[torch.Tensor, Any]:
-    from mcore_rl.megatron.attention import pack_sequences
+    from mcore_rl.megatron.build.attention import pack_sequences
 
     return _row(microbatch), pack_sequences([len(sequence) for sequence in microbatch])
 
@@ -200,7 +200,7 @@ def _logits(chunks: list[Any], vocab_size: int) -> list[np.ndarray] | None:
     """Logits of all micro-batches, whole vocabulary without padding; None but on the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from mcore_rl.megatron.output import logits_emitted
+    from mcore_rl.megatron.build.output import logits_emitted
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         tokens, packed = _packed(next(iterator))
@@ -224,8 +224,8 @@ def _backward(chunks: list[Any]) -> None:
         finalize_model_grads,
     )
 
-    from mcore_rl.megatron.logprobs import linear_logp_entropy
-    from mcore_rl.megatron.output import output_weight, unwrap
+    from mcore_rl.megatron.build.output import output_weight, unwrap
+    from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
     group = parallel_state.get_tensor_model_parallel_group()
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -254,10 +254,10 @@ def _backward(chunks: list[Any]) -> None:
 
 
 def _gradient_pieces(chunks: list[Any], hf_config: dict[str, Any], layout: Any, rank: int) -> list[Any]:
-    from mcore_rl.megatron.names import canonical_tensors
+    from mcore_rl.megatron.build.names import canonical_tensors
     from model_converters.families import family_for
-    from model_converters.plan import export_pieces, export_plan
-    from model_converters.table import bind
+    from model_converters.mapping.plan import export_pieces, export_plan
+    from model_converters.mapping.table import bind
 
     plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)
     return [

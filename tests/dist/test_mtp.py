@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from model_converters.families import family_for
-from model_converters.table import bind
+from model_converters.mapping.table import bind
 from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import add_mtp_layer, write_tiny_model
@@ -33,10 +33,10 @@ def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tupl
 
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import loading, model, parallel
-    from mcore_rl.megatron.layout import train_layout
-    from mcore_rl.megatron.names import canonical_tensors
-    from model_converters.plan import export_pieces, export_plan
+    from mcore_rl.megatron.build import loading, model, parallel
+    from mcore_rl.megatron.build.names import canonical_tensors
+    from mcore_rl.spec.layout import train_layout
+    from model_converters.mapping.plan import export_pieces, export_plan
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
@@ -67,13 +67,13 @@ def test_a_model_with_the_layers_takes_and_returns_every_bit(sizes: dict[str, in
 def _train_and_export(rank: int, directory: str, target: str) -> tuple[list[str], list[str]]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.export import export_hf
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
 
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mcore_rl.megatron.actor").addHandler(handler)
+    logging.getLogger("mcore_rl.megatron.roles.actor").addHandler(handler)
     actor = MegatronActor(policy_batch.config(directory, {"tp": 2}, 24), rank, dist.get_world_size(), None)
     share = policy_batch.share(policy_batch.UPDATES[0], 0, 1)
     batch, _ = actor.recompute_logp([share], policy_batch.chunks())
@@ -99,9 +99,9 @@ def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     """Whether an update moved what this rank holds of the layers, and a checkpoint restored it."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.checkpoint import load_checkpoint
-    from mcore_rl.megatron.export import export_hf
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
     from tests.dist.saving import save_checkpoint
 
     config = policy_batch.config(directory, {"pp": 2}, 24)

@@ -154,7 +154,7 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
     """Gradients and metrics of an update; the parameters after two of them, and their gradients' norms."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
     from mcore_rl.types import merge_metrics
 
     config = policy_batch.config(directory, parallel, tokens)
@@ -224,10 +224,10 @@ def _values(rank: int, directory: str) -> list[np.ndarray]:
     """Logits of every depth of one packed row."""
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import loading, model, parallel
-    from mcore_rl.megatron.attention import pack_sequences
-    from mcore_rl.megatron.output import output_weight
-    from model_converters.layout import TrainLayout
+    from mcore_rl.megatron.build import loading, model, parallel
+    from mcore_rl.megatron.build.attention import pack_sequences
+    from mcore_rl.megatron.build.output import output_weight
+    from model_converters.mapping.layout import TrainLayout
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     parallel.initialize_groups(TrainLayout(1), timeout_seconds=60, seed=1)
@@ -255,7 +255,7 @@ def test_the_values_of_every_depth_are_those_of_the_module_written_out(directori
 
 
 def _refused(rank: int, directory: str) -> None:
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.mtp_loss_coefficient = 0.1

@@ -61,8 +61,8 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
 def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.offload import Offloader
+    from mcore_rl.megatron.optim.offload import Offloader
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = configure(directory, dtype, layout)
     settings = config.actor.offload
@@ -89,7 +89,7 @@ def _live_bytes(actor: Any) -> int:
 
 def _buffer_bytes(actor: Any) -> dict[str, int]:
     """What megatron allocated, from its buffers' sizes."""
-    from mcore_rl.megatron.main_params import optimizer_parts
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
@@ -160,7 +160,7 @@ def _refusals(actor: Any) -> list[str]:
 def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.Tensor]) -> list[str]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     actor.memory.offload()

@@ -62,8 +62,8 @@ def fields_of(kind: str) -> dict[str, Any]:
 def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.config.schema import Config
-    from mcore_rl.megatron.layout import model_arguments, train_layout
     from mcore_rl.planner.activations import Execution, chunk_activations
+    from mcore_rl.spec.layout import model_arguments, train_layout
 
     config = Config()
     config.actor.parallel = ParallelConfig(**parallel)
@@ -87,11 +87,11 @@ def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: li
 
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron import parallel as groups
-    from mcore_rl.megatron.attention import pack_sequences
-    from mcore_rl.megatron.layout import train_layout
-    from mcore_rl.megatron.model import build_model
-    from mcore_rl.megatron.optimizer import wrap_chunks
+    from mcore_rl.megatron.build import parallel as groups
+    from mcore_rl.megatron.build.attention import pack_sequences
+    from mcore_rl.megatron.build.model import build_model
+    from mcore_rl.megatron.optim.optimizer import wrap_chunks
+    from mcore_rl.spec.layout import train_layout
 
     hf_config = fields_of(kind)
     actor = ActorConfig(parallel=ParallelConfig(**parallel), recompute=recompute, recompute_modules=modules)

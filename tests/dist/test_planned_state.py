@@ -118,11 +118,11 @@ def role_config(directory: str, parallel: dict[str, Any], dtype: str) -> Any:
 
 def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, int]]:
     """Of a critic after an update, and of a frozen model of the same kind."""
-    from mcore_rl.config.roles import as_actor
-    from mcore_rl.megatron.critic import MegatronCritic
-    from mcore_rl.megatron.model import build_model
-    from mcore_rl.megatron.optimizer import in_bfloat16
-    from mcore_rl.megatron.value_model import ValueModel
+    from mcore_rl.config.rules.roles import as_actor
+    from mcore_rl.megatron.build.model import build_model
+    from mcore_rl.megatron.build.value_model import ValueModel
+    from mcore_rl.megatron.optim.optimizer import in_bfloat16
+    from mcore_rl.megatron.roles.critic import MegatronCritic
 
     found = []
     for case in cases:
@@ -144,11 +144,11 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
 def plan_states(
     directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
 ) -> list[tuple[int, ...]]:
-    from mcore_rl.megatron.layout import train_layout
-    from mcore_rl.megatron.model import DTYPES
+    from mcore_rl.megatron.build.model import DTYPES
     from mcore_rl.planner.model_size import trained_model
     from mcore_rl.planner.stages import stage_parameters
     from mcore_rl.planner.state import Numerics, stage_state
+    from mcore_rl.spec.layout import train_layout
 
     config = policy_batch.config(directory, parallel, 64)
     vars(config.actor).update(actor)
@@ -175,7 +175,7 @@ def after_an_update(
     """Parameters, and bytes of the storages behind weights, gradients and optimizer state, on the device and not."""
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, parallel, 64)
     config.model.dtype = dtype
@@ -189,8 +189,8 @@ def after_an_update(
 
 
 def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
-    from mcore_rl.megatron.host_optimizer import HostOptimizer
-    from mcore_rl.megatron.main_params import optimizer_parts
+    from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     weights = storages(parameters)

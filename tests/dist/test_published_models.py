@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from model_converters.families import family_for
-from model_converters.layout import TrainLayout
-from model_converters.plan import check_complete, export_plan, local_shapes_by_rank
-from model_converters.quant import SCALE_SUFFIX, scale_shape
-from model_converters.table import BoundRow, bind
+from model_converters.hf.quant import SCALE_SUFFIX, scale_shape
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import check_complete, export_plan, local_shapes_by_rank
+from model_converters.mapping.table import BoundRow, bind
 from tests.unit.converters.test_published_moe import DEEPSEEK_V3, SHARED, expanded, published
 
 CHILDREN = 2
@@ -63,8 +63,8 @@ def children():
 def differences(config: dict[str, Any], layout: TrainLayout, start: int) -> tuple[list[str], int, int]:
     """(what differs from the table, ranks looked at, peak memory in bytes) of every CHILDREN-th rank from `start`;
     runs in a child."""
-    from mcore_rl.megatron.names import canonical_tensors
-    from mcore_rl.megatron.sharded import meta_model
+    from mcore_rl.megatron.build.names import canonical_tensors
+    from mcore_rl.megatron.build.sharded import meta_model
 
     bound = bound_rows(config)
     expected, dtypes = local_shapes_by_rank(bound, layout), {row.mcore: row.dtype for row in bound}

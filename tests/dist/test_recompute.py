@@ -55,7 +55,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[dict[str, Any], int]]]:
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     samples = policy_batch.UPDATES[0]
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
@@ -98,8 +98,8 @@ def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None
     cpu.install()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_rl.megatron.implementation import FP8_RECIPES, Wanted, choose
-    from mcore_rl.megatron.installed import Installed
+    from mcore_rl.spec.implementation import FP8_RECIPES, Wanted, choose
+    from mcore_rl.spec.installed import Installed
 
     everything = Installed(True, (10, 0), "2.8.0", flash_attention=True, gradient_fusion=True, deep_ep=True)
     spread = Wanted(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)

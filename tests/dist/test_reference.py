@@ -84,7 +84,7 @@ def expected(directories: dict[str, str]) -> dict[str, _Expected]:
 def _actor(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **reference: Any) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, parallel, tokens)
     config.algorithm.kl.in_loss, config.algorithm.kl.in_reward = IN_LOSS, IN_REWARD
@@ -136,7 +136,7 @@ def _own_logp(actor: Any, share: Any, chunks: list[Any]) -> dict[int, torch.Tens
 
 
 def _gradients(actor: Any) -> list[Any]:
-    from model_converters.plan import export_pieces
+    from model_converters.mapping.plan import export_pieces
 
     found = {p.data_ptr(): p.main_grad for chunk in actor.chunks for p in chunk.parameters()}
     held = {name: found[tensor.data_ptr()] for name, tensor in actor.tensors().items()}
@@ -216,7 +216,7 @@ def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from mcore_rl.errors import OffloadedError
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.dist.saving import save_checkpoint
 
     keys: dict[str, Any] = {"dtype": "bfloat16"}
@@ -285,7 +285,7 @@ def _refusal(call: Callable[[], Any]) -> str:
 def _living(rank: int, directories: dict[str, str], case: Case, dtype: str, *, kept: bool = True) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     model, parallel, tokens = case
     config = policy_batch.config(directories[model], parallel, tokens)
@@ -303,8 +303,8 @@ def _storages(weights: list[torch.Tensor]) -> list[Any]:
 
 def _weights(actor: Any) -> list[Any]:
     """Of the reference, as this rank's slices of HF tensors."""
-    from mcore_rl.megatron.names import canonical_tensors
-    from model_converters.plan import export_pieces
+    from mcore_rl.megatron.build.names import canonical_tensors
+    from model_converters.mapping.plan import export_pieces
 
     actor.reference.memory.load("params")
     held = canonical_tensors(actor.reference.model.chunks)

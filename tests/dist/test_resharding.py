@@ -84,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(f"{root}/{model}", layout, 24)
     optimizer = config.actor.optimizer
@@ -182,7 +182,7 @@ def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
 
 
 def _load(rank: int, root: str, resumed: list[tuple[Case, dict[str, int]]]) -> list[Any]:
-    from mcore_rl.megatron.checkpoint import load_checkpoint
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
     found = []
     for case, layout in resumed:

@@ -90,7 +90,7 @@ def _reward_model(rank: int, directory: str, parallel: dict[str, Any], tokens: i
     import torch.distributed as dist
 
     from mcore_rl.config.models import ParallelConfig
-    from mcore_rl.megatron.reward_model import MegatronRewardModel
+    from mcore_rl.megatron.roles.reward_model import MegatronRewardModel
 
     config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the reward model reads nothing of the actor's
     config.model.random_init = True  # nor is it random where the policy is

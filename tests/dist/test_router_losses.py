@@ -71,7 +71,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     results = {}
     for name, (kind, balancing, _, parallel, tokens, recompute) in cases.items():
@@ -230,7 +230,7 @@ def test_the_bias_moves_once_by_the_rate_towards_equal_load(case: str, results: 
 def _biased_run(rank: int, directory: str) -> list[np.ndarray]:
     """The bias as loaded, after a pass without gradient, a refused update and one that counts."""
     from mcore_rl.errors import NonFiniteError
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.moe.bias_update_rate = RATE

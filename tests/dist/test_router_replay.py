@@ -64,7 +64,7 @@ def _worker(rank: int, directory: str, cases: dict[str, Any]) -> dict[str, Any]:
 def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: str) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = policy_batch.config(directory, parallel, SMALL)
     config.actor.moe.router_replay, config.actor.recompute = "policy", recompute
@@ -120,7 +120,7 @@ def _with_engines_experts(
 
 def _restore(actor: Any) -> None:
     """The weights as loaded."""
-    from mcore_rl.megatron.loading import load_hf
+    from mcore_rl.megatron.build.loading import load_hf
 
     load_hf(actor.chunks, actor.config.model.hf_path, actor.layout)
 
@@ -262,8 +262,8 @@ def test_what_replay_changes_is_counted_in_a_pass_without(case: str, results: An
 
 
 def _unrecorded(rank: int, directory: str) -> None:
-    from mcore_rl.megatron.actor import MegatronActor
-    from mcore_rl.megatron.rank_batch import RankBatch
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.step.rank_batch import RankBatch
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.moe.router_replay = "policy"

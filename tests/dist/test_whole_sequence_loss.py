@@ -76,7 +76,7 @@ def test_its_gradients_and_metrics_are_those_of_whole_responses(size: int, direc
 def _worker(rank: int, directory: str) -> tuple[float, dict[str, Any], list[Any]]:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.actor import MegatronActor
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
     size = dist.get_world_size()
     actor = MegatronActor(policy_batch.config(directory, {"cp": size}, TOKENS), rank, size, None)

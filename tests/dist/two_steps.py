@@ -56,7 +56,7 @@ def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> No
 
 def held_tensors(actor: Any) -> dict[str, torch.Tensor]:
     """Copies of every parameter, main parameter and Adam moment that this rank holds."""
-    from mcore_rl.megatron.optimizer_state import held_state
+    from mcore_rl.megatron.optim.optimizer_state import held_state
 
     actor.memory.load("params", "optimizer")
     actor.gather_parameters()

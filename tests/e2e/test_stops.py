@@ -1,9 +1,8 @@
-"""INT and TERM, to a process, to its group or to every process of the run: a step that is under way is finished and
-saved where that is possible, and whatever happens, the run ends soon, leaves nothing behind and says what follows."""
+"""INT and TERM to the process group of a run: a step that is under way is finished and saved where that is possible, and
+whatever happens, the run ends soon, leaves nothing behind and says what follows."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import stat
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.runs import TrainProcess, metrics
@@ -77,13 +75,3 @@ def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tu
         time.sleep(1.5)  # sooner, it would be taken for the same stop
         os.killpg(run.process.pid, signal.SIGINT)
         assert_ended(run, 130, "stopped: nothing saved; the same command starts over")
-
-
-def test_a_term_to_every_process_of_the_run_ends_it(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
-    """As schedulers do that know a job's processes, whatever their group: the step cannot be finished any more."""
-    with TrainProcess(task, tmp_path / "run", long_step) as run:
-        run.wait_until(in_step(run, 1, "generating"))
-        for process in [run.process, *run.processes()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
-        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")

@@ -8,7 +8,8 @@
 
 Where sequences are split, a whole matrix meets the tokens of one rank only: its gradient is a sum over the ranks, as
 that of a norm is, and is marked so. A projection that fuses several HF modules has one adapter with their A stacked and
-their B in the order of its rows (model_converters.adapter_rows): a row of B multiplies with the A of its own module.
+their B in the order of its rows (model_converters.families.parts.adapter_rows): a row of B multiplies with the A of its
+own module.
 
 Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1; rsLoRA (2312.03732); initial values as in peft's LoraLayer.
 """
@@ -24,12 +25,12 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.names import canonical_name
-from mcore_rl.megatron.output import PolicyModel, unwrap
-from model_converters.adapter_rows import A, B
-from model_converters.placement import local_shape, segments_of
-from model_converters.table import BoundRow
-from model_converters.transforms import Shape
+from mcore_rl.megatron.build.names import canonical_name
+from mcore_rl.megatron.build.output import PolicyModel, unwrap
+from model_converters.families.parts.adapter_rows import A, B
+from model_converters.mapping.placement import local_shape, segments_of
+from model_converters.mapping.table import BoundRow
+from model_converters.mapping.transforms import Shape
 
 cpu.install()
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.models import LoraConfig
+from mcore_rl.megatron.build.names import canonical_tensors
+from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.lora.adapters import Adapter, Factor, Read, adapters, attach
-from mcore_rl.megatron.lora.table import base_rows, bound_adapters, check_adapter, scale_of
-from mcore_rl.megatron.names import canonical_tensors
-from mcore_rl.megatron.output import PolicyModel
-from model_converters.adapter_rows import PREFIX
-from model_converters.files import TensorFiles
-from model_converters.layout import TrainLayout
-from model_converters.lora import LoraAdapter
-from model_converters.placement import Placement
-from model_converters.table import bind
-from model_converters.transforms import Shape
+from mcore_rl.spec.adapters import base_rows, bound_adapters, check_adapter, scale_of
+from model_converters.families.parts.adapter_rows import PREFIX
+from model_converters.hf.adapter_reader import LoraAdapter
+from model_converters.hf.files import TensorFiles
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement
+from model_converters.mapping.table import bind
+from model_converters.mapping.transforms import Shape
 
 
 class MergedTensors(Mapping[str, torch.Tensor]):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config, validate
-from mcore_rl.config.judge import as_policy, template_text, validate_judge
+from mcore_rl.config.rules.judge import as_policy, template_text, validate_judge
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}

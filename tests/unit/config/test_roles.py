@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config, validate
-from mcore_rl.config.roles import as_actor
-from mcore_rl.config.validation import validate_critic
+from mcore_rl.config.rules.roles import as_actor
+from mcore_rl.config.rules.validation import validate_critic
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_converters.families import FAMILIES
-from model_converters.rotary import inverse_frequencies
-from model_converters.table import bind
+from model_converters.families.parts.rotary import inverse_frequencies
+from model_converters.mapping.table import bind
 from tests.tiny_models import GROUPS, LLAMA3, YARN, checkpoint_tensors, tiny_fields
 
 ABSENT: Any = object()

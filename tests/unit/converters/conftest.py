@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 from tests.unit.converters import deepseek_oracle
 
 Tensors = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from model_converters.layout import Coordinates, TrainLayout
+from model_converters.mapping.layout import Coordinates, TrainLayout
 
 Tensors = dict[str, torch.Tensor]
 

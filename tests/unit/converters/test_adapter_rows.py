@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model_converters import lora_writer
-from model_converters.adapter_rows import adapter_rows, default_targets, shared_with_experts
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.layout import TrainLayout
-from model_converters.lora_writer import LoraDescription, write_adapter
-from model_converters.placement import Placement, local_shape, segments_of
-from model_converters.table import BoundRow, Row, bind
+from model_converters.families.parts.adapter_rows import adapter_rows, default_targets, shared_with_experts
+from model_converters.hf import adapter_writer as lora_writer
+from model_converters.hf.adapter_writer import LoraDescription, write_adapter
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement, local_shape, segments_of
+from model_converters.mapping.table import BoundRow, Row, bind
 from tests.tiny_models import tiny_fields
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

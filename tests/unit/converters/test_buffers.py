@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
-from model_converters.io import HFCheckpoint
-from model_converters.table import bind
+from model_converters.hf.io import HFCheckpoint
+from model_converters.mapping.completeness import check_complete
+from model_converters.mapping.table import bind
 from tests.tiny_models import LLAMA3, tiny_model, write_tiny_model
 
 ROTATIONS = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_converters.chunks import Box, flat_index, range_boxes, run
+from model_converters.dcp.blocks import Box, flat_index, range_boxes, run
 
 
 @st.composite

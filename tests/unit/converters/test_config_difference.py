@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from model_converters.verify import config_differences
+from model_converters.dcp.verify import config_differences
 from tests.tiny_models import tiny_fields
 
 THETA = {"rope_type": "default", "rope_theta": 500000.0}

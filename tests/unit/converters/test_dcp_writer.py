@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from model_converters.chunks import Box, Chunk, RankState, StateObject
-from model_converters.dcp_metadata import read_metadata
-from model_converters.dcp_reader import DcpReader
-from model_converters.dcp_writer import plan_files, plan_metadata, write_file, write_metadata
+from model_converters.dcp.blocks import Box, Chunk, RankState, StateObject
+from model_converters.dcp.metadata import read_metadata
+from model_converters.dcp.reader import DcpReader
+from model_converters.dcp.writer import plan_files, plan_metadata, write_file, write_metadata
 from model_converters.errors import ConversionError
 
 FLOAT = torch.float32

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.fp8_export import encoded, exported_config, fp8_plans, is_quantised_from
-from model_converters.io import HFCheckpoint, HFWriter
-from model_converters.layout import TrainLayout
-from model_converters.plan import export_plan
-from model_converters.quant import FP8, quantise, scale_shape
-from model_converters.table import bind
+from model_converters.hf.fp8_export import encoded, exported_config, fp8_plans, is_quantised_from
+from model_converters.hf.io import HFCheckpoint, HFWriter
+from model_converters.hf.quant import FP8, quantise, scale_shape
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import export_plan
+from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_fields, write_tiny_model
 
 # Multiples of 128, as transformers' own dequantisation asks for.

@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.io import HFCheckpoint
-from model_converters.layout import TrainLayout
-from model_converters.plan import load_tensors, local_shapes
-from model_converters.quant import FP8, quantise
-from model_converters.table import bind
+from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.load import load_tensors
+from model_converters.hf.quant import FP8, quantise
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import local_shapes
+from model_converters.mapping.table import bind
 
 BLOCK = (5, 3)
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}

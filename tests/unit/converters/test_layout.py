@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from model_converters.errors import LayoutError
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 def test_chunks_are_dealt_to_stages_in_turn():

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.io import HFCheckpoint
-from model_converters.layout import TrainLayout
-from model_converters.plan import load_tensors, local_shapes
-from model_converters.quant import quantise
-from model_converters.table import bind
+from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.load import load_tensors
+from model_converters.hf.quant import quantise
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import local_shapes
+from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_model
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model_converters.completeness import check_complete
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.io import HFCheckpoint
-from model_converters.layout import TrainLayout
-from model_converters.mtp import num_mtp_layers, settle_mtp, without_mtp
-from model_converters.plan import load_plan, load_tensors, local_shapes
-from model_converters.table import bind
+from model_converters.families.parts.mtp import num_mtp_layers, settle_mtp, without_mtp
+from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.load import load_tensors
+from model_converters.mapping.completeness import check_complete
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import load_plan, local_shapes
+from model_converters.mapping.table import bind
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -13,7 +13,7 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.table import BoundRow, bind
+from model_converters.mapping.table import BoundRow, bind
 
 YARN = {
     "type": "yarn",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from model_converters.errors import ConversionError
-from model_converters.quant import FP8, ScaleWindow, dequantise, quantise, scale_shape
+from model_converters.hf.quant import FP8, ScaleWindow, dequantise, quantise, scale_shape
 
 BLOCK = (128, 128)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model_converters.errors import ConversionError
-from model_converters.side_files import HF_FOLDER, copy_side_files, side_files_in
+from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files_in
 
 
 def test_files_of_the_model_are_copied_and_no_others(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.table import bind
+from model_converters.mapping.table import bind
 
 
 def test_names_claimed_twice_are_all_listed(moe_config):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model_converters.transforms import GateUp, GroupedQKV, Same, Vocabulary
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabulary
 
 sizes = st.integers(1, 6)
 

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
-from model_converters.io import HFCheckpoint
-from model_converters.layout import TrainLayout
-from model_converters.plan import export_plan, load_tensors, local_shapes
-from model_converters.table import bind
-from model_converters.value_head import VALUE_HEAD, settle_value_head, value_model_config, with_value_head
+from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.load import load_tensors
+from model_converters.hf.value_head import VALUE_HEAD, settle_value_head, value_model_config, with_value_head
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import export_plan, local_shapes
+from model_converters.mapping.table import bind
 
 Tensors = dict[str, torch.Tensor]
 

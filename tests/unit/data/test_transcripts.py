@@ -27,7 +27,7 @@ def prompts(tmp_path: Path, tokenizer_file: Path) -> PromptSet:
 
 def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int, str]]) -> TrajectoryBuffers:
     """As a rollout worker packs them; every response ends with the end of text."""
-    from mcore_rl.rollout.worker import pack_trajectories
+    from mcore_rl.rollout.trajectories import pack_trajectories
 
     tokenizer = load_tokenizer(tokenizer_file)
     requests, completions = [], []

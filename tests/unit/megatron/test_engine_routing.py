@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.replay import engine_routing
+from mcore_rl.megatron.step.replay import engine_routing
 from tests.dist import policy_batch
 
 

@@ -10,8 +10,8 @@ from mcore_rl.algorithms import compute_advantages
 from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron import estimation
-from mcore_rl.megatron.estimation import estimate_tokens
+from mcore_rl.megatron.step import estimation
+from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.types import RankShare, TrajectoryBuffers, merge_metrics
 
 # Responses in two chunks; a hole (a tool's output) in the second, nothing trained in the third.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.megatron import host_optimizer
-from mcore_rl.megatron.host_optimizer import HostOptimizer
-from mcore_rl.megatron.main_params import MainParameter
+from mcore_rl.megatron.optim import host_optimizer
+from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
+from mcore_rl.megatron.optim.main_params import MainParameter
 
 
 class GroupAdam(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossRes
 from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.objective import Objective
+from mcore_rl.megatron.step.objective import Objective
 
 
 def config(loss: str, correction: str) -> Config:

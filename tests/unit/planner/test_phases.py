@@ -12,7 +12,7 @@ from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.roles import Beside, RoleRank, Roles
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.verdict import _remedy
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 STATE = RankState(10, weights_bytes=20, gradients_bytes=40, optimizer_bytes=120)
 ACTIVATIONS = StageActivations({"all": 300.0}, forward_only_bytes=50.0)

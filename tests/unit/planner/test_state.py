@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.megatron.host_optimizer import PIECE_ELEMENTS
+from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
 from mcore_rl.planner.state import HeldParameter, Numerics, lay_out, stage_state
-from model_converters.layout import TrainLayout
+from model_converters.mapping.layout import TrainLayout
 
 
 def test_parameters_start_aligned_and_the_buffer_ends_so() -> None:

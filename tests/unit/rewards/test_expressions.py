@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from mcore_rl.rewards.deadline import Deadline, DeadlineExceeded
 from mcore_rl.rewards.expressions import MAX_BYTES, is_small, within_limits
+from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
 
 SMALL = [
     "x^2+2x+1",

@@ -16,8 +16,8 @@ import pytest
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.ports import Rewarder
-from mcore_rl.rewards import dispatcher
 from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.types import Prompt
 
 ROOT = Path(__file__).parents[3]
@@ -117,7 +117,9 @@ def _quick_to_give_up(monkeypatch):
 
 def workers_of(parent):
     """Pids of living grading processes that `parent` started, from the kernel's own tables."""
-    return [pid for pid, ppid, command in processes() if ppid == parent and "mcore_rl.rewards.worker" in command]
+    return [
+        pid for pid, ppid, command in processes() if ppid == parent and "mcore_rl.rewards.processes.worker" in command
+    ]
 
 
 def processes():

@@ -9,8 +9,8 @@ import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards import dispatcher
-from mcore_rl.rewards.trial import try_reward_function
+from mcore_rl.rewards.processes import dispatcher
+from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.types import Prompt
 
 FUNCTIONS = """

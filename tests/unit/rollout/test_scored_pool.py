@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.rollout.records import amend_part
+from mcore_rl.data.records import amend_part
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 

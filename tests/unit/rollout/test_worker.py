@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcore_rl.data.records import add_fields, amend_part
+from mcore_rl.data.seeds import request_seeds
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.functions import TAKEN
-from mcore_rl.rollout.records import add_fields, amend_part
-from mcore_rl.rollout.worker import RolloutWorker, pack_trajectories, request_seeds
+from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
 
 

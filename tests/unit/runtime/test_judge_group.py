@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.rollout.judge_worker import Share
-from mcore_rl.runtime.judge import JudgeGroup
+from mcore_rl.rewards.judge.worker import Share
+from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.types import Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 
 

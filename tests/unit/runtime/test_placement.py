@@ -6,9 +6,9 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.hosts import Host, check_one_host, this_host
+from mcore_rl.runtime.addresses import EPHEMERAL, free_port
 from mcore_rl.runtime.placement import Guests, natural, place
-from mcore_rl.runtime.ports import EPHEMERAL, free_port
+from mcore_rl.weights.transports.hosts import Host, check_one_host, this_host
 
 
 def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated", ranks: int | None = None) -> Config:

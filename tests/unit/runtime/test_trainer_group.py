@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.rank_batch import RankBatch, ValuedBatch
-from mcore_rl.runtime.groups import CriticGroup, RankMap, TrainerGroup
-from mcore_rl.runtime.processes import CriticProcess, TrainerProcess
+from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
+from mcore_rl.runtime.roles.base import RankMap
+from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
+from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 
 CHUNKS = ("chunk a", "chunk b")

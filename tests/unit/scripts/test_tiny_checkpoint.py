@@ -7,10 +7,10 @@ import tiny_checkpoint
 import torch
 
 from model_converters.families import FAMILIES
-from model_converters.io import HFCheckpoint
-from model_converters.mtp import settle_mtp
-from model_converters.plan import check_complete
-from model_converters.table import bind
+from model_converters.families.parts.mtp import settle_mtp
+from model_converters.hf.io import HFCheckpoint
+from model_converters.mapping.plan import check_complete
+from model_converters.mapping.table import bind
 
 
 def checked(directory, *, mtp=False):

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.errors import ConfigError, WeightSyncError
-from mcore_rl.weights.buckets import ALIGNMENT_BYTES, SharedBuckets, plan_buckets, remove_stale
-from model_converters.plan import Piece, TensorPlan
+from mcore_rl.weights.plan import ALIGNMENT_BYTES, plan_buckets
+from mcore_rl.weights.transports.shared_memory import SharedBuckets, remove_stale
+from model_converters.mapping.plan import Piece, TensorPlan
 
 
 def whole(

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.buckets import SharedBuckets, plan_buckets
-from mcore_rl.weights.publish import BucketWriter
+from mcore_rl.weights.plan import plan_buckets
 from mcore_rl.weights.receive import BucketReceiver
+from mcore_rl.weights.transports.shared_memory import SharedBuckets
 from mcore_rl.weights.verify import BucketDigests, compare, digest
-from model_converters.plan import Piece, TensorPlan
+from mcore_rl.weights.write import BucketWriter
+from model_converters.mapping.plan import Piece, TensorPlan
 
 
 def tensor(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""When a run has a judge, what of its keys cannot work, and its engines as the rollout's code sees engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.rules.validation import check_model, read_hf_config
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")
+NEEDED = ("prompt", "response")
+OF_OTHERS = {
+    "rollout.": "judge.",
+    "rollout section": "judge section",
+    "model.hf_path": "judge.hf_path",
+    "model.tokenizer_path": "judge.tokenizer_path",
+}
+"""What shared code calls keys in its messages, and what they are here."""
+
+
+def uses_judge(config: Config) -> bool:
+    return config.judge.hf_path is not None
+
+
+def as_policy(config: Config) -> Config:
+    """The configuration in which the judge stands where shared code looks for the model and its engines."""
+    judge, names = config.judge, {field.name for field in fields(RolloutConfig)}
+    assert judge.hf_path is not None
+    same = {field.name: getattr(judge, field.name) for field in fields(JudgeConfig) if field.name in names}
+    model = replace(
+        config.model,
+        hf_path=judge.hf_path,
+        tokenizer_path=judge.tokenizer_path,
+        dtype=judge.dtype or config.model.dtype,
+        random_init=False,
+    )
+    return replace(config, model=model, rollout=RolloutConfig(**same), actor=ActorConfig())
+
+
+@contextmanager
+def named_as_judge() -> Iterator[None]:
+    """Within the block a ConfigError, whose message is of the policy's keys, names those of the judge.
+
+    Raises: ConfigError.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for key, own in OF_OTHERS.items():
+            message = re.sub(rf"\b{re.escape(key)}", own, message)
+        raise type(error)(message) from error
+
+
+def validate_judge(config: Config) -> None:
+    """Runs every check of the section beside values that needs only the configuration, the template and the judge's
+    config.json.
+
+    Raises: ConfigError for the first thing that cannot work.
+    """
+    judge = config.judge
+    if not uses_judge(config):
+        refuse_unless_default("judge", judge, "set judge.hf_path")
+        return
+    _check_numbers(judge)
+    compiled_pattern(judge)
+    text = template_text(judge)
+    found = set(PLACEHOLDERS.findall(text))
+    for name in NEEDED:
+        if name not in found:
+            raise ConfigError(f"judge.template has no {{{name}}}; put it where the {name} goes: {_shown(text)}")
+    if judge.parser is not None and judge.score_pattern != JudgeConfig().score_pattern:
+        raise ConfigError(
+            f"judge.score_pattern={judge.score_pattern} has no effect: judge.parser={judge.parser} finds the score; "
+            "set one of the two"
+        )
+    with named_as_judge():
+        view = as_policy(config)
+        check_model(view, read_hf_config(view))
+
+
+def template_text(judge: JudgeConfig) -> str:
+    """What the judge is asked, read where judge.template names a file.
+
+    Raises: ConfigError when there is none, or none that can be read.
+    """
+    template = judge.template
+    if template is None:
+        raise ConfigError(
+            "judge.template must be set with judge.hf_path: the text that asks for a score, with {prompt} and "
+            "{response} in it, or a .txt file with it"
+        )
+    if not template.endswith(".txt") or PLACEHOLDERS.search(template):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"judge.template={template} cannot be read: {error}") from None
+
+
+def compiled_pattern(judge: JudgeConfig) -> re.Pattern[str]:
+    """Raises: ConfigError for what is no regular expression with one group."""
+    try:
+        pattern = re.compile(judge.score_pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"judge.score_pattern={judge.score_pattern} is not a regular expression: {error}; correct it"
+        ) from None
+    if pattern.groups != 1:
+        raise ConfigError(
+            f"judge.score_pattern={judge.score_pattern} has {pattern.groups} groups; put one, around the number "
+            "(others can be (?:...))"
+        )
+    return pattern
+
+
+def _check_numbers(judge: JudgeConfig) -> None:
+    if judge.weight == 0:
+        raise ConfigError("judge.weight=0 leaves a judge without effect; set judge.hf_path to null")
+    low, high = judge.min_score, judge.max_score
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(f"judge.min_score={low} must be below judge.max_score={high}")
+    if judge.samples > 1 and judge.temperature == 0:
+        raise ConfigError(
+            f"judge.samples={judge.samples} greedy answers to a response would all be equal; set judge.temperature "
+            "above 0, or one sample"
+        )
+
+
+def _shown(text: str) -> str:
+    """On one line, not too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else f"{line[:77]}..."

@@ -1,0 +1,79 @@
+"""When a run trains adapters, and what of their keys contradicts the rest."""
+
+from __future__ import annotations
+
+from mcore_rl.config.models import ActorConfig, LoraConfig
+from mcore_rl.config.rules.unused import changed, refuse_unless_default
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def uses_lora(actor: ActorConfig) -> bool:
+    """Whether adapters are trained in the place of the weights."""
+    return actor.lora.rank > 0
+
+
+def base_is_reference(config: Config) -> bool:
+    """Whether the model under the adapters is the reference that a KL term compares with."""
+    return uses_lora(config.actor) and config.reference.hf_path is None
+
+
+def check_lora(config: Config) -> None:
+    """Raises: ConfigError for a key that has no effect, or one that adapters cannot go with."""
+    lora = config.actor.lora
+    if not uses_lora(config.actor):
+        remedy = "set actor.lora.rank above 0, so that there are adapters"
+        refuse_unless_default("actor.lora", lora, remedy)
+        refuse_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
+        return
+    if len(set(lora.target_modules)) != len(lora.target_modules):
+        raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
+    refused = {
+        "model.random_init": (
+            config.model.random_init,
+            "checkpoints hold adapters only, and what is under them is read from model.hf_path again; set it to false",
+        ),
+        "actor.mtp_loss_coefficient": (
+            config.actor.mtp_loss_coefficient,
+            "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
+        ),
+        "actor.moe.bias_update_rate": (
+            config.actor.moe.bias_update_rate,
+            "the bias belongs to the frozen weights, and no adapter could carry it; set it to 0",
+        ),
+        "actor.fp8": (
+            config.actor.fp8 if config.actor.fp8 != "none" else None,
+            "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
+        ),
+        "reference.refresh_every_steps": (
+            config.reference.refresh_every_steps,
+            "the reference is the model under the adapters; a refreshed one would need its own; set it to 0",
+        ),
+    }
+    if base_is_reference(config) and not config.reference.offload:
+        raise ConfigError(
+            f"reference.offload=False has no effect with actor.lora.rank={lora.rank}: the reference is the policy "
+            "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
+        )
+    for key, (value, reason) in refused.items():
+        if value:
+            raise ConfigError(f"{key}={value} does not go with actor.lora.rank={lora.rank}: {reason}")
+
+
+def refuse_suggestions(config: Config) -> None:
+    """Raises: ConfigError where adapters are trained."""
+    if uses_lora(config.actor):
+        raise ConfigError(
+            f"--suggest counts gradients and optimizer state of all weights, and actor.lora.rank="
+            f"{config.actor.lora.rank} has few; plan a layout of your own without it, or set actor.lora.rank to 0 for "
+            "layouts that fit in any case"
+        )
+
+
+def check_no_critic_lora(lora: LoraConfig) -> None:
+    """Raises: ConfigError naming the `critic` key."""
+    for key, value, default in changed("critic.lora", lora):
+        raise ConfigError(
+            f"{key}={value}: a value head starts from nothing and is trained whole, with the model that it reads; "
+            f"leave {key} at {default}"
+        )

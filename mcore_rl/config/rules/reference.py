@@ -1,0 +1,41 @@
+"""When a run has a reference policy, and what of its keys contradicts the rest."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the loss or the reward has a KL term."""
+    return config.algorithm.kl.in_loss > 0 or config.algorithm.kl.in_reward > 0
+
+
+def check_reference(config: Config) -> None:
+    """Raises: ConfigError for a key that has no effect, or one that another needs."""
+    kl = config.algorithm.kl
+    if kl.controller == "adaptive":
+        _check_adaptive(kl)
+    else:
+        refuse_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
+    for use in ("loss", "reward"):
+        key = f"algorithm.kl.in_{use}"
+        if not getattr(kl, f"in_{use}"):
+            refuse_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
+    if not uses_reference(config):
+        needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
+        refuse_unless_default("reference", config.reference, needed)
+
+
+def _check_adaptive(kl: KLConfig) -> None:
+    chosen = "algorithm.kl.controller=adaptive"
+    if kl.in_reward <= 0:
+        raise ConfigError(
+            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward above 0 to start "
+            "from, or algorithm.kl.controller=fixed"
+        )
+    for name in ("target", "horizon"):
+        if getattr(kl, name) is None:
+            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not null; set it")

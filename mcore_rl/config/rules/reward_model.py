@@ -1,0 +1,48 @@
+"""When a run has a reward model, and which keys of its section, or of the rewards, then have no effect."""
+
+from __future__ import annotations
+
+from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.unused import changed, refuse_unless_default
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+OF_A_FROZEN_MODEL = (
+    "hf_path",
+    "weight",
+    "num_ranks",
+    "tokens_per_microbatch",
+    "moe.dispatcher",
+    "fp8",
+    "offload.params",
+)
+"""Keys beside parallel.* that a model without gradients and vocabulary has a use for."""
+
+
+def uses_reward_model(config: Config) -> bool:
+    """Whether a model on ranks of its own scores responses."""
+    return config.reward_model.hf_path is not None
+
+
+def check_rewards(config: Config) -> None:
+    """Raises: ConfigError for a key without effect, and where nothing gives rewards."""
+    section = config.reward_model
+    if section.hf_path is None:
+        refuse_unless_default("reward_model", section, "set reward_model.hf_path")
+    for key, value, default in changed("reward_model", section):
+        name = key.removeprefix("reward_model.")
+        if name not in OF_A_FROZEN_MODEL and not name.startswith("parallel."):
+            raise ConfigError(
+                f"{key}={value} has no effect: a reward model is not trained and predicts no tokens; leave it at "
+                f"{default}"
+            )
+    if section.weight == 0:
+        raise ConfigError(
+            f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
+            "reward_model.hf_path to null"
+        )
+    if config.reward.function == NO_RULE and not uses_reward_model(config) and config.judge.hf_path is None:
+        raise ConfigError(
+            "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
+            "classification checkpoint, judge.hf_path to a model that judges, or reward.function to a rule"
+        )

@@ -1,0 +1,283 @@
+"""Cross-field checks, all before anything starts. Each message names the full key to change."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
+from mcore_rl.config.fields import check_domains
+from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
+from mcore_rl.config.rules.reference import check_reference
+from mcore_rl.config.rules.reward_model import check_rewards
+from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.rules.unused import changed
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Where families keep the number of routed experts in config.json."""
+NO_EXPERT_PARALLEL_ON_CPU = "vLLM's CPU experts crash when a rank holds whole ones; set rollout.expert_parallel=false"
+
+
+def num_trainer_ranks(config: Config) -> int:
+    """Trainer ranks of this run: actor.num_ranks, or every slot that the cluster offers."""
+    return config.actor.num_ranks or config.cluster.nodes * config.cluster.gpus_per_node
+
+
+def num_critic_ranks(config: Config) -> int:
+    """Ranks of the critic: critic.num_ranks, or as many as the policy has."""
+    return config.critic.num_ranks or num_trainer_ranks(config)
+
+
+def num_reward_model_ranks(config: Config) -> int:
+    """Ranks of the reward model: reward_model.num_ranks, or as many as the policy has."""
+    return config.reward_model.num_ranks or num_trainer_ranks(config)
+
+
+def validate(config: Config, *, run_here: bool = True) -> None:
+    """Runs every check that needs only the configuration and the model's config.json; run_here=False leaves out
+    what this machine is asked, as a plan is made on another one than the run.
+
+    Raises: ConfigError for the first thing that cannot work.
+    """
+    for check in (
+        check_domains,
+        _check_batches,
+        _check_lengths,
+        _check_row,
+        _check_engine,
+        _check_layout,
+        _check_actor,
+        _check_replay,
+        check_reference,
+        check_rewards,
+        check_lora,
+        _check_run_dir,
+    ):
+        if run_here or check is not _check_run_dir:
+            check(config)
+    _check_host_optimizer(config)
+    _check_offload(config)
+    check_model(config, read_hf_config(config))
+
+
+def validate_critic(config: Config) -> None:
+    """What `validate` checks of the actor beside values, of the critic; for runs that have one.
+
+    Raises: ConfigError naming the key.
+    """
+    critic = config.critic
+    check_no_critic_lora(critic.lora)
+    with named_as("critic", critic):
+        view = as_actor(config, critic)
+        for check in (_check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
+            check(view)
+        read_hf_config(view)
+    for key, value, default in changed("critic", critic):
+        if key in NOT_OF_A_CRITIC:
+            raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
+
+
+def validate_reward_model(config: Config) -> None:
+    """What `validate` checks of the actor beside values, of the reward model; for runs that have one.
+
+    Raises: ConfigError naming the key.
+    """
+    with named_as("reward_model", config.reward_model):
+        view = as_actor(config, config.reward_model)
+        for check in (_check_row, _check_layout):
+            check(view)
+        read_hf_config(view)
+
+
+def read_hf_config(config: Config) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises: ConfigError when the directory or the file is missing or not JSON.
+    """
+    path = Path(config.model.hf_path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.hf_path={config.model.hf_path}: no config.json there; set it to an HF model directory"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model.hf_path: {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.hf_path: {path} must hold a JSON object")
+    return content
+
+
+def _check_batches(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.prompts_per_step % trainer.prompts_per_update:
+        raise ConfigError(
+            f"trainer.prompts_per_step={trainer.prompts_per_step} must be a multiple of "
+            f"trainer.prompts_per_update={trainer.prompts_per_update}"
+        )
+    if config.algorithm.dynamic_sampling.enable and config.rollout.samples_per_prompt < 2:
+        raise ConfigError("rollout.samples_per_prompt must be at least 2 with algorithm.dynamic_sampling.enable=true")
+
+
+def _check_lengths(config: Config) -> None:
+    rollout, overlong = config.rollout, config.reward.overlong
+    if overlong.enable and not 0 < overlong.buffer_tokens <= rollout.max_response_tokens:
+        raise ConfigError(
+            f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be between 1 and "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    rollout = config.rollout
+    compares = config.algorithm.advantage in COMPARING_ADVANTAGES and not is_supervised(config.algorithm)
+    if rollout.temperature == 0 and compares:
+        raise ConfigError(
+            f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
+            f"{config.algorithm.advantage} learns from their differences; set rollout.temperature above 0"
+        )
+    if rollout.validation_samples > 1 and rollout.validation_temperature == 0:
+        raise ConfigError(
+            f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
+            "set rollout.validation_temperature above 0, or one sample"
+        )
+    budget = rollout.max_batched_tokens
+    if budget is not None and budget < rollout.max_concurrent_requests:
+        raise ConfigError(
+            f"rollout.max_batched_tokens={budget} must be at least rollout.max_concurrent_requests="
+            f"{rollout.max_concurrent_requests}: every sequence that is decoded takes one token of a pass"
+        )
+    if not rollout.expert_parallel:
+        return
+    if rollout.tp == 1:
+        raise ConfigError("rollout.expert_parallel=true spreads experts over rollout.tp ranks; set rollout.tp above 1")
+    if config.cluster.device == "cpu":
+        raise ConfigError(f"rollout.expert_parallel=true with cluster.device=cpu: {NO_EXPERT_PARALLEL_ON_CPU}")
+    if config.weights.verify_every:
+        raise ConfigError(
+            "weights.verify_every must be 0 with rollout.expert_parallel=true: whole experts spread over engine ranks "
+            "cannot be read back"
+        )
+
+
+def _check_row(config: Config) -> None:
+    """Whether the longest sequence fits in one packed row, padded as context parallelism pads it."""
+    budget, parallel = config.actor.tokens_per_microbatch, config.actor.parallel
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > budget:
+        raise ConfigError(
+            f"actor.tokens_per_microbatch={budget} must be at least rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest}: a sequence is never split over micro-batches"
+        )
+    if parallel.cp > 1 and budget % (2 * parallel.cp):
+        raise ConfigError(
+            f"actor.tokens_per_microbatch={budget} must be a multiple of 2 x actor.parallel.cp = {2 * parallel.cp}, to "
+            "which sequences are padded"
+        )
+
+
+def _check_layout(config: Config) -> None:
+    parallel, offered = config.actor.parallel, config.cluster.nodes * config.cluster.gpus_per_node
+    ranks = num_trainer_ranks(config)
+    dense = parallel.tp * parallel.pp * parallel.cp
+    expert = parallel.pp * parallel.ep * (parallel.etp or 1)
+    if ranks > offered:
+        raise ConfigError(
+            f"actor.num_ranks={ranks}, but cluster.nodes x cluster.gpus_per_node offers {offered}; lower it or raise "
+            "cluster.nodes"
+        )
+    for product, names in ((dense, ("tp", "pp", "cp")), (expert, ("ep", "etp", "pp"))):
+        if ranks % product:
+            keys = [f"actor.parallel.{name}={getattr(parallel, name)}" for name in names if getattr(parallel, name)]
+            raise ConfigError(
+                f"{' x '.join(keys)} = {product} does not divide the {ranks} trainer ranks (actor.num_ranks, or "
+                "cluster.nodes x cluster.gpus_per_node); set sizes whose product divides them"
+            )
+    data_ranks = ranks // dense
+    if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:
+        raise ConfigError(
+            f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
+            "data-parallel ranks"
+        )
+
+
+def _check_host_optimizer(config: Config) -> None:
+    actor = config.actor
+    if actor.optimizer.cpu_offload and not actor.distributed_optimizer:
+        raise ConfigError("actor.optimizer.cpu_offload=true needs actor.distributed_optimizer=true")
+    if actor.optimizer.cpu_offload and actor.offload.optimizer:
+        raise ConfigError(
+            "actor.offload.optimizer=true has nothing to move with actor.optimizer.cpu_offload=true; set it to false"
+        )
+
+
+def _check_actor(config: Config) -> None:
+    actor = config.actor
+    if actor.overlap_param_gather:
+        for needed in ("distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(actor, needed):
+                raise ConfigError(
+                    f"actor.overlap_param_gather=true needs actor.{needed}=true: "
+                    "only sharded parameters are gathered, and in the order in which gradients were reduced"
+                )
+
+
+def _check_replay(config: Config) -> None:
+    if config.actor.moe.router_replay != "engine":
+        return
+    if is_supervised(config.algorithm):
+        raise ConfigError(
+            "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
+            "algorithm.policy_loss.name=sft samples nothing; set it to none"
+        )
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"actor.moe.router_replay=engine needs rollout.engine=vllm: rollout.engine={config.rollout.engine} does "
+            "not hand over the experts that it chose; set it to policy or none"
+        )
+
+
+def _check_offload(config: Config) -> None:
+    if config.cluster.placement == "colocated":
+        return
+    for part in ("params", "grads", "optimizer"):
+        if getattr(config.actor.offload, part):
+            raise ConfigError(
+                f"actor.offload.{part}=true makes room for an engine on the same device, which "
+                f"cluster.placement={config.cluster.placement} does not have; set it to false"
+            )
+
+
+def _check_run_dir(config: Config) -> None:
+    path = Path(config.run.dir)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir={path} exists and is not a directory")
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.dir={path}: {parent} is not writable; set run.dir to a place that is")
+
+
+def check_model(config: Config, hf: dict[str, Any]) -> None:
+    """What generation needs of the model; whether the trainer's layout fits is megatron.layout's to say."""
+    tp, heads = config.rollout.tp, hf.get("num_attention_heads")
+    groups = hf.get("num_key_value_heads") or heads
+    if heads and heads % tp:
+        raise ConfigError(f"rollout.tp={tp} must divide the model's {heads} attention heads")
+    if groups and groups % tp and tp % groups:
+        raise ConfigError(f"rollout.tp={tp} must divide the model's {groups} key-value heads, or be a multiple of them")
+    if config.rollout.expert_parallel and not any(hf.get(key) for key in EXPERT_COUNTS):
+        raise ConfigError("rollout.expert_parallel=true, but the model has no experts; set it to false")
+    limit = hf.get("max_position_embeddings")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit and longest > limit:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
+            f"max_position_embeddings={limit}"
+        )

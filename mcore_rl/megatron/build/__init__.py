@@ -1,0 +1,1 @@
+"""Models from a specification: layers, attention, routers, names, loading, process groups."""

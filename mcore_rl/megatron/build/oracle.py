@@ -1,0 +1,37 @@
+"""What transformers' own model of an HF directory computes. Imports no megatron.core, so the driver can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mcore_rl.errors import CheckpointError
+from model_converters.families import family_for
+from model_converters.families.parts.hf_config import read_hf_config
+
+
+def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence by itself, on the CPU, in float32.
+
+    Shapes: sequences [S] each -> [S, V] each.
+    Raises: CheckpointError when transformers cannot load the directory, with its reason.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    fields = read_hf_config(hf_directory)
+    another_type = family_for(fields).transformers_type
+    options = {"config": AutoConfig.for_model(**fields | {"model_type": another_type})} if another_type else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
+        ).eval()
+    except Exception as error:  # of classes of its own and of its libraries
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"transformers cannot load {hf_directory}, to compare logits with: {reason}") from error
+    with torch.no_grad():
+        return [model(sequence[None]).logits[0] for sequence in sequences]

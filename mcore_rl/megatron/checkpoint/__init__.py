@@ -1,0 +1,1 @@
+"""Checkpoints of ranks: written while training goes on, read in any other layout."""

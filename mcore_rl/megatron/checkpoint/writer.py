@@ -1,0 +1,165 @@
+"""One rank's part of a checkpoint: planned and, for an asynchronous save, copied while training stands still, then
+written by whichever thread; and what rank 0 adds when all ranks have written.
+
+No collectives: a thread may write while the main one trains, and the ranks' reports travel to rank 0 by whatever
+channel the caller has. Nothing is gathered but the places of blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_rl.data.checksum import Crc32, file_crc32
+from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, extra_states, reference_blocks
+from mcore_rl.megatron.checkpoint.format_files import write_format_files
+from mcore_rl.megatron.checkpoint.random_state import random_state_object
+from mcore_rl.megatron.optim.optimizer_state import updates_done
+from mcore_rl.spec.adapters import adapter_identity
+from mcore_rl.types import SavedFile, SavedState
+from model_converters.dcp.blocks import Chunk, RankState, StateObject
+from model_converters.dcp.metadata import METADATA_NAME
+from model_converters.dcp.partial import Span
+from model_converters.dcp.writer import Entry, PlannedFile, plan_files, plan_metadata, write_file, write_metadata
+from model_converters.errors import ConversionError
+from model_converters.hf.side_files import HF_FOLDER, copy_side_files, sync
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.trained_model import Trained
+
+MAX_FILE_BYTES = 2 * 2**30
+_VERSIONED = ("mcore-rl", "megatron-core", "torch")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has written: its files, and where in them each entry lies."""
+
+    saved: tuple[SavedFile, ...]
+    planned: tuple[PlannedFile, ...]
+    spans: Mapping[str, Sequence[Span]]
+
+
+class CheckpointWriter:
+    """Plans a rank's files when it is made; `write` writes them. With `snapshot` the tensors are copied to host memory
+    first, so that updates which follow do not show; else they must not change before `write` returns.
+
+    Not collective.
+    """
+
+    def __init__(self, directory: str, role: Trained, *, snapshot: bool) -> None:
+        self.directory = Path(directory)
+        trained, model = role.trained, role.trained.model
+        trained.memory.load("params", "optimizer")
+        blocks = blocks_to_save(model.chunks, trained.optimizer)
+        if trained.reference is not None:
+            trained.reference.memory.load("params")
+            blocks += reference_blocks(trained.reference.model.chunks, to_save=True)
+        self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
+        assert len(self._views) == len(blocks), "a block is saved twice"
+        self._copied = snapshot
+        if snapshot:
+            self._views = {place: _copy(view) for place, view in self._views.items()}
+        objects = (random_state_object(model), *extra_states(model.chunks))
+        state = RankState(tuple(block.chunk for block in blocks), objects, {})
+        self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
+        self._side_files = model.config.model.hf_path, model.hf_config
+        self._common = {
+            "layout": asdict(model.layout),
+            "adapters": adapter_identity(model.config.actor.lora, model.hf_config),
+            "optimizer_updates": updates_done(trained.optimizer),
+            "scheduler": trained.scheduler.state_dict(),
+        }
+        self._dtype = model.config.model.dtype
+
+    def write(self) -> RankReport:
+        """Writes this rank's files, durably, and lets go of the tensors.
+
+        Raises: OSError naming the file, as when the disk is full; CheckpointError.
+        """
+        saved, spans = [], {}
+        for file in self._files:
+            crc = Crc32()
+            with _named(self.directory / file.name):
+                spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, see=crc.see)
+            saved.append(SavedFile(file.name, crc.num_bytes, crc.value))
+        self._views.clear()
+        return RankReport(tuple(saved), tuple(_without_contents(file) for file in self._files), spans)
+
+    def finish(self, reports: Sequence[RankReport]) -> SavedState:
+        """Rank 0, when every rank has written: adds what makes a checkpoint of the files.
+
+        Raises: CheckpointError when the ranks did not write every tensor exactly once; OSError.
+        """
+        planned = [file for report in reports for file in report.planned]
+        spans = {name: places for report in reports for name, places in report.spans.items()}
+        source, hf_config = self._side_files
+        with _named(self.directory):
+            metadata = plan_metadata(planned)
+            write_metadata(self.directory, metadata, planned, spans)
+            names = [METADATA_NAME, *write_format_files(self.directory, self._common)]
+            copy_side_files(source, self.directory / HF_FOLDER, hf_config)
+        for name in names:
+            sync(self.directory / name)
+        names += sorted(str(file.relative_to(self.directory)) for file in (self.directory / HF_FOLDER).iterdir())
+        added = [_summed(self.directory, name) for name in names]
+        description = {
+            "world_size": len(reports),
+            "layout": self._common["layout"],
+            "dtype": self._dtype,
+            "versions": {name: version(name) for name in _VERSIONED},
+            "tensors": {
+                key: [str(stored.properties.dtype).removeprefix("torch."), list(stored.size)]
+                for key, stored in sorted(metadata.state_dict_metadata.items())
+                if hasattr(stored, "size")
+            },
+        }
+        return SavedState((*(file for report in reports for file in report.saved), *added), description)
+
+    def _tensor(self, chunk: Chunk) -> torch.Tensor:
+        view = self._views[chunk.key, chunk.stored]
+        return view if self._copied else _copy(view)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What goes wrong while writing says where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+    except (RuntimeError, ConversionError) as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _copy(view: torch.Tensor) -> torch.Tensor:
+    # In storage of its own: torch.save would write all that a view is part of.
+    return view.detach().to("cpu", copy=True).contiguous()
+
+
+def _dtypes(blocks: Sequence[LiveBlock]) -> dict[str, torch.dtype]:
+    return {block.chunk.mcore_name: block.view.dtype for block in blocks}
+
+
+def _without_contents(file: PlannedFile) -> PlannedFile:
+    """As rank 0 needs it: objects without what they hold."""
+    entries = (
+        Entry(StateObject(entry.content.key, b""), None) if isinstance(entry.content, StateObject) else entry
+        for entry in file.entries
+    )
+    return replace(file, entries=tuple(entries))
+
+
+def _summed(directory: Path, name: str) -> SavedFile:
+    crc = file_crc32(directory / name)
+    return SavedFile(name, crc.num_bytes, crc.value)

@@ -1,0 +1,1 @@
+"""The optimizer, its state, where that lies, and gradients' norms."""

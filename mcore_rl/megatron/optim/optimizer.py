@@ -1,0 +1,230 @@
+"""Megatron's data parallelism and optimizer, set so that gradients are plain sums over tokens and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mcore_rl.config.models import ActorConfig, OptimizerSettings
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_released
+from mcore_rl.megatron.optim.main_params import optimizer_parts
+
+cpu.install()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+SCHEDULES = ("constant", "linear", "cosine")
+BUCKET_PARAMETERS: int | None = None
+"""Parameters whose gradients are reduced in one call where reduction overlaps; None: megatron's own number."""
+
+
+def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataParallel]:
+    """Puts every chunk into Float16Module (bfloat16) and DistributedDataParallel: gradients of the parameters add up
+    in `main_grad`, float32, over micro-batches, and are summed, never averaged, over data-parallel ranks.
+
+    With actor.overlap_param_gather parameters are whole only after `gather_parameters`, or inside a forward pass.
+
+    Collective: all ranks.
+    """
+    config = chunks[0].config
+    # DDP reads it when it is built: without it gradients would be divided by the data-parallel size.
+    assert config.calculate_per_token_loss
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=actor.distributed_optimizer,
+        overlap_grad_reduce=actor.overlap_grad_reduce,
+        overlap_param_gather=actor.overlap_param_gather,
+        # Only the interleaved schedule starts gathers for all stages at once.
+        align_param_gather=actor.overlap_param_gather and len(chunks) > 1,
+        bucket_size=BUCKET_PARAMETERS,
+    )
+    modules = [in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = sum_gradients
+    _overlap(wrapped, config)
+    return wrapped
+
+
+def _overlap(chunks: list[DistributedDataParallel], config: TransformerConfig) -> None:
+    """Tells megatron's schedules how to hold back and to start what overlaps, as its own training loop does."""
+    settings = chunks[0].ddp_config
+    if settings.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if settings.overlap_param_gather:
+        if settings.align_param_gather:
+            config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+        for chunk in chunks:
+            if unwrap(chunk).post_process and output_weight(chunk).requires_grad:
+                _gather_output_weight(chunk)
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    """What the schedules of one and of several chunks take."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _gather_output_weight(chunk: DistributedDataParallel) -> None:
+    """Waits for the output projection behind the decoder: the loss multiplies with its weight, so the module that
+    owns it, where megatron's hook is, is never called."""
+    group = chunk.param_to_bucket_group[output_weight(chunk)]
+    skip_next = chunk.ddp_config.align_param_gather
+    unwrap(chunk).decoder.register_forward_hook(lambda *_: group.finish_param_sync(skip_next_bucket_dispatch=skip_next))
+
+
+def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Makes every parameter whole on its ranks after an optimizer step whose gathers overlap; else they are already.
+
+    Collective: all ranks.
+    """
+    for group in _overlapped_groups(chunks):
+        if not _is_gathered(group):
+            group.start_param_sync(force_sync=True)
+
+
+def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
+    """Whether every parameter is whole on this rank. Not collective."""
+    return all(_is_gathered(group) for group in _overlapped_groups(chunks))
+
+
+def _overlapped_groups(chunks: list[DistributedDataParallel]) -> Iterator[Any]:
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+
+def _is_gathered(group: Any) -> bool:
+    return group.param_gather_dispatched and group.param_gather_handle is None
+
+
+def in_bfloat16(chunk: Any) -> Float16Module:
+    """Float16Module, which rounds buffers too, without rounding the bias that chooses experts (megatron 0.16.1 gives
+    it its dtype back at the next forward pass, not its bits)."""
+    kept = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+    wrapped = Float16Module(chunk.config, chunk)
+    for name, buffer in kept.items():
+        router, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(router), attribute, buffer)
+    return wrapped
+
+
+def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients over data-, tensor- and pipeline-parallel ranks without its division by the
+    number of tokens: the loss is weighted already."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+    """AdamW, sharded over data-parallel ranks where `chunks` are wrapped for that; float32 main parameters for bfloat16
+    models. With settings.cpu_offload its state is in host memory (host_optimizer.py).
+
+    Collective: all ranks, after the weights are loaded (it copies them).
+    """
+    config = chunks[0].config
+    chosen = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+    )
+    if not settings.cpu_offload:
+        return get_megatron_optimizer(chosen, chunks)
+    with gradients_released(chunks):
+        optimizer = get_megatron_optimizer(chosen, chunks)
+        for part in optimizer_parts(optimizer):
+            HostOptimizer(part)
+    return optimizer
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Learning rate of update k = 1, 2, ...: lr k / (warmup + 1) up to lr at update warmup + 1, then constant or
+    falling towards min_lr, which update decay_steps + 1 would reach. No update has a rate of 0.
+
+    Raises: ConfigError naming the key.
+    """
+    settings = config.actor.optimizer
+    key = "actor.optimizer"
+    if settings.schedule not in SCHEDULES:
+        raise ConfigError(f"{key}.schedule={settings.schedule} is not known. Known: {', '.join(SCHEDULES)}")
+    if not 0 <= settings.min_lr <= settings.lr:
+        raise ConfigError(f"{key}.min_lr={settings.min_lr} must be between 0 and {key}.lr={settings.lr}")
+    warmup = settings.warmup_steps
+    decay = settings.decay_steps if settings.decay_steps is not None else updates_of_run(config)
+    if settings.schedule == "constant":
+        decay = max(decay, warmup + 1)
+    elif warmup >= decay:
+        raise ConfigError(f"{key}.warmup_steps={warmup} leaves nothing of the {decay} updates ({key}.decay_steps)")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr / (warmup + 1) if warmup else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        # A resumed run obeys its configuration; only the number of updates done comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def updates_of_run(config: Config) -> int:
+    """Optimizer updates from the first to the last step of the run."""
+    trainer = config.trainer
+    return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """Of the next update."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def materialize_state(optimizer: MegatronOptimizer) -> None:
+    """Makes Adam's moments exist (zero) before the first update, so that a checkpoint has tensors to load into.
+
+    Main parameters keep their values: the step that creates the moments runs with learning rate and decay 0.
+    """
+    for part in optimizer_parts(optimizer):
+        inner = part.optimizer
+        if inner.state:
+            continue
+        kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        everything = [[main for group in inner.param_groups for main in group["params"]]]
+        for mains in inner.pieces() if isinstance(inner, HostOptimizer) else everything:
+            for main in mains:
+                main.grad = torch.zeros(main.shape, dtype=main.dtype, device=main.device)
+            inner.step()
+            inner.zero_grad()
+        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay

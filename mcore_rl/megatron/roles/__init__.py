@@ -1,0 +1,1 @@
+"""Models at work on a rank: actor, critic, reward model, reference."""

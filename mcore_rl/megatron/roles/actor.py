@@ -1,0 +1,394 @@
+"""One rank of the policy under training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.config.rules.lora import base_is_reference, uses_lora
+from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.build.loading import load_hf
+from mcore_rl.megatron.build.model import build_model
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
+from mcore_rl.megatron.roles.trained_model import TrainedModel
+from mcore_rl.megatron.step.estimation import estimate_tokens
+from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
+from mcore_rl.megatron.step.mtp_objective import MTPObjective
+from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
+from mcore_rl.megatron.step.rank_batch import RankBatch
+from mcore_rl.megatron.step.replay import engine_routing
+from mcore_rl.spec.layout import train_layout
+from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import TensorPlan
+from model_converters.mapping.plan import export_plan
+from model_converters.mapping.table import bind
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronActor:
+    """Builds the policy in its layout and trains it. Every method is collective over all ranks.
+
+    `trained` is the model with its optimizer, of which the actor shows the parts by their names; there is a `reference`
+    where the configuration has a KL term. A batch is a RankBatch, which the passes over it take and return.
+
+    `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
+
+    Every token is counted in the metrics of exactly one rank, so merging those of all ranks is exact.
+
+    Raises: ConfigError for a model or layout that cannot be built.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.hf_config = _hf_config(config, speaks=rank == 0)
+        self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
+        join_ranks(config, self.layout, rank, init_method)
+        self.chunks = policy_chunks(config, self.hf_config, self.layout)
+        self.trained = TrainedModel(config, self.hf_config, self.layout, rank, role="actor", chunks=self.chunks)
+        self.model = self.trained.model
+        self.ddp, self.optimizer, self.scheduler = self.trained.ddp, self.trained.optimizer, self.trained.scheduler
+        self.routers, self.routing = self.model.routers, self.model.routing
+        self.objective = Objective.from_config(config, self.model.group, self.model.context)
+        self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
+        self.mtp: MTPObjective | None = None
+        if config.actor.mtp_loss_coefficient:
+            chunk_tokens = config.actor.logprob_chunk_tokens
+            self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
+        self.reference = self._reference() if uses_reference(config) else None
+
+    @property
+    def memory(self) -> Offloader:
+        return self.trained.memory
+
+    def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
+        """How far the policy's log-probabilities, at temperature 1, are from those that came with the samples; nothing
+        is kept of it."""
+        self.memory.load("params")
+        plain = replace(self.objective, temperature=1.0)
+
+        def logp(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+            return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+        return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
+
+    def recompute_logp(
+        self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
+    ) -> tuple[RankBatch, dict[str, Metric]]:
+        """The batch with the current policy's log-probabilities for the samples of all updates but the first, once
+        each; metrics.
+
+        The first update starts from the very policy that they are of: its own forward pass gives those of its samples,
+        and its metrics then hold what this pass would have found of them. There is no pass at all where nothing reads
+        what it would find: neither the loss, nor the KL of the rewards, nor a replay of the policy's own routing.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        # A single update is of the old policy throughout: its routing is its own.
+        replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
+        batch = RankBatch(shares, chunks, replays=replays)
+        replay = self._impose_engine(batch) if self.config.actor.moe.router_replay == "engine" else {}
+        reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or replays
+        if len(shares) == 1 or not reads:
+            return batch, replay
+        self.memory.load("params")
+        share = distinct_samples(shares, first=1)
+        microbatches = self.model.microbatches(share, chunks)
+        rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
+        found = self.model.infer(microbatches, self._logp, rows)
+        self.routing.keep(microbatches, rows)
+        bad = [sample for microbatch, logp in found for sample in non_finite_samples(microbatch, logp)]
+        require_finite(describe_samples("log-probability", bad, share), self.model.device)
+        return replace(batch, old_logp=by_sample(found)), replay | self._mismatch(found)
+
+    def _mismatch(self, found: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
+        return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self.model.counts_tokens else {}
+
+    def _impose_engine(self, batch: RankBatch) -> dict[str, Metric]:
+        """From now on the samples take the experts that the engine chose. When it is due, also a pass without: how far
+        its experts are from the engine's, and its log-probabilities from those sampled with.
+
+        Steps are counted by the optimizer's, which a resumed run knows.
+        """
+        self.routing.impose(engine_routing(batch.shares, batch.chunks))
+        every = self.config.actor.moe.replay_check_every_steps
+        if not every or self.scheduler.num_steps // len(batch.shares) % every:
+            return {}
+        self.memory.load("params")
+        microbatches = self.model.microbatches(distinct_samples(batch.shares), batch.chunks)
+        rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
+        gap = self._mismatch(self.model.infer(microbatches, self._logp, rows))
+        metrics = self.routing.differences(microbatches, rows)
+        if gap:
+            metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
+        return metrics
+
+    def reference_logp(self, batch: RankBatch) -> RankBatch:
+        """The batch with the reference's log-probabilities for all samples.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        assert self.reference is not None
+        return replace(batch, ref_logp=self.reference.logp(distinct_samples(batch.shares), batch.chunks))
+
+    def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
+        """The batch with what the KL between the old policy and the reference takes off the rewards; metrics. Takes
+        what `reference_logp` returned, before the updates.
+
+        The policy's pass over the samples of the first update, which `recompute_logp` leaves out, is made here.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        self.memory.load("params")
+        every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
+        found = self.model.infer(self.model.microbatches(first, batch.chunks), self._logp)
+        microbatches = self.model.microbatches(every, batch.chunks)
+        kl: dict[int, np.ndarray] = {}
+        place = self.layout.coordinates(self.rank)
+        if place.pp == self.layout.pp - 1:
+            old_logp, kind = batch.old_logp | by_sample(found), self.config.algorithm.kl.reward_kind
+            kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.model.context)
+        bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
+        require_finite(describe_samples("KL", bad, every), self.model.device)
+        penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
+        metrics: dict[str, Metric] = {}
+        if self.model.counts_tokens and not place.cp:
+            total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
+            metrics["reward/kl"] = Mean(total, sum(len(values) for values in kl.values()))
+        return replace(batch, penalties=penalties), metrics
+
+    def refresh_reference(self) -> None:
+        """The reference takes the policy's present weights."""
+        assert isinstance(self.reference, FrozenPolicy)
+        self.gather_parameters()
+        self.reference.copy_from(self.chunks)
+
+    def estimate(
+        self, batch: RankBatch, values: Mapping[int, np.ndarray] | None
+    ) -> tuple[RankBatch, dict[str, Metric], dict[int, np.ndarray]]:
+        """The batch with advantages token by token, of the configured estimator; `values` are a critic's, if it reads
+        any. Also metrics, and on ranks of the last stage the returns.
+
+        Shapes: values, returns float32 [n] by sample.
+        Collective: the data-parallel ranks of the last stage.
+        """
+        place = self.layout.coordinates(self.rank)
+        if place.pp < self.layout.pp - 1:
+            return batch, {}, {}
+        found = estimate_tokens(
+            self.estimator,
+            distinct_samples(batch.shares),
+            batch.chunks,
+            values=values,
+            penalties=batch.penalties or None,
+            group=parallel_state.get_data_parallel_group(),
+        )
+        # Context-parallel ranks have the same whole responses, of which one counts the tokens.
+        metrics = found.describe() if self.model.counts_tokens and not place.cp else {}
+        return replace(batch, token_advantages=found.advantages), metrics, found.returns
+
+    def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
+        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
+        The first one (0) must find the policy that `recompute_logp` found.
+
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        """
+        microbatches, reports = self.accumulate_gradients(batch, index)
+        return self.trained.step(microbatches, reports, index)
+
+    def accumulate_gradients(
+        self, batch: RankBatch, index: int, *, on_every_replica: bool = False
+    ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
+        """The gradient of the loss of update `index`, as TrainedModel.accumulate_gradients leaves it.
+
+        Raises: NonFiniteError on every rank.
+        """
+        share, policy_is_old = batch.shares[index], index == 0
+        replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
+        microbatches = self.model.microbatches(share, batch.chunks)
+        trained, routed = self.model.token_weights(microbatches)
+        chosen: dict[int, torch.Tensor] | None = None
+        if self.objective.loss.needs.selection:
+            chosen = self._choose_tokens(batch, microbatches, replays=replays)
+        rows = [
+            self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
+            for microbatch in microbatches
+        ]
+        reports = self.trained.accumulate_gradients(
+            share,
+            microbatches,
+            rows,
+            partial(self._loss_closure, _Update(batch, policy_is_old, chosen, mtp_weight=trained)),
+            suspects="loss or log-probability",
+            on_every_replica=on_every_replica,
+        )
+        self.routing.keep(microbatches, rows)
+        return microbatches, reports
+
+    def gather_parameters(self) -> None:
+        """As TrainedModel.gather_parameters."""
+        self.trained.gather_parameters()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """As TrainedModel.tensors."""
+        return self.trained.tensors()
+
+    def export_plan(self) -> list[TensorPlan]:
+        """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
+        dtype = next(iter(self.tensors().values())).dtype
+        return export_plan(bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, dtype), self.layout)
+
+    def sync_plan(self) -> list[TensorPlan]:
+        """The part of export_plan that engines load: without multi-token prediction. Not collective."""
+        return [plan for plan in self.export_plan() if plan.group != "mtp"]
+
+    def shutdown(self) -> None:
+        """Leaves the process groups."""
+        parallel.destroy()
+
+    def _reference(self) -> FrozenPolicy | BasePolicy:
+        if base_is_reference(self.config):
+            return BasePolicy(self.model, self.memory, self.objective)
+        frozen = FrozenPolicy(
+            self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks
+        )
+        self.trained.reference = frozen if frozen.is_saved else None
+        return frozen
+
+    def _choose_tokens(
+        self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool
+    ) -> dict[int, torch.Tensor]:
+        """Of an update that is about to begin; a forward pass of its own.
+
+        Collective: all ranks.
+        """
+        self.memory.load("params")
+        rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
+        found = self.model.infer(microbatches, self._logp, rows)
+        if not found:
+            return {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+        def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(tensor, group=group)
+            return tensor
+
+        seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # another for every update
+        return self.objective.choose_tokens(
+            found, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
+        )
+
+    def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+        return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+    def _loss_closure(self, update: _Update, model: torch.nn.Module, microbatch: MicroBatch) -> LossClosure:
+        batch = update.batch
+
+        def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
+            row = len(microbatch.tokens)
+            policy = hidden[:row] if self.mtp else hidden
+            advantages = None
+            if batch.token_advantages:
+                advantages = own_tokens(microbatch, batch.token_advantages, self.model.context, "advantages")
+            loss, report = self.objective.evaluate(
+                model,
+                policy,
+                microbatch,
+                batch.old_logp,
+                policy_is_old=update.policy_is_old,
+                advantages=advantages,
+                chosen=update.chosen_of(microbatch),
+                ref_logp=batch.ref_logp,
+            )
+            if self.mtp:
+                ahead, metrics = self.mtp.evaluate(model, hidden[row:], microbatch, update.mtp_weight)
+                loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
+            return loss, report
+
+        return loss_closure(evaluate)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the loss of every micro-batch of an update reads; `chosen` are the tokens that a selective loss treats
+    differently, by sample."""
+
+    batch: RankBatch
+    policy_is_old: bool
+    chosen: Mapping[int, torch.Tensor] | None
+    mtp_weight: float
+
+    def chosen_of(self, microbatch: MicroBatch) -> torch.Tensor | None:
+        """Shapes: bool [N], of the micro-batch's trained tokens."""
+        if self.chosen is None:
+            return None
+        none = microbatch.targets.new_empty(0).bool()
+        return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])
+
+
+def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
+    """This rank's chunks of the policy, with the weights of model.hf_path unless model.random_init, and adapters.
+
+    Raises: ConfigError.
+    Collective: all ranks, after join_ranks.
+    """
+    nodes = config.cluster.gpus_per_node
+    chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes)
+    if not config.model.random_init:
+        load_hf(chunks, config.model.hf_path, layout)
+    if uses_lora(config.actor):
+        attach_adapters(chunks, config.actor.lora, hf_config, layout, seed=config.run.seed)
+    return chunks
+
+
+def _hf_config(config: Config, *, speaks: bool) -> dict[str, Any]:
+    """config.json, without multi-token-prediction layers that are not trained; `speaks`: say so when there are any."""
+    directory, key = config.model.hf_path, "actor.mtp_loss_coefficient"
+    try:
+        hf_config = read_hf_config(directory)
+        family_for(hf_config)
+        mtp_layers = num_mtp_layers(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path={directory}: {error}") from error
+    if config.actor.mtp_loss_coefficient:
+        if not mtp_layers:
+            raise ConfigError(
+                f"{key}={config.actor.mtp_loss_coefficient}, but model.hf_path={directory} has no "
+                f"multi-token-prediction layers (num_nextn_predict_layers); set {key} to 0"
+            )
+        return dict(hf_config)
+    if mtp_layers and speaks:
+        logger.warning(
+            "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
+            "left out of training, checkpoints and exports. %s above 0 trains it",
+            directory,
+            mtp_layers,
+            key,
+        )
+    return without_mtp(hf_config)

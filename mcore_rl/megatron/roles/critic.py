@@ -1,0 +1,154 @@
+"""One rank of the critic: values of every trained token, and their training towards returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.algorithms.value_loss import compute_value_loss
+from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.schema import Config
+from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.build.model import build_model
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.build.value_model import ValueModel, initialize_head, load_value_model, read_value_config
+from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.roles.trained_model import TrainedModel
+from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
+from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
+from mcore_rl.megatron.step.rank_batch import ValuedBatch
+from mcore_rl.megatron.step.values import whole_values
+from mcore_rl.spec.layout import train_layout
+from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
+from model_converters.mapping.layout import TrainLayout
+
+
+class MegatronCritic:
+    """Builds the value model of the section `critic` in a layout of its own and trains it. Every method is collective
+    over all ranks.
+
+    The value of a trained token is the head's output at the position that predicts it, where the policy has its
+    log-probability. `update_epochs` is how often the caller goes through the updates of a batch.
+
+    `init_method` as of MegatronActor. Router replay does not apply: no routing of an engine or of an old policy is one
+    of this model. Multi-token-prediction layers are left out.
+
+    Raises: ConfigError, naming `critic` keys, for a model or layout that cannot be built.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
+        with named_as("critic", config.critic):
+            self.config = as_actor(config, config.critic)
+            self.hf_config = read_value_config(self.config)
+            self.layout = train_layout(self.config.actor.parallel, world_size, self.hf_config)
+            join_ranks(self.config, self.layout, rank, init_method)
+            chunks = value_chunks(self.config, self.hf_config, self.layout)
+            self.trained = TrainedModel(self.config, self.hf_config, self.layout, rank, role="critic", chunks=chunks)
+        self.model = self.trained.model
+
+    def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
+        """The batch with the current values of all samples of the shares, each sample once; none but on ranks of the
+        last stage.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        self.trained.memory.load("params")
+        share = distinct_samples(shares)
+        found = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
+        values = {sample: own for of_row in found for sample, own in of_row.items()}
+        bad = [sample for sample, own in values.items() if not np.isfinite(own).all()]
+        require_finite(describe_samples("value", bad, share), self.model.device)
+        return ValuedBatch(shares, chunks, values)
+
+    def update(self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]) -> dict[str, Metric]:
+        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
+
+        Shapes: returns maps each sample of the share to float32 [n], one for each of its trained tokens; read on the
+        ranks of the last stage only.
+
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        """
+        microbatches, reports = self.accumulate_gradients(batch, index, returns)
+        return self.trained.step(microbatches, reports, index)
+
+    def accumulate_gradients(
+        self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray], *, on_every_replica: bool = False
+    ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
+        """The gradient of the clipped value loss of update `index`, every token times its response's weight, as
+        TrainedModel.accumulate_gradients leaves it.
+
+        Raises: NonFiniteError on every rank.
+        """
+        microbatches = self.model.microbatches(batch.shares[index], batch.chunks)
+        _, routed = self.model.token_weights(microbatches)
+        rows = [self.model.routing.row(microbatch, token_weight=routed) for microbatch in microbatches]
+        reports = self.trained.accumulate_gradients(
+            batch.shares[index],
+            microbatches,
+            rows,
+            partial(self._loss_closure, batch.values, returns),
+            suspects="value loss, value or return",
+            on_every_replica=on_every_replica,
+        )
+        return microbatches, reports
+
+    def gather_parameters(self) -> None:
+        """As TrainedModel.gather_parameters."""
+        self.trained.gather_parameters()
+
+    def shutdown(self) -> None:
+        """Leaves the process groups."""
+        parallel.destroy()
+
+    def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
+        del chunk
+        return whole_values(batch, output, self.model.context)
+
+    def _loss_closure(
+        self,
+        old_values: Mapping[int, np.ndarray],
+        returns: Mapping[int, np.ndarray],
+        chunk: torch.nn.Module,
+        batch: MicroBatch,
+    ) -> LossClosure:
+        del chunk
+
+        def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
+            values = output.index_select(0, batch.predictors)
+            target = own_tokens(batch, returns, self.model.context, "returns")
+            result = compute_value_loss(
+                values=values,
+                old_values=own_tokens(batch, old_values, self.model.context, "old values"),
+                returns=target,
+                mask=torch.ones_like(values),
+                clip_range=self.clip_range,
+            )
+            weighted = result.loss * batch.loss_weights
+            loss = weighted.sum()
+            suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
+            metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
+            return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))
+
+        return loss_closure(evaluate)
+
+
+def value_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
+    """This rank's chunks of a value model with the weights of model.hf_path, unless model.random_init.
+
+    Raises: ConfigError.
+    Collective: all ranks, after join_ranks.
+    """
+    nodes, seed = config.cluster.gpus_per_node, config.run.seed
+    chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes, kind=ValueModel)
+    if config.model.random_init:
+        initialize_head(chunks, seed)
+    else:
+        load_value_model(chunks, config.model.hf_path, layout, seed)
+    return chunks

@@ -1,0 +1,52 @@
+"""The adapters as PEFT writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.megatron.lora.adapters import adapter_parameters
+from mcore_rl.spec.adapters import base_rows, bound_adapters, targets_of
+from model_converters.hf.adapter_writer import LoraDescription, write_adapter
+from model_converters.mapping.placement import TensorPlan
+from model_converters.mapping.plan import export_pieces, export_plan
+from model_converters.mapping.table import bind
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+
+def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
+    """Every tensor of the adapters by PEFT's name with the writers of its slices. Not collective."""
+    dtype = next(actor.chunks[0].parameters()).dtype
+    bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype)
+    names = {name for row in bound for name in row.hf}
+    plans = export_plan([*bind(base_rows(actor.hf_config), actor.hf_config, dtype), *bound], actor.layout)
+    return [plan for plan in plans if plan.hf_name in names]
+
+
+def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
+    """Writes the adapters as PEFT does, atomically; rank 0 gathers them, which are few. `source` is the HF directory of
+    the model under them.
+
+    Collective: all ranks.
+    Raises: ConversionError.
+    """
+    actor.gather_parameters()
+    plans, lora = adapter_plan(actor), actor.config.actor.lora
+    held = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
+    own = [
+        (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
+        for plan, piece, tensor in export_pieces(plans, held, actor.rank)
+    ]
+    gathered: list[Any] | None = [None] * actor.world_size if actor.rank == 0 else None
+    dist.gather_object(own, gathered)
+    if gathered is None:
+        return
+    tensors = {plan.hf_name: torch.empty(plan.shape, dtype=plan.dtype) for plan in plans}
+    for name, dim, start, part in (piece for pieces in gathered for piece in pieces):
+        tensors[name].narrow(dim, start, part.shape[dim]).copy_(part)
+    targets = targets_of(lora, actor.hf_config)
+    write_adapter(directory, tensors, LoraDescription(lora.rank, lora.alpha, lora.rslora, targets, source))

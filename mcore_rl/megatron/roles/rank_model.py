@@ -1,0 +1,183 @@
+"""One rank's part of a model, trained or frozen: how it joins its peers, cuts batches and runs its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.schema import Config
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.build.context import ALONE, ContextPart
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.build.routers import Routers, Row
+from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
+from mcore_rl.megatron.step.replay import RoutingStore
+from mcore_rl.spec.costs import sequence_cost
+from mcore_rl.spec.implementation import row_multiple
+from mcore_rl.types import RankShare, TrajectoryBuffers
+from model_converters.mapping.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
+"""From the output of the last stage's chunk to the loss, a count that megatron wants and we do not use, and whatever
+the pass is to return for the micro-batch."""
+_CPU = torch.device("cpu")
+
+
+def join_ranks(config: Config, layout: TrainLayout, rank: int, init_method: str | None) -> None:
+    """Makes this process a rank of `layout`. `init_method` is tcp://host:port of the process group to join; None: the
+    process is in one already.
+
+    Collective: all ranks.
+    """
+    timeout_seconds, seed = config.cluster.collective_timeout_seconds, config.run.seed
+    if init_method is None:
+        parallel.initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
+        return
+    parallel.initialize(
+        layout,
+        rank=rank,
+        init_method=init_method,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        timeout_seconds=timeout_seconds,
+        seed=seed,
+    )
+
+
+class RankModel:
+    """The chunks of a model on this rank and what runs them; several may share the groups of one layout. Every method
+    is collective over all ranks, or as build_microbatches says.
+
+    `chunks` are bare, `modules` what is called in their place (DistributedDataParallel, Float16Module). `config.actor`
+    describes this model, whatever its `role`, which is the prefix of its metrics. `group` is the tensor-parallel
+    group, None for one rank; `context` is this rank's part of every row.
+
+    Every token of a batch is on exactly one of the ranks that `counts_tokens`; one rank of all `speaks_for_all`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: dict[str, Any],
+        layout: TrainLayout,
+        rank: int,
+        *,
+        role: str,
+        chunks: list[PolicyModel],
+        modules: list[Any],
+    ) -> None:
+        self.role = role
+        self.config, self.hf_config, self.layout, self.rank = config, hf_config, layout, rank
+        self.chunks, self.modules = chunks, modules
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        place = layout.coordinates(rank)
+        self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
+        self.speaks_for_all = self.counts_tokens and place.dp == place.cp == 0
+        self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
+        self.context = _context_part(layout)
+        counts = place.tp == place.cp == place.dp == 0
+        self.routers = Routers(modules, config.actor.moe, counts=counts, role=role)
+        model = chunks[0].config
+        self.routing = RoutingStore(
+            self.routers.layers,
+            num_experts=model.num_moe_experts or 0,
+            topk=model.moe_router_topk,
+            split=layout.tp if model.sequence_parallel else 1,
+            context=self.context,
+        )
+        self.packing = Packing(
+            tokens=config.actor.tokens_per_microbatch,
+            cost=sequence_cost(hf_config),
+            row_multiple=layout.tp * row_multiple(config.actor.fp8),
+            count_multiple=layout.pp if layout.vpp else 1,
+            group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
+            device=self.device,
+            context=self.context,
+        )
+        self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
+
+    def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
+        """The share, cut for this model; as build_microbatches."""
+        return build_microbatches(share, chunks, self.packing)
+
+    def token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
+        """1 / (trained tokens of the update), 1 / (tokens that it computes), padding excluded; of all ranks."""
+        own = [sum(len(batch.targets) for batch in batches), sum(sum(batch.lengths) for batch in batches)]
+        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        trained, computed = counts.tolist()
+        # Context-parallel ranks share the tokens of a row, of which each counts all.
+        return 1 / max(trained, 1), self.layout.cp / max(computed, 1)
+
+    def infer(
+        self,
+        batches: list[MicroBatch],
+        found_of: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Any],
+        rows: list[Row] | None = None,
+    ) -> list[Any]:
+        """A pass without gradient. On the ranks of the last stage `found_of(chunk, batch, output)` of every
+        micro-batch, in the order in which they ran; nothing on the others."""
+
+        def closure(model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+            return loss_closure(lambda output: (output.new_zeros(()), found_of(model, batch, output)))
+
+        rows = [self.routing.row(batch) for batch in batches] if rows is None else rows
+        with torch.no_grad():
+            return self.run(batches, rows, closure, forward_only=True)
+
+    def run(
+        self,
+        batches: list[MicroBatch],
+        rows: list[Row],
+        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
+        *,
+        forward_only: bool,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Megatron's schedule over the micro-batches; what the closures returned, on the last stage."""
+
+        def forward_step(
+            iterator: Iterator[tuple[MicroBatch, Row]], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, LossClosure]:
+            batch, row = next(iterator)
+            self.routers.enter(model, row)
+            output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
+            return output, closure(model, batch)
+
+        iterators = [iter(zip(batches, rows, strict=True)) for _ in self.modules]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.modules if len(self.modules) > 1 else self.modules[0],
+            num_microbatches=len(batches),
+            # Only first guesses: with variable_seq_lengths the stages tell each other the real shapes.
+            seq_length=self.config.actor.tokens_per_microbatch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]) -> LossClosure:
+    """What `RankModel.run` wants of a function from the output to (loss, report)."""
+
+    def closure(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, report = evaluate(output)
+        return loss, torch.tensor(0, dtype=torch.int), report
+
+    return closure
+
+
+def _context_part(layout: TrainLayout) -> ContextPart:
+    if layout.cp == 1:
+        return ALONE
+    group = parallel_state.get_context_parallel_group()
+    return ContextPart(group.rank(), group.size(), group)

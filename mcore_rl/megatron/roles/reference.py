@@ -1,0 +1,153 @@
+"""The reference on one rank: a policy that is not trained, beside the one that is, in the same layout and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.algorithms import kl_penalty
+from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.build.context import ContextPart
+from mcore_rl.megatron.build.loading import load_hf
+from mcore_rl.megatron.build.model import build_model
+from mcore_rl.megatron.build.names import canonical_tensors
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.lora.adapters import base_only
+from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.optim.optimizer import in_bfloat16
+from mcore_rl.megatron.roles.rank_model import RankModel
+from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
+from mcore_rl.megatron.step.objective import Objective, non_finite_samples
+from mcore_rl.types import RankShare, TrajectoryBuffers
+from model_converters.mapping.layout import TrainLayout
+
+
+class FrozenPolicy:
+    """Chunks like those of `policy`, with the weights of reference.hf_path or, without one, with theirs. Every method
+    but copy_from is collective over all ranks.
+
+    `memory` has the weights in host memory between passes (reference.offload). They are part of checkpoints where
+    nothing else has them (`is_saved`): once they are refreshed, or where weights are random.
+
+    Raises: ConfigError, naming reference.hf_path, for weights that do not fit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: dict[str, Any],
+        layout: TrainLayout,
+        rank: int,
+        *,
+        objective: Objective,
+        policy: Sequence[PolicyModel],
+    ) -> None:
+        section, path = config.reference, config.reference.hf_path
+        self.objective = objective
+        self.is_saved = section.refresh_every_steps > 0 or (config.model.random_init and path is None)
+        weights = replace(config.model, random_init=False)
+        chunks = build_model(hf_config, config.actor, weights, layout, gpus_per_node=config.cluster.gpus_per_node)
+        if path is not None:
+            _load(chunks, path, layout)
+        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        for module in modules:
+            module.requires_grad_(False)
+        self.model = RankModel(config, hf_config, layout, rank, role="reference", chunks=chunks, modules=modules)
+        self.memory = Offloader(modules, None, OffloadConfig(params=section.offload))
+        if path is None:
+            self.copy_from(policy)
+        self.memory.offload()
+
+    def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
+        """Log-probabilities of the trained tokens that this rank has, by sample, at the policy's temperature: on the
+        ranks of the last stage; nothing on the others.
+
+        Shapes: [n]. Units: nats.
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        self.memory.load("params")
+        found = _logp(self.model, self.objective, share, chunks)
+        self.memory.offload()
+        return found
+
+    def copy_from(self, policy: Sequence[PolicyModel]) -> None:
+        """Becomes the policy, whose parameters are whole and in place. Not collective."""
+        self.memory.load("params")
+        own, given = canonical_tensors(self.model.chunks), canonical_tensors(policy)
+        assert own.keys() == given.keys()
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(given[name])
+        self.memory.offload()
+
+
+class BasePolicy:
+    """The model under the adapters of a LoRA run: the policy's own chunks with the adapters off, for a pass at a time.
+    It has no weights of its own, so `memory` holds nothing and checkpoints need nothing of it.
+
+    `model` and `policy_memory` are the policy's. Every method is collective over all ranks.
+    """
+
+    is_saved = False
+
+    def __init__(self, model: RankModel, policy_memory: Offloader, objective: Objective) -> None:
+        self.model, self.objective, self._policy_memory = model, objective, policy_memory
+        self.memory = Offloader((), None, OffloadConfig())
+
+    def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
+        """As FrozenPolicy.logp; it routes by its own scores, whatever the policy replays."""
+        self._policy_memory.load("params")
+        with base_only(self.model.chunks):
+            return _logp(self.model, self.objective, share, chunks)
+
+
+def _logp(
+    model: RankModel, objective: Objective, share: RankShare, chunks: Sequence[TrajectoryBuffers]
+) -> dict[int, torch.Tensor]:
+    def logp_of(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+        return batch, objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
+
+    batches = model.microbatches(share, chunks)
+    found = model.infer(batches, logp_of, [model.routing.row(batch, free=True) for batch in batches])
+    bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+    require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
+    return by_sample(found)
+
+
+def whole_kl(
+    batches: Sequence[MicroBatch],
+    old_logp: Mapping[int, torch.Tensor],
+    ref_logp: Mapping[int, torch.Tensor],
+    kind: str,
+    context: ContextPart,
+) -> dict[int, np.ndarray]:
+    """KL of every trained token of the samples of `batches`, joined over the context-parallel ranks.
+
+    Shapes: old_logp, ref_logp of this rank's tokens by sample; result float32 [n] of the whole response. Units: nats.
+    Collective: the context-parallel group.
+    """
+    found: dict[int, np.ndarray] = {}
+    for batch in batches:
+        if not batch.samples:
+            continue
+        old, ref = (torch.cat([logp[sample] for sample in batch.samples]) for logp in (old_logp, ref_logp))
+        kl = kl_penalty(old, ref, kind)
+        if context.size > 1 and len(batch.owners):
+            kl = context.gather(kl[None], batch.owners)[0]
+        ends = np.cumsum(batch.whole_counts, dtype=np.int64)
+        found |= zip(batch.samples, np.split(kl.float().cpu().numpy(), ends[:-1]), strict=True)
+    return found
+
+
+def _load(chunks: Sequence[PolicyModel], path: str, layout: TrainLayout) -> None:
+    try:
+        load_hf(chunks, path, layout)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.hf_path", "reference.hf_path")) from error

@@ -1,0 +1,113 @@
+"""One rank of the reward model: a frozen value model whose value of a sequence's last token is the response's score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.schema import Config
+from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.build.model import build_model
+from mcore_rl.megatron.build.value_model import ValueModel, load_value_model, read_value_config
+from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.optim.optimizer import in_bfloat16
+from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
+from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.values import whole_values
+from mcore_rl.spec.layout import train_layout
+from mcore_rl.types import RankShare, TrajectoryBuffers
+
+
+class MegatronRewardModel:
+    """Builds the model of the section `reward_model` in a layout of its own. Every method is collective over all
+    ranks.
+
+    `memory` has the weights in host memory between passes (reward_model.offload.params). `init_method` as of
+    MegatronActor.
+
+    Raises: ConfigError, naming `reward_model` keys, for a model or layout that cannot be built.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
+        section = config.reward_model
+        self.rank = rank
+        with named_as("reward_model", section):
+            view = as_actor(config, section)
+            hf_config = read_value_config(view)
+            self.layout = train_layout(section.parallel, world_size, hf_config)
+            join_ranks(view, self.layout, rank, init_method)
+            nodes = config.cluster.gpus_per_node
+            chunks = build_model(hf_config, section, view.model, self.layout, gpus_per_node=nodes, kind=ValueModel)
+            load_value_model(chunks, view.model.hf_path, self.layout, seed=None)
+            modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+            for module in modules:
+                module.requires_grad_(False)
+            self.model = RankModel(
+                view, hf_config, self.layout, rank, role="reward_model", chunks=chunks, modules=modules
+            )
+        self.memory = Offloader(modules, None, OffloadConfig(params=section.offload.params))
+        self.memory.offload()
+        self._padding_id: int | None = hf_config.get("pad_token_id")
+
+    def score(self, sequences: Mapping[int, np.ndarray]) -> dict[int, float]:
+        """The score of every sequence of this data-parallel rank, by the same number: on every rank of the last stage;
+        nothing on the others.
+
+        It is the head's output at the last token that is not the model's padding token, which is where transformers'
+        sequence classification reads it; so a sequence that ends with an end token which is padding as well is read
+        before it.
+
+        Shapes: sequences integer [S], S >= 1.
+        """
+        self.memory.load("params")
+        numbers = list(sequences)
+        share, chunk = _as_share(numbers, [self._read_part(sequences[number]) for number in numbers])
+        found = self.model.infer(self.model.microbatches(share, [chunk]), self._scores)
+        self.memory.offload()
+        return {sample: score for batch in found for sample, score in batch.items()}
+
+    def shutdown(self) -> None:
+        """Leaves the process groups."""
+        parallel.destroy()
+
+    def _read_part(self, tokens: np.ndarray) -> np.ndarray:
+        """Up to the token that is read: nothing behind it reaches it."""
+        last = np.flatnonzero(tokens != self._padding_id) if self._padding_id is not None else [len(tokens) - 1]
+        return tokens[: (int(last[-1]) if len(last) else 0) + 1]
+
+    def _scores(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, float]:
+        del chunk
+        values = whole_values(batch, output, self.model.context)
+        return {sample: float(value[0]) for sample, value in values.items()}
+
+
+def _as_share(numbers: Sequence[int], sequences: Sequence[np.ndarray]) -> tuple[RankShare, TrajectoryBuffers]:
+    """Trajectories whose prompt is a whole sequence and whose response is one made-up token: its predictor is the
+    sequence's last token. `total_tokens` leaves that token out, as nothing computes it."""
+    lengths, count = np.array([len(sequence) for sequence in sequences], np.int32), len(sequences)
+    nothing = np.zeros(1, np.int32)
+    pieces = [piece for sequence in sequences for piece in (sequence, nothing)]
+    zeros = np.zeros(count, np.float32)
+    chunk = TrajectoryBuffers(
+        tokens=np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32, copy=False),
+        token_offsets=np.concatenate([[0], np.cumsum(lengths + 1)]).astype(np.int64),
+        prompt_tokens=lengths,
+        response_offsets=np.arange(count + 1, dtype=np.int64),
+        logp_rollout=zeros,
+        versions=np.zeros(count, np.int32),
+        trained=np.ones(count, np.uint8),
+    )
+    share = RankShare(
+        samples=np.array(numbers, np.int64),
+        chunk_ids=np.zeros(count, np.int32),
+        rows=np.arange(count, dtype=np.int32),
+        total_tokens=lengths,
+        rewards=zeros,
+        advantages=zeros,
+        loss_weights=zeros,
+    )
+    return share, chunk

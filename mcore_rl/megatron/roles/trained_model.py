@@ -1,0 +1,142 @@
+"""A model under training on one rank: gradients as sums over the update, optimizer steps, schedule, offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.megatron.build.routers import Row
+from mcore_rl.megatron.lora.weights import merged_tensors
+from mcore_rl.megatron.optim.gradient_norms import gradient_norms
+from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.optim.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    gather_parameters,
+    learning_rate,
+    parameters_are_gathered,
+    wrap_chunks,
+)
+from mcore_rl.megatron.roles.rank_model import LossClosure, RankModel
+from mcore_rl.megatron.step.finite import describe_gradients, describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.megatron.step.objective import MicroBatchReport
+from mcore_rl.types import Mean, Metric, RankShare, Total, merge_metrics
+from model_converters.mapping.layout import TrainLayout
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.reference import FrozenPolicy
+
+
+class Trained(Protocol):
+    """A role that trains a model, as checkpoints see it: the actor, the critic."""
+
+    @property
+    def trained(self) -> TrainedModel: ...
+
+
+class TrainedModel:
+    """A RankModel in DistributedDataParallel (`ddp`), with what trains it. Every method is collective over all ranks.
+
+    `model.chunks`, but for weights under adapters, with `optimizer` and `scheduler` are all that a checkpoint holds,
+    and the weights of a `reference` that nothing else has. `memory` offloads; every method loads what it needs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: dict[str, Any],
+        layout: TrainLayout,
+        rank: int,
+        *,
+        role: str,
+        chunks: list[PolicyModel],
+    ) -> None:
+        self.ddp = wrap_chunks(chunks, config.actor)
+        if config.model.random_init:
+            for chunk in self.ddp:
+                chunk.broadcast_params()
+        self.model = RankModel(config, hf_config, layout, rank, role=role, chunks=chunks, modules=self.ddp)
+        gather_parameters(self.ddp)
+        self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, config)
+        self.memory = Offloader(self.ddp, self.optimizer, config.actor.offload)
+        self.reference: FrozenPolicy | None = None
+
+    def accumulate_gradients(
+        self,
+        share: RankShare,
+        batches: list[MicroBatch],
+        rows: list[Row],
+        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
+        *,
+        suspects: str,
+        on_every_replica: bool = False,
+    ) -> list[MicroBatchReport]:
+        """Leaves the gradient of the update's loss in the parameters' `main_grad`: the sum over all tokens of all
+        ranks, whatever the layout and the cut into micro-batches. `closure` ends in a MicroBatchReport, whose
+        non_finite samples have a bad one of `suspects`.
+
+        The sum is whole only on the data-parallel rank that owns the slice, unless on_every_replica.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        # An overlapped reduction is under way before the end of the pass says on which ranks the sum is wanted.
+        assert not (on_every_replica and self.model.config.actor.overlap_grad_reduce)
+        self.memory.load("params", "grads", "optimizer")
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.model.routers.reset()
+        reports = self.model.run(batches, rows, closure, forward_only=False, force_all_reduce=on_every_replica)
+        bad = [sample for report in reports for sample in report.non_finite]
+        problem = describe_samples(suspects, bad, share)
+        require_finite(problem or describe_gradients(self.ddp, share), self.model.device)
+        return reports
+
+    def step(
+        self, batches: Sequence[MicroBatch], reports: Sequence[MicroBatchReport], update_index: int
+    ) -> dict[str, Metric]:
+        """One optimizer step on the gradients that accumulate_gradients left; this rank's part of the update's
+        metrics. Every token is counted on exactly one rank, so merging the metrics of all ranks is exact."""
+        model, rate = self.model, learning_rate(self.optimizer)
+        norms = gradient_norms(model.chunks, self.optimizer)  # before they are clipped
+        successful, grad_norm, _ = self.optimizer.step()
+        # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
+        assert successful, f"update {update_index}: the optimizer skipped its step"
+        self.scheduler.step(1)
+        metrics: dict[str, Metric] = dict(self.model.routers.finish_update())
+        metrics |= {f"{model.role}/grad_norm_{kind}": norm for kind, norm in norms.items()}
+        if model.counts_tokens:
+            metrics |= merge_metrics([report.metrics for report in reports])
+            loss = sum(report.loss for report in reports)
+            metrics[f"{model.role}/loss"] = Mean(loss, 1 if model.speaks_for_all else 0)
+            metrics[f"{model.role}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
+            metrics[f"{model.role}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+        if model.speaks_for_all:
+            metrics[f"{model.role}/grad_norm"] = Mean(float(grad_norm), 1)
+            metrics[f"{model.role}/lr"] = Mean(rate, 1)
+            metrics[f"{model.role}/microbatches"] = Mean(len(batches), 1)
+        return metrics
+
+    def gather_parameters(self) -> None:
+        """Makes this rank's parameters whole again. Call it after updates, before `tensors` or a checkpoint; with
+        overlap_param_gather a step leaves that to the next forward pass. Costs nothing when they are whole."""
+        self.memory.load("params")
+        gather_parameters(self.ddp)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What this rank holds, live, by canonical name; loads parameters that are offloaded. Where there are adapters
+        it is the weights with them, merged as they are read. Not collective.
+
+        Raises: McoreRLError when `gather_parameters` has not been called since the last update.
+        """
+        if not parameters_are_gathered(self.ddp):
+            raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
+        self.memory.load("params")
+        return merged_tensors(self.model.chunks)

@@ -1,0 +1,1 @@
+"""A step of training: micro-batches, log-probabilities, the objective, replayed routing."""

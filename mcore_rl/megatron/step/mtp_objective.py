@@ -1,0 +1,57 @@
+"""The loss of multi-token prediction, beside the policy's (its formula: build/mtp.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
+from mcore_rl.megatron.step.microbatches import MicroBatch
+from mcore_rl.types import Mean, Metric
+
+cpu.install()
+
+from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: E402
+
+
+@dataclass(frozen=True)
+class MTPObjective:
+    """The loss on micro-batches. `group` is the tensor-parallel group, None for one rank."""
+
+    coefficient: float
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+
+    def evaluate(
+        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """The micro-batch's loss, a scalar with gradient, and the mean cross entropy over tokens and depths.
+
+        Shapes: hidden [D * T, h], the row's hidden states of every depth.
+        Units: nats.
+        Collective: the tensor- and context-parallel groups.
+        """
+        model = unwrap(chunk)
+        # One above the token, 0 where nothing is trained: what rolls in behind a sequence's end is 0.
+        labels = torch.zeros_like(batch.tokens)
+        labels[batch.predictors] = batch.targets + 1
+        total, count = hidden.new_zeros((), dtype=torch.float32), 0
+        for states in hidden.chunk(model.config.mtp_num_layers):
+            labels, _ = roll_tensor(labels, cp_group=model.cp_group, packed_seq_params=batch.sequences)
+            positions = labels.nonzero().squeeze(1)
+            logp, _ = linear_logp_entropy(
+                states.index_select(0, positions),
+                output_weight(chunk).detach(),
+                labels[positions] - 1,
+                chunk_tokens=self.chunk_tokens,
+                group=self.group,
+                compute_entropy=False,
+                vocab_size=model.unpadded_vocab_size,
+            )
+            total, count = total - logp.sum(), count + len(positions)
+        loss = total * (self.coefficient * token_weight / model.config.mtp_num_layers)
+        return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}

@@ -1,0 +1,328 @@
+"""From hidden states to what is trained on: log-probabilities of a micro-batch, its loss and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from mcore_rl.algorithms import (
+    Correction,
+    PolicyLossInputs,
+    PolicyLossResult,
+    kl_penalty,
+    policy_loss,
+    policy_loss_options,
+)
+from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.megatron.build.context import ALONE, ContextPart
+from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
+from mcore_rl.types import Correlation, Max, Mean, Metric
+
+PROVIDED = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection"}
+
+
+@dataclass(frozen=True)
+class MicroBatchReport:
+    """What one micro-batch of the last stage leaves behind. `loss` is its part of the sum over all tokens."""
+
+    loss: float
+    metrics: dict[str, Metric]
+    non_finite: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The configured loss on micro-batches. `group` is the tensor-parallel group, None for a single rank; `context` is
+    the rank's part of every row, of which it reports its own tokens only.
+
+    A loss of advantages is one of the policy that the engine samples from, so its log-probabilities are those of
+    rollout.temperature (1 where rollouts are greedy); any other loss sees the model's own distribution.
+    """
+
+    loss: PolicyLoss
+    correction: Correction | None
+    """Of the difference between engine and trainer; only measured unless applies_correction."""
+    applies_correction: bool
+    temperature: float
+    entropy_coefficient: float
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    context: ContextPart = ALONE
+    kl_coefficient: float = 0.0
+    """Of the KL(policy || reference) of every token, estimated as kl_kind."""
+    kl_kind: str = "low_var"
+
+    @classmethod
+    def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
+        """Raises: ConfigError for an unknown loss or option, one that needs what the actor does not have, or a
+        correction of a loss that leaves no place for it."""
+        section = config.algorithm.policy_loss
+        loss = policy_loss(section.name, **policy_loss_options(section))
+        lacking = [name for name, needed in vars(loss.needs).items() if needed and name not in PROVIDED]
+        if lacking:
+            raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(lacking)}: not available")
+        kind = config.algorithm.correction.kind
+        # A loss that reads what the engine sampled with has a weight of its own; one without advantages, no engine.
+        if kind != "none" and (loss.needs.rollout_logp or not loss.needs.advantages):
+            raise ConfigError(
+                f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} has no place for it; set "
+                "it to none"
+            )
+        return cls(
+            loss=loss,
+            correction=Correction.from_config(config.algorithm.correction),
+            applies_correction=config.algorithm.correction.apply,
+            temperature=(config.rollout.temperature or 1.0) if loss.needs.advantages else 1.0,
+            entropy_coefficient=config.algorithm.entropy_coefficient,
+            chunk_tokens=config.actor.logprob_chunk_tokens,
+            group=group,
+            context=context,
+            kl_coefficient=config.algorithm.kl.in_loss,
+            kl_kind=config.algorithm.kl.loss_kind,
+        )
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether updates read the log-probabilities of the policy that the first of them starts from."""
+        return self.loss.needs.old_logp or self.correction is not None
+
+    def logp(
+        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the trained tokens, [N] each.
+
+        Shapes: hidden [T, h] of the whole row. Units: nats.
+        Collective: the tensor-parallel group.
+        """
+        return linear_logp_entropy(
+            hidden.index_select(0, batch.predictors),
+            output_weight(chunk),
+            batch.targets,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            group=self.group,
+            compute_entropy=compute_entropy,
+            vocab_size=unwrap(chunk).unpadded_vocab_size,
+        )
+
+    def evaluate(
+        self,
+        chunk: torch.nn.Module,
+        hidden: torch.Tensor,
+        batch: MicroBatch,
+        old_logp: dict[int, torch.Tensor],
+        *,
+        policy_is_old: bool = False,
+        advantages: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+        ref_logp: Mapping[int, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, MicroBatchReport]:
+        """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
+
+        Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs, if
+        they are needed.
+        `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found;
+        `ref_logp` is needed where there is a kl_coefficient.
+
+        Shapes: old_logp, ref_logp map a sample to [n], its trained tokens on this rank; advantages, chosen [N].
+        Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
+        """
+        logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
+        if policy_is_old and self.needs_old_logp:
+            parts = logp.detach().split(list(batch.trained_counts))
+            old_logp.update(zip(batch.samples, parts, strict=True))
+        result = self._per_token(self._inputs(logp, batch, old_logp, advantages, chosen), batch)
+        per_token = result.loss
+        if self.entropy_coefficient:
+            per_token = per_token - self.entropy_coefficient * entropy
+        kl = None
+        if self.kl_coefficient:
+            kl = kl_penalty(logp, _remembered(batch, ref_logp or {}, logp, "reference"), self.kl_kind)
+            per_token = per_token + self.kl_coefficient * kl
+        weighted = per_token * batch.loss_weights
+        loss = weighted.sum()
+        with torch.no_grad():
+            tokens = len(batch.targets)
+            suspects = torch.stack((logp, weighted, entropy)) if tokens else None
+            report = MicroBatchReport(
+                loss=float(loss),
+                metrics={
+                    "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
+                    **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
+                    **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
+                    **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
+                },
+                non_finite=non_finite_samples(batch, suspects),
+            )
+        return loss, report
+
+    def choose_tokens(
+        self,
+        parts: Sequence[tuple[MicroBatch, torch.Tensor]],
+        old_logp: Mapping[int, torch.Tensor],
+        advantages: Mapping[int, np.ndarray],
+        *,
+        seed: int,
+        all_reduce: AllReduce,
+    ) -> dict[int, torch.Tensor]:
+        """Which trained tokens of an update a loss with needs.selection treats differently, bool [n] by sample, of the
+        tokens of this rank. `parts` are its micro-batches with their current log-probabilities, which stand for the
+        old ones where there are none; `advantages` are empty where responses have theirs.
+
+        Collective: the ranks that all_reduce sums over, each with its own tokens.
+        """
+        inputs = [
+            self._inputs(
+                logp,
+                batch,
+                by_sample([(batch, logp)]) | dict(old_logp),
+                own_tokens(batch, advantages, self.context, "advantages") if advantages else None,
+                None,
+            )
+            for batch, logp in parts
+        ]
+        keys = [token_keys(*_names(batch, self.context), seed) for batch, _ in parts]
+        found = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
+        return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, found, strict=True))
+
+    def _inputs(
+        self,
+        logp: torch.Tensor,
+        batch: MicroBatch,
+        old_logp: Mapping[int, torch.Tensor],
+        advantages: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+    ) -> PolicyLossInputs:
+        return PolicyLossInputs(
+            logp=logp,
+            mask=torch.ones_like(logp),
+            old_logp=_remembered(batch, old_logp, logp, "old") if self.needs_old_logp else None,
+            advantages=batch.advantages if advantages is None else advantages,
+            rollout_logp=batch.logp_rollout,
+            staleness=batch.staleness if self.loss.needs.staleness else None,
+            chosen=chosen,
+        )
+
+    def _per_token(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
+        corrects_whole = self.correction is not None and self.correction.needs_whole_sequence
+        if not (self.loss.needs.whole_sequence or corrects_whole):
+            return self._corrected(inputs)
+        if not len(batch.owners):  # a micro-batch that only keeps a rank in step: one row of no tokens
+            given = {name: value[None] for name, value in vars(inputs).items() if value is not None}
+            result = self._corrected(PolicyLossInputs(**given))
+            return PolicyLossResult(result.loss.flatten(), result.metrics)
+        return self._of_whole_responses(inputs, batch)
+
+    def _corrected(self, inputs: PolicyLossInputs) -> PolicyLossResult:
+        """The loss, times the weights of the correction."""
+        result = self.loss(inputs)
+        if self.correction is None:
+            return result
+        assert inputs.old_logp is not None
+        assert inputs.rollout_logp is not None
+        found = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
+        metrics = {f"correction/{name}": metric for name, metric in found.metrics.items()}
+        loss = result.loss * found.weights if self.applies_correction else result.loss
+        return PolicyLossResult(loss, result.metrics | metrics)
+
+    def _of_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
+        """A loss or correction that reads all tokens of a response at once: of the rank's own tokens, [N].
+
+        Its metrics are of whole responses, so one of the context-parallel ranks reports them for all.
+        """
+        if self.context.size == 1:
+            result = self._corrected(_one_response_per_row(inputs, batch.whole_counts))
+            return PolicyLossResult(_flat(result.loss, batch), result.metrics)
+        given = {name: value for name, value in vars(inputs).items() if value is not None}
+        whole = self.context.gather(torch.stack([value.to(inputs.logp) for value in given.values()]), batch.owners)
+        joined = dict(zip(given, whole, strict=True))
+        if "chosen" in joined:
+            joined["chosen"] = joined["chosen"] > 0
+        rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)
+        result = self._corrected(rows)
+        own = _flat(result.loss, batch)[batch.owners == self.context.rank]
+        return PolicyLossResult(own, result.metrics if self.context.rank == 0 else {})
+
+
+def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample and position among its trained tokens of every token on this rank, int64 [N]."""
+    device = batch.tokens.device
+    counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
+    samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    positions = torch.arange(len(samples), device=device) - starts
+    own = slice(None) if context.size == 1 else batch.owners == context.rank
+    return samples[own], positions[own]
+
+
+def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:
+    """Samples with a token of which any of `values` [..., N] is not finite."""
+    if values is None or bool(torch.isfinite(values).all()):
+        return ()
+    bad = ~torch.isfinite(values).reshape(-1, values.shape[-1]).all(0)
+    parts = bad.split(list(batch.trained_counts))
+    return tuple(sample for sample, part in zip(batch.samples, parts, strict=True) if bool(part.any()))
+
+
+def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
+    """How far the policy's log-probabilities are from those that the engine sampled with; kl and kl_low_var estimate
+    KL(rollout || policy) by k1 and k3."""
+    ours, theirs = logp.double(), batch.logp_rollout.double()
+    difference = (ours - theirs).abs()
+    largest = difference.max() if len(difference) else difference.sum()
+    sums = [difference.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
+    sums += [ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
+    # One transfer for all of them: each would wait for the device.
+    total, low_var, most, *moments = torch.stack(sums).tolist()
+    return {
+        "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
+        "rollout/kl_low_var": Mean(low_var, len(difference)),
+        "rollout/logp_diff_mean": Mean(total, len(difference)),
+        "rollout/logp_diff_max": Max(most),
+        "rollout/logp_pearson": Correlation(len(difference), *moments),
+    }
+
+
+def _remembered(
+    batch: MicroBatch, by_sample: Mapping[int, torch.Tensor], like: torch.Tensor, which: str
+) -> torch.Tensor:
+    unknown = [sample for sample in batch.samples if sample not in by_sample]
+    if unknown:
+        raise McoreRLError(
+            f"samples {unknown} have no {which} log-probabilities: those of a batch are computed before its updates"
+        )
+    return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
+
+
+def _mean(values: torch.Tensor) -> Mean:
+    return Mean(float(values.sum(dtype=torch.float64)), len(values))
+
+
+def _row(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """[N] -> [B, T], one response per row, 0 behind its end."""
+    return pad_sequence(list(flat.split(list(counts))), batch_first=True)
+
+
+def _flat(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """The inverse of _row for a micro-batch of whole responses."""
+    counts = torch.tensor(batch.whole_counts, device=rows.device)
+    return rows[torch.arange(rows.shape[1], device=rows.device) < counts[:, None]]
+
+
+def _one_response_per_row(inputs: PolicyLossInputs, counts: tuple[int, ...]) -> PolicyLossInputs:
+    rows: dict[str, Any] = {}
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        rows[field.name] = None if value is None else _row(value, counts)
+    return PolicyLossInputs(**rows)

@@ -1,0 +1,130 @@
+"""Everything that can be refused before a process starts, after `preflight`, and the inputs that passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
+from mcore_rl.algorithms.aggregation import check_mode
+from mcore_rl.config import (
+    Config,
+    num_trainer_ranks,
+)
+from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.data.columns import check_keys
+from mcore_rl.data.packing import SequenceCost
+from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
+from mcore_rl.data.supervised import SupervisedSet, load_supervised
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.step.objective import Objective
+from mcore_rl.preparation.models import (
+    check_adapters,
+    check_implementation,
+    check_judge,
+    check_reference,
+    check_weights,
+    critic_layout,
+    reward_model_layout,
+    trained_model,
+)
+from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.model_inputs import RewardInputs
+from mcore_rl.rewards.processes.trial import try_reward_function
+from mcore_rl.spec.costs import sequence_cost
+from mcore_rl.spec.layout import check_experts, model_arguments, train_layout
+from mcore_rl.trainer.batches import response_filter
+from model_converters.mapping.layout import TrainLayout
+
+# Of a checkpoint: a parameter, the float32 main copy of a bfloat16 one, and two float32 Adam moments.
+CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Checked inputs of a run: `prompts` for reinforcement learning, or `targets` for supervised training."""
+
+    layout: TrainLayout
+    cost: SequenceCost
+    prompts: dict[str, PromptSet]
+    targets: SupervisedSet | None
+    reports: tuple[LoadReport | str, ...]
+    checkpoint_bytes: int
+    estimator: Estimator
+    critic: TrainLayout | None = None
+    """Of the critic, where the estimator needs one."""
+    reward_model: TrainLayout | None = None
+    """Of the reward model, where responses are scored by one."""
+
+
+def prepare(config: Config) -> Prepared:
+    """Checks what `preflight.check_run` had to leave, and loads the data; writes nothing.
+
+    Raises: ConfigError, DataError for the first thing that cannot work.
+    """
+    hf_config = trained_model(config)
+    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
+    check_experts(config.actor.moe, model_arguments(hf_config).transformer)
+    check_implementation(config, hf_config, layout)
+    parameters = check_weights(config)
+    own = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
+    chosen, needs = _check_algorithm(config)
+    critic = None
+    if needs.advantages and chosen.needs.critic:
+        critic = critic_layout(config, layout)
+    if uses_reference(config):
+        check_reference(config, hf_config, needs)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    reward_model = reward_model_layout(config, needs) if uses_reward_model(config) else None
+    prompts: dict[str, PromptSet] = {}
+    targets: SupervisedSet | None = None
+    reports: list[LoadReport | str] = []
+    if needs.advantages:
+        check_reward_function(config.reward)
+        paths = {"train": config.data.train, "val": config.data.val}
+        check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
+        for name, path in paths.items():
+            if path is not None:
+                limit = config.data.val_max_prompts if name == "val" else None
+                prompts[name], report = load_prompts(
+                    path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit
+                )
+                reports.append(report)
+        if reward_model is not None:
+            inputs = RewardInputs(config)
+            for name, loaded in prompts.items():
+                inputs.check(loaded, f"data.{name}")
+    else:
+        check_keys(config.data, {"data.train": config.data.train})
+        targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
+        reports.append(report)
+    check_judge(config, needs, prompts)
+    reports += _try_rewards(config, prompts)
+    trained = own if critic is None else own + parameters
+    checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    if uses_reference(config) and config.reference.refresh_every_steps:
+        checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
+    cost = sequence_cost(hf_config)
+    return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic, reward_model)
+
+
+def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
+    """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
+    algorithm = config.algorithm
+    chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
+    if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
+        raise ConfigError(
+            f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
+            f"{algorithm.advantage} has no critic; set it to 0, or algorithm.advantage=gae"
+        )
+    check_mode(algorithm.loss_aggregation)
+    response_filter(algorithm)
+    return chosen_estimator, Objective.from_config(config, None).loss.needs
+
+
+def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
+    """Warnings of a call of the reward function, if responses will be graded."""
+    warning = try_reward_function(config.reward, prompts["train"][0]) if prompts else None
+    return [] if warning is None else [warning]

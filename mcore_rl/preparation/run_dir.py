@@ -1,0 +1,43 @@
+"""The run directory: made for its user alone, with the resolved configuration in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mcore_rl.config import (
+    Config,
+)
+from mcore_rl.config.earlier import replace_config
+from mcore_rl.errors import ConfigError
+
+
+def open_run_dir(config: Config) -> Path:
+    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
+    directory = Path(config.run.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
+    """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
+    start before, as replace_config does.
+
+    Raises: ConfigError when it cannot be written or a checkpoint would not fit.
+    """
+    directory = Path(config.run.dir)
+    try:
+        open_run_dir(config)
+        for name in ("rollouts", "checkpoints"):
+            (directory / name).mkdir(exist_ok=True)
+        free = shutil.disk_usage(directory).free
+        if free < checkpoint_bytes:
+            raise ConfigError(
+                f"run.dir={directory}: {free / 2**20:.0f} MiB free, but one checkpoint needs about "
+                f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
+            )
+        return replace_config(config, directory)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None

@@ -1,0 +1,81 @@
+"""What a judge is asked: the template with a prompt and a response in it, as token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mcore_rl.config.rules.judge import PLACEHOLDERS
+from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.errors import ConfigError
+from mcore_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class JudgePrompts:
+    """Renders questions by the judge's chat template, as a user's message, or as they are where it has none.
+
+    What a prompt or a response spells out of the judge's control tokens is removed: else a policy could learn to end
+    the question and to write the judge's answer itself. Braces mean nothing in them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        self._template = template
+        self._renderer = PromptRenderer(tokenizer, DataConfig())
+        self._controls = _pattern_of(_control_tokens(tokenizer, self._renderer.render("?", "judge.template")))
+
+    def render(self, prompt: Prompt, response: str) -> str:
+        """The text that the judge continues.
+
+        Raises: DataError when the chat template refuses it.
+        """
+        question = "\n\n".join(message["content"] for message in prompt.messages)
+        values = {"prompt": question, "response": response, "ground_truth": str(prompt.ground_truth)}
+        return self._renderer.render(self._filled(values), f"judge.template, prompt {prompt.row}")
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of rendered questions, int32."""
+        return encode(self._renderer.tokenizer, texts, self._renderer.leading_ids)
+
+    def _filled(self, values: Mapping[str, str]) -> str:
+        # In one pass: what is put in is not looked at again.
+        return PLACEHOLDERS.sub(lambda found: self._without_controls(values[found[1]]), self._template)
+
+    def _without_controls(self, text: str) -> str:
+        # Again and again: what is left may close up to another.
+        while (shorter := self._controls.sub("", text)) != text:
+            text = shorter
+        return text
+
+
+def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit: int) -> None:
+    """Whether judge.max_prompt_tokens leaves room for the template with the longest text of each prompt set.
+
+    Raises: ConfigError.
+    """
+    for name, prompt_set in prompts.items():
+        longest = max(range(len(prompt_set)), key=lambda row: len(prompt_set.texts[row]))
+        (ids,) = questions.encode([questions.render(prompt_set[longest], "")])
+        if len(ids) >= limit:
+            raise ConfigError(
+                f"judge.max_prompt_tokens={limit}: judge.template with the longest prompt of data.{name} takes "
+                f"{len(ids)} tokens before any response; raise it"
+            )
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[str]:
+    """Special tokens, and those that the chat template writes though the tokenizer does not call them special."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special or str(token) in rendered)}
+
+
+def _pattern_of(tokens: set[str]) -> re.Pattern[str]:
+    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

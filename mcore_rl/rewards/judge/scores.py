@@ -1,0 +1,103 @@
+"""The score in a judge's answer: the last match of a regular expression, or what a user's function finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.config.functions import check_call, describe, load_function
+from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.config.rules.judge import compiled_pattern
+from mcore_rl.types import Prompt
+
+KEY = "judge.parser"
+GIVEN = ("answer", "finish_reason", "data_source", "ground_truth", "extra_info")
+FORM = f"f({', '.join(GIVEN)})"
+CUT = "length"
+MOST = float(np.finfo(np.float32).max)
+"""Rewards are float32; a judge that writes a longer number must not end the run."""
+MAX_MESSAGE_CHARS = 200
+
+
+class NoScoreError(Exception):
+    """An answer has no score, or none that counts."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a judge wrote of a response to `prompt`; finish_reason as in Completion."""
+
+    text: str
+    finish_reason: str
+    prompt: Prompt
+
+
+Reader = Callable[[Written], float]
+"""Raises: NoScoreError."""
+
+
+def score_reader(config: JudgeConfig) -> Reader:
+    """What reads scores as `judge` configures it.
+
+    Raises: ConfigError naming judge.parser or judge.score_pattern and the cause.
+    """
+    read = _read_by_pattern(config) if config.parser is None else _read_by_function(config.parser)
+    low = -MOST if config.min_score is None else config.min_score
+    high = MOST if config.max_score is None else config.max_score
+
+    def within_bounds(written: Written) -> float:
+        score = read(written)
+        if not low <= score <= high:
+            raise NoScoreError(f"the score {score:g} is not between {low:g} and {high:g}")
+        return score
+
+    return within_bounds
+
+
+def _read_by_pattern(config: JudgeConfig) -> Reader:
+    pattern = compiled_pattern(config)
+
+    def read(written: Written) -> float:
+        matches = list(pattern.finditer(written.text))
+        if not matches:
+            raise NoScoreError("judge.score_pattern matches nothing")
+        last = matches[-1]
+        if written.finish_reason == CUT and last.end() == len(written.text):
+            raise NoScoreError(f"the answer was cut at its score {last[0]!r}; raise judge.max_response_tokens")
+        try:
+            score = float(last[1])
+        except (TypeError, ValueError):  # the group took no part in the match, or is no number
+            score = math.nan
+        if not math.isfinite(score):
+            raise NoScoreError(f"{last[1]!r} is no finite number")
+        return score
+
+    return read
+
+
+def _read_by_function(spec: str) -> Reader:
+    function = load_function(KEY, spec, instead="null")
+    check_call(f"{KEY}={spec}", function, GIVEN, {}, FORM)
+
+    def read(written: Written) -> float:
+        prompt = written.prompt
+        try:
+            found: Any = function(
+                answer=written.text,
+                finish_reason=written.finish_reason,
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=prompt.extra_info,
+            )
+        except Exception as error:  # whatever the user's code raises of a text that nobody foresaw
+            raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
+        if not isinstance(found, Real) or not math.isfinite(found):
+            raise NoScoreError(f"{KEY} returned {found!r}, which is no finite number"[:MAX_MESSAGE_CHARS])
+        return float(found)
+
+    return read

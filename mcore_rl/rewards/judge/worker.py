@@ -1,0 +1,73 @@
+"""One judge beside its engine: reads the responses that rollout tasks left in the object store, scores them, and keeps
+what it said for the tasks' records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.data.records import add_fields
+from mcore_rl.data.transcripts import PromptSource, TextDecoder, transcripts
+from mcore_rl.rewards.judge.judge import Judge, describe
+from mcore_rl.rewards.task_parts import TaskPart, split_tasks
+from mcore_rl.types import Metric, RolloutScalars, RolloutTask, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a judge scores of one task, number `task`. `samples` number the responses of a group; `records` as in the
+    task.
+
+    Shapes: group_ids, samples int64 [b].
+    """
+
+    task: int
+    part: TaskPart
+    group_ids: np.ndarray
+    samples: np.ndarray
+    records: str | None
+
+
+def shares(tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_judges: int) -> list[list[Share]]:
+    """For every judge what it scores of each task of which it has a response, all of about as many tokens."""
+    return [
+        [
+            Share(index, part, results[index].group_ids[part.rows], part.rows % task.samples_per_prompt, task.records)
+            for index, (task, part) in enumerate(zip(tasks, parts, strict=True))
+            if len(part.rows)
+        ]
+        for parts in split_tasks(tasks, results, num_judges)
+    ]
+
+
+@dataclass(frozen=True)
+class JudgeWorker:
+    """`prompts` are the prompt sets by name, `decoder` is the policy's tokenizer. Not safe for concurrent calls."""
+
+    judge: Judge
+    prompts: Mapping[str, PromptSource]
+    decoder: TextDecoder
+
+    def score(
+        self, given: Sequence[Share], chunks: Sequence[TrajectoryBuffers]
+    ) -> tuple[dict[int, float], dict[str, Metric]]:
+        """Scores by number (TaskPart), and figures of the answers; chunk i has the trajectories of share i."""
+        read = [
+            transcripts(buffers, part.rows, part.prompt_rows, self.prompts[part.prompt_set], self.decoder)
+            for part, buffers in zip((share.part for share in given), chunks, strict=True)
+        ]
+        verdicts = self.judge.verdicts(
+            [transcript for of_share in read for transcript in of_share],
+            np.concatenate([share.group_ids for share in given]),
+            np.concatenate([share.samples for share in given]),
+        )
+        scores: dict[int, float] = {}
+        left = iter(verdicts)
+        for share in given:
+            own = [next(left) for _ in share.part.rows]
+            scores |= {int(n): verdict.score for n, verdict in zip(share.part.numbers, own, strict=True)}
+            if share.records is not None:
+                add_fields(share.records, share.part.rows.tolist(), [verdict.record() for verdict in own])
+        return scores, describe(verdicts)

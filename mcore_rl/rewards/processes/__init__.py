@@ -1,0 +1,1 @@
+"""Grading outside the engine's process: dispatching, deadlines, and what is left of a grader that failed."""

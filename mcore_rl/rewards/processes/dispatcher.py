@@ -1,0 +1,132 @@
+"""Hands samples to grading processes and finds the one at fault when a process hangs or dies.
+
+An idle process gets a batch and a deadline for its next answer. One that misses it or dies is replaced; of its batch,
+what is unanswered is graded again, one sample at a time, and a sample that ends a process alone is the guilty one.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.errors import ConfigError, WorkerDiedError
+from mcore_rl.rewards.functions import failed
+from mcore_rl.rewards.processes.process import GradingProcess, Task
+from mcore_rl.rewards.processes.worker import FLUSH_SECONDS, READY
+from mcore_rl.types import Score
+
+MAX_BATCH = 64
+GRACE_SECONDS = 1.0
+"""Beyond reward.timeout_seconds: in it a grader that can be interrupted ends by itself."""
+START_SECONDS = 300.0
+MAX_FAILED_STARTS = 3
+DEATH_CHECK_SECONDS = 0.5
+
+
+class Dispatcher:
+    """The grading processes of a pool. All methods are called by one thread, which must outlive the processes.
+
+    Raises (from await_answers): ConfigError when a process refuses the configured function, WorkerDiedError when
+    processes end before they are ready, again and again.
+    """
+
+    def __init__(
+        self, config: RewardConfig, queue: deque[Task], on_scores: Callable[[list[tuple[int, Score]]], None]
+    ) -> None:
+        self._config = config
+        self._queue = queue
+        self._on_scores = on_scores
+        self._answer_seconds = config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
+        self._workers: list[GradingProcess] = []
+        self._failed_starts = 0
+
+    @property
+    def num_ready(self) -> int:
+        return sum(worker.ready for worker in self._workers)
+
+    def start_missing(self) -> None:
+        while len(self._workers) < self._config.workers:
+            self._workers.append(GradingProcess(self._config, START_SECONDS))
+
+    def feed(self) -> None:
+        """Gives every idle process a batch, as far as the queue reaches."""
+        for worker in self._workers:
+            if worker.idle and self._queue:
+                worker.give(self._next_batch(), self._answer_seconds)
+
+    def await_answers(self, wake: int) -> bool:
+        """Waits for an answer, a death, a deadline or file descriptor `wake`; whether `wake` is readable."""
+        by_connection = {worker.connection: worker for worker in self._workers}
+        readable = wait([wake, *by_connection], self._patience())
+        for connection in readable:
+            if connection in by_connection:
+                self._receive(by_connection[connection])
+        for worker in list(self._workers):
+            self._check_alive(worker)
+        return wake in readable
+
+    def kill_all(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+    def _next_batch(self) -> list[Task]:
+        # Large enough to pay for the message, small enough that all processes end at about the same time.
+        size = min(MAX_BATCH, max(1, len(self._queue) // (2 * self._config.workers)))
+        batch = [self._queue.popleft()]
+        while not batch[0].alone and len(batch) < size and not self._queue[0].alone:
+            batch.append(self._queue.popleft())
+        return batch
+
+    def _patience(self) -> float | None:
+        waiting = [worker.deadline for worker in self._workers if not worker.idle]
+        if not waiting:
+            return None
+        return min(DEATH_CHECK_SECONDS, max(0.0, min(waiting) - time.monotonic()))
+
+    def _receive(self, worker: GradingProcess) -> None:
+        try:
+            message: Any = worker.connection.recv()
+        except (EOFError, OSError):
+            self._replace(worker, None)
+            return
+        if message == READY:
+            worker.ready = True
+            self._failed_starts = 0
+        elif isinstance(message, list):
+            worker.answered(len(message), self._answer_seconds)
+            self._on_scores(message)
+        else:
+            raise ConfigError(message[1])
+
+    def _check_alive(self, worker: GradingProcess) -> None:
+        if worker.idle or worker.connection.poll():
+            return
+        # Its connection may outlive it: a child that its grader forked holds the other end.
+        if worker.ended():
+            self._replace(worker, None)
+        elif time.monotonic() > worker.deadline:
+            limit = f"reward.timeout_seconds={self._config.timeout_seconds:g}"
+            self._replace(worker, f"the grader did not finish within {limit} and could not be interrupted")
+
+    def _replace(self, worker: GradingProcess, cause: str | None) -> None:
+        self._workers.remove(worker)
+        code = worker.kill()
+        cause = cause or f"the grader's process ended {_how(code)}"
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise WorkerDiedError(f"grading processes cannot start: {cause}; its own output says why")
+        unanswered = list(worker.given)
+        if len(unanswered) == 1:
+            self._on_scores([(unanswered[0].key, failed(cause))])
+            return
+        self._queue.extendleft(Task(task.key, task.pickled, alone=True) for task in reversed(unanswered))
+
+
+def _how(code: int) -> str:
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,129 @@
+"""Grades samples in processes of their own, so that a grader that hangs or dies costs one sample."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import deque
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.rewards.functions import Sample, failed
+from mcore_rl.rewards.processes.dispatcher import Dispatcher
+from mcore_rl.rewards.processes.process import Task
+from mcore_rl.types import Score
+
+
+class GradingPool:
+    """`config.workers` grading processes, started at once.
+
+    Raises (from submit, collect and wait_ready): ConfigError if a process refuses the configured function,
+    WorkerDiedError if processes cannot be started.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.workers >= 1  # config.validation refuses less
+        self._config = config
+        self._queue: deque[Task] = deque()
+        self._scores: dict[int, Score] = {}
+        self._pending = 0
+        self._num_ready = 0
+        self._failure: McoreRLError | None = None
+        self._closing = False
+        self._signalled = False
+        self._changed = threading.Condition()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
+        self._thread.start()
+
+    def submit(self, key: int, sample: Sample) -> None:
+        """Queues a sample; returns at once."""
+        try:
+            task = Task(key, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL))
+        except Exception as error:  # whatever the user's extra_info raises
+            with self._changed:
+                self._scores[key] = failed(f"the sample cannot be sent to a grader: {error}")
+            return
+        with self._changed:
+            self._check_usable()
+            self._pending += 1
+            self._queue.append(task)
+            self._wake()
+
+    def collect(self) -> dict[int, Score]:
+        """Waits until nothing is pending; scores of everything submitted since the last call, by key."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending or self._failure or self._closing)
+            self._check_usable()
+            scores, self._scores = self._scores, {}
+            return scores
+
+    def wait_ready(self) -> None:
+        """Waits until every process has loaded its grader."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ready >= self._config.workers or self._failure or self._closing)
+            self._check_usable()
+
+    def shutdown(self) -> None:
+        """Kills the processes; what is pending is lost. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._wake()
+        self._thread.join()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise RuntimeError("the grading pool is shut down")
+
+    def _wake(self) -> None:
+        if not self._signalled and self._thread.is_alive():
+            self._signalled = True
+            os.write(self._wake_writer, b"x")
+
+    def _run(self) -> None:
+        dispatcher = Dispatcher(self._config, self._queue, self._finish)
+        try:
+            while not self._closing:
+                dispatcher.start_missing()
+                dispatcher.feed()
+                if dispatcher.await_answers(self._wake_reader):
+                    self._acknowledge_wake()
+                self._note_ready(dispatcher.num_ready)
+        except McoreRLError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(WorkerDiedError(f"the grading thread failed: {error!r}"))
+            raise
+        finally:
+            dispatcher.kill_all()
+            with self._changed:
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+                self._signalled = True
+
+    def _acknowledge_wake(self) -> None:
+        with self._changed:
+            os.read(self._wake_reader, 1)
+            self._signalled = False
+
+    def _note_ready(self, num_ready: int) -> None:
+        if num_ready != self._num_ready:
+            with self._changed:
+                self._num_ready = num_ready
+                self._changed.notify_all()
+
+    def _finish(self, scores: list[tuple[int, Score]]) -> None:
+        with self._changed:
+            self._scores.update(scores)
+            self._pending -= len(scores)
+            if not self._pending:
+                self._changed.notify_all()
+
+    def _fail(self, error: McoreRLError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

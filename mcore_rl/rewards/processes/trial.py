@@ -1,0 +1,53 @@
+"""One call of a user's reward function before anything else starts, so that a mistake costs a second and not a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.config.reward import NO_RULE, RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.functions import BUILTIN, KEY, Sample
+from mcore_rl.rewards.processes.pool import GradingPool
+from mcore_rl.types import Prompt, Score
+
+
+def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
+    """Calls it as the run will, in a grading process and with its time limit, on the first prompt of data.train: with
+    the ground truth as the response, which a correct function is least likely to fail on; where it does, with an empty
+    one.
+
+    Returns a warning if only the empty response could be graded; a run counts such a response as 0.
+    Raises: ConfigError with the function's own traceback if neither could.
+    """
+    if config.function in (BUILTIN, NO_RULE):
+        return None
+    pool = GradingPool(replace(config, workers=1))
+    try:
+        right = _graded(pool, prompt, _as_text(prompt.ground_truth))
+        if right.error is None:
+            return None
+        empty = _graded(pool, prompt, "")
+    finally:
+        pool.shutdown()
+    told, shown = f"{KEY}={config.function}", f"\n{right.traceback}" if right.traceback else ""
+    if empty.error is None:
+        return (
+            f"warning: {told}: called with the ground truth of the first prompt of data.train as the response, "
+            f"{right.error}; with an empty one it works. Responses that cannot be graded count 0{shown}"
+        )
+    raise ConfigError(
+        f"{told} cannot grade the first prompt of data.train: with the ground truth as the response, {right.error}; "
+        f"with an empty one, {empty.error}. A model writes anything: return a number for every response; or raise "
+        f"reward.timeout_seconds={config.timeout_seconds:g} if it needs longer{shown}"
+    )
+
+
+def _graded(pool: GradingPool, prompt: Prompt, response: str) -> Score:
+    pool.submit(0, Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info))
+    return pool.collect()[0]
+
+
+def _as_text(ground_truth: Any) -> str:
+    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)

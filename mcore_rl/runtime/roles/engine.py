@@ -1,0 +1,164 @@
+"""Rollout engines with their grading processes, and the pool of them that the driver knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from mcore_rl.config.schema import Config
+from mcore_rl.ports import WeightReceiver
+from mcore_rl.types import (
+    RolloutScalars,
+    RolloutTask,
+    Span,
+    TrajectoryBuffers,
+)
+
+if TYPE_CHECKING:
+    from mcore_rl.weights.plan import BucketSpec
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.data.transcripts import PromptSource
+from mcore_rl.engines.vllm.engine import VllmEngine
+from mcore_rl.ports import Rewarder
+from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
+from mcore_rl.types import RolloutResult
+from mcore_rl.weights.plan import BucketSpec
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class EngineProcess(RunProcess):
+    """One rollout engine with its grading processes."""
+
+    def setup(
+        self,
+        config: Config,
+        visible_devices: tuple[int, ...] | None,
+        prompts: dict[str, Any],
+    ) -> None:
+        see_only(visible_devices)
+        from mcore_rl.rewards.manager import RewardManager
+
+        with self.spans.span("setup"):
+            # Grading processes start while the engine does.
+            rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved)
+            rewarder.wait_ready()
+
+    @ray.method(num_returns=2)
+    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
+        with self.spans.span(f"generate {task.prompt_set}"):
+            return self.worker.run(task)
+
+    def amend_records(
+        self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
+    ) -> None:
+        from mcore_rl.data.records import amend_part
+
+        with self.spans.span("amend records"):
+            amend_part(part, rewards, accuracies, scores)
+
+    def sleep(self, keep_weights: bool) -> int:
+        with self.spans.span("sleep"):
+            return self.worker.engine.sleep(keep_weights=keep_weights)
+
+    def wake_up(self, part: str) -> None:
+        with self.spans.span(f"wake up {part}"):
+            self.worker.engine.wake_up(part)
+
+    def attach(self, arrival: BucketSpec) -> None:
+        self.receiver.attach(arrival)
+
+    def begin_update(self) -> None:
+        self.receiver.begin_update()
+
+    def receive_bucket(self, index: int) -> int:
+        with self.spans.span("receive bucket"):
+            return self.receiver.receive_bucket(index)
+
+    def finish_update(self, version: int) -> None:
+        with self.spans.span("finish weight update"):
+            self.receiver.finish_update(version)
+
+    def checksums(self) -> dict[str, str]:
+        with self.spans.span("digest"):
+            return self.receiver.checksums()
+
+
+@dataclass
+class EnginePool:
+    """All rollout engines."""
+
+    handles: list[Any]
+    watch: Watch
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.handles)
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        """Runs task i on engine i % num_engines; the buffers stay in the object store."""
+        calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
+        scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
+        return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
+        """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""
+        calls = [
+            self.handles[i % len(self.handles)].amend_records.remote(
+                task.records, scalars.rewards, scalars.accuracies, dict(scalars.scores)
+            )
+            for i, (task, (_, scalars)) in enumerate(zip(tasks, results, strict=True))
+            if task.records is not None
+        ]
+        self.watch.get(calls)
+
+    def send(self, method: str, *arguments: Any) -> list[Any]:
+        """References of the results of a method on every engine."""
+        return [getattr(handle, method).remote(*arguments) for handle in self.handles]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.watch.get(self.send(method, *arguments))
+
+    def sleep(self, keep_weights: bool) -> int:
+        """Frees the memory of every engine; returns the bytes that all of them gave up."""
+        return sum(self.call("sleep", keep_weights))
+
+    def wake_up(self, part: str) -> None:
+        """Gives "weights" or "kv_cache" back to every engine."""
+        self.call("wake_up", part)
+
+    def spans(self) -> list[Span]:
+        return drain_spans(self.watch, self.handles)
+
+
+def build_worker(
+    config: Config, name: str, rewarder: Rewarder, prompts: Mapping[str, PromptSource]
+) -> tuple[RolloutWorker, WeightReceiver[BucketSpec]]:
+    """An engine on model.hf_path with its graders, and what takes its weights: it has none before the first publish,
+    which delivers every tensor. `name` is the process's, for messages."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    engine = VllmEngine(
+        config.model.hf_path,
+        config.rollout,
+        dtype=config.model.dtype,
+        eos_token_ids=eos_token_ids(tokenizer, config.model.hf_path),
+        seed=config.run.seed,
+        name=name,
+        timeout_seconds=config.cluster.collective_timeout_seconds,
+        load_weights=False,
+        capture_routing=config.actor.moe.router_replay == "engine",
+    )
+    return RolloutWorker(engine, rewarder, prompts, tokenizer), engine.receiver
+
+
+if TYPE_CHECKING:
+    _port: type[WeightReceiver[BucketSpec]] = EngineProcess

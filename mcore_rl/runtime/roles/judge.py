@@ -1,0 +1,126 @@
+"""Judge engines: processes beside the rollout's, and the ResponseScorer that the driver has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.config.rules.judge import as_policy, named_as_judge, template_text
+from mcore_rl.config.schema import Config
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.data.transcripts import PromptSource
+from mcore_rl.engines.vllm.engine import VllmEngine
+from mcore_rl.ports import ResponseScorer
+from mcore_rl.rewards.judge.judge import Judge
+from mcore_rl.rewards.judge.prompts import JudgePrompts
+from mcore_rl.rewards.judge.scores import score_reader
+from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
+from mcore_rl.rewards.task_parts import join_scores
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.placement import Guests, Slot
+from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
+from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class JudgeProcess(RunProcess):
+    """One judge engine. It sleeps but while it scores: on GPUs others need the memory, and everywhere an engine that
+    remembers no earlier prefixes answers a resumed run as it answers an uninterrupted one."""
+
+    def setup(self, config: Config, visible_devices: tuple[int, ...] | None, prompts: Mapping[str, Any]) -> None:
+        see_only(visible_devices)
+
+        with self.spans.span("setup"):
+            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            self.worker = build_judge(config, self.name, resolved)
+            self.worker.judge.engine.sleep(keep_weights=True)
+
+    def score(self, given: list[Share], *chunks: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
+        """As JudgeWorker.score."""
+        engine = self.worker.judge.engine
+        with self.spans.span("judge"):
+            for part in ("weights", "kv_cache"):
+                engine.wake_up(part)
+            found = self.worker.score(given, chunks)
+            engine.sleep(keep_weights=True)
+        return found
+
+
+@dataclass
+class JudgeGroup:
+    """All judge engines: a ports.ResponseScorer."""
+
+    handles: list[Any]
+    watch: Watch
+    _figures: dict[str, Metric] = field(default_factory=dict, init=False)
+
+    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        """Every engine scores a part of about as many tokens; what it says goes into the tasks' records.
+
+        Shapes: float32 [B] per task.
+        """
+        scalars = [of_task for _, of_task in results]
+        calls = [
+            handle.score.remote(given, *(results[share.task][0] for share in given))
+            for handle, given in zip(self.handles, shares(tasks, scalars, len(self.handles)), strict=True)
+            if given
+        ]
+        scores: dict[int, float] = {}
+        for found, figures in self.watch.get(calls):
+            scores |= found
+            if all(task.prompt_set == "train" for task in tasks):
+                self._figures = merge_metrics([self._figures, figures])
+        return join_scores(tasks, scalars, scores)
+
+    def take_figures(self) -> dict[str, Metric]:
+        """Of what was scored for training since the last call."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def spans(self) -> list[Span]:
+        return drain_spans(self.watch, self.handles)
+
+
+def judge_role(config: JudgeConfig) -> Role:
+    return Role(
+        name="judge engine",
+        process=JudgeProcess,
+        guests=Guests("judge", config.num_engines, config.tp),
+        set_up=_set_up,
+        group=JudgeGroup,
+    )
+
+
+def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
+    return [
+        handle.setup.remote(around.config, slot.devices, around.prompts)
+        for handle, slot in zip(handles, slots, strict=True)
+    ]
+
+
+def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource]) -> JudgeWorker:
+    """An engine on judge.hf_path with its weights, which stay as they are. `name` as in build_worker."""
+    view = as_policy(config)
+    with named_as_judge():
+        tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
+        engine = VllmEngine(
+            view.model.hf_path,
+            view.rollout,
+            dtype=view.model.dtype,
+            eos_token_ids=eos_token_ids(tokenizer, view.model.hf_path),
+            seed=config.run.seed,
+            name=name,
+            timeout_seconds=config.cluster.collective_timeout_seconds,
+        )
+    questions = JudgePrompts(tokenizer, template_text(config.judge))
+    judge = Judge(engine, questions, tokenizer, score_reader(config.judge), config.judge, seed=config.run.seed)
+    return JudgeWorker(judge, prompts, load_tokenizer(config.model.tokenizer_path or config.model.hf_path))
+
+
+if TYPE_CHECKING:
+    _port: type[ResponseScorer] = JudgeGroup

@@ -1,0 +1,225 @@
+"""Ranks of the policy: their process, and their group, which is the trainer's Actor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from mcore_rl.config.schema import Config
+from mcore_rl.types import (
+    Metric,
+    RankShare,
+    TokenColumn,
+    TrajectoryBuffers,
+)
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.step.rank_batch import RankBatch
+    from mcore_rl.weights.plan import BucketSpec
+from dataclasses import dataclass
+
+from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
+from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metrics
+
+
+@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
+class TrainerProcess(TrainedRankProcess):
+    """One rank of the actor (policy)."""
+
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
+        self._held: Held[RankBatch] = Held()
+
+    def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
+        from mcore_rl.megatron.roles.actor import MegatronActor
+
+        with self.spans.span("setup"):
+            self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
+        self.actor.memory.span = self.spans.span
+
+    def compare(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        return self.actor.compare(shares[0], chunks)
+
+    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        """Of a batch that is kept, under `key`, for the calls that follow up to its update. Its trajectories lie in the
+        object store until then."""
+        with self.spans.span("recompute logp"):
+            batch, metrics = self.actor.recompute_logp(shares, list(chunks))
+        self._held.keep(key, batch)
+        return metrics
+
+    def replace_shares(self, key: int, shares: list[RankShare]) -> None:
+        """Other numbers of the same samples."""
+        self._held.keep(key, replace(self._held.of(key), shares=shares))
+
+    def reference_logp(self, key: int) -> None:
+        with self.spans.span("reference logp"):
+            self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
+
+    def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
+        """Metrics, and on ranks of the last stage what is taken off the reward of each sample of the share."""
+        with self.spans.span("kl penalties"):
+            batch, metrics = self.actor.kl_penalties(self._held.of(key), coefficient)
+        self._held.keep(key, batch)
+        return metrics, {sample: float(own.sum(dtype=np.float64)) for sample, own in batch.penalties.items()}
+
+    def refresh_reference(self) -> None:
+        with self.spans.span("refresh reference"):
+            self.actor.refresh_reference()
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        away = super().offload(parts)
+        if self.actor.reference is not None and "params" in parts:  # a checkpoint may have brought it back
+            self.actor.reference.memory.offload()
+        return away
+
+    @ray.method(num_returns=2)
+    def estimate(self, key: int, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
+        """Metrics, and the returns of the share, on ranks of the last stage."""
+        with self.spans.span("estimate"):
+            by_sample = joined(values) if self.actor.estimator.needs.values else None
+            batch, metrics, returns = self.actor.estimate(self._held.of(key), by_sample)
+        self._held.keep(key, batch)
+        return metrics, TokenColumn.of(returns)
+
+    def update(self, key: int, *brought: Any) -> list[dict[str, Metric]]:
+        """Trains on the batch and lets it go; one that is brought with the call (as `recompute_logp` takes it) goes
+        through that first. Metrics of that, and of every update."""
+        reports = [self.recompute_logp(key, *brought)] if brought else []
+        batch = self._held.take(key)
+        for index in range(len(batch.shares)):
+            with self.spans.span("update"):
+                reports.append(self.actor.update(batch, index))
+        self.actor.gather_parameters()  # weights are read rank by rank from here on
+        return reports
+
+    def sync_plan(self, bucket_bytes: int, num_slots: int) -> BucketSpec:
+        """The bucket plan of what engines load of this model and layout; the same on every rank."""
+        from mcore_rl.weights.plan import plan_buckets
+
+        self._plans = self.actor.sync_plan()
+        return plan_buckets(self._plans, bucket_bytes, num_slots)
+
+    def attach_buckets(self, spec: BucketSpec) -> list[int]:
+        """Maps the shared segment; returns the buckets that this rank writes to."""
+        from mcore_rl.weights.transports.shared_memory import SharedBuckets
+        from mcore_rl.weights.write import BucketWriter
+
+        self._buckets = SharedBuckets.attach(spec)
+        self._writer = BucketWriter(spec, self._buckets, self._plans, self.actor.rank)
+        return [index for index in range(spec.num_buckets) if self._writer.writes_to(index)]
+
+    def write_bucket(self, index: int) -> int:
+        with self.spans.span("write bucket"):
+            return self._writer.write(index, self.actor.tensors())
+
+    def digest_bucket(self, index: int) -> None:
+        from mcore_rl.weights.verify import BucketDigests
+
+        with self.spans.span("digest"):
+            if index == 0:
+                self._digests = BucketDigests(self._buckets)
+            self._digests.add(index)
+
+    def bucket_digests(self) -> dict[str, str]:
+        return self._digests.result()
+
+    def export_hf(self, directory: str, source: str) -> None:
+        """Collective over all ranks."""
+        from mcore_rl.megatron.roles.export import export_hf
+
+        with self.spans.span("export"):
+            export_hf(self.actor, directory, source)
+
+    def export_adapter(self, directory: str, source: str) -> None:
+        """Collective over all ranks."""
+        from mcore_rl.megatron.roles.export_adapter import export_adapter
+
+        with self.spans.span("export"):
+            export_adapter(self.actor, directory, source)
+
+
+@dataclass
+class TrainerGroup(RankGroup):
+    """All ranks of the policy: a ports.Actor."""
+
+    def recompute_logp(self, batch: Batch) -> BatchHandle:
+        """Log-probabilities of the current policy, which stay on the ranks with the batch. The only update of a batch
+        finds them itself: nothing is sent then."""
+        handle = BatchHandle(batch, next(batch_keys))
+        return handle if len(batch.updates) == 1 else self._sent(handle)
+
+    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
+        """Log-probabilities of the reference, which stay on the ranks."""
+        sent = self._sent(handle)
+        self.on_every_rank("reference_logp", [(sent.key,)] * len(self.handles))
+        return sent
+
+    def compare(self, batch: Batch) -> dict[str, Metric]:
+        """How far the policy's log-probabilities are from those that came with the batch."""
+        return merge_metrics(self.on_every_rank("compare", self.shares_of(batch)))
+
+    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
+        """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for
+        `estimate`; here the sums over responses. Shapes: float32 [B]."""
+        found = self.on_every_rank("kl_penalties", [(handle.key, coefficient)] * len(self.handles))
+        sums = np.zeros(len(handle.batch), np.float32)
+        for speaker in self.ranks.speakers:
+            for sample, total in found[speaker][1].items():
+                sums[sample] = total
+        return with_metrics(handle, [metrics for metrics, _ in found]), sums
+
+    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
+        """The batch with other advantages; what the ranks have found of its tokens stays."""
+        other = replace(handle, batch=replace(handle.batch, advantages=np.asarray(advantages, np.float32)))
+        if other.is_sent:
+            shares = self.shares_of(other.batch)
+            self.on_every_rank("replace_shares", [(other.key, of_rank) for of_rank, *_ in shares])
+        return other
+
+    def refresh_reference(self) -> None:
+        """The reference takes the policy's present weights."""
+        self.on_every_rank("refresh_reference")
+
+    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
+        """Advantages token by token, which stay on the ranks for the batch's updates; `values` are a critic's. Returns
+        the returns too."""
+        sent, size = self._sent(handle), len(self.ranks.speakers)
+        columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
+        calls = [rank.estimate.remote(sent.key, *own) for rank, own in zip(self.handles, columns, strict=True)]
+        metrics = self.watch.get([found for found, _ in calls])
+        returns = TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers), sent.key)
+        return with_metrics(sent, metrics), returns
+
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
+        """One optimizer step per entry of the batch's updates, after which the ranks let it go. A batch that nothing
+        else has sent comes with the call.
+
+        Raises: NonFiniteError before a non-finite step.
+        """
+        brought = [()] * len(self.handles) if handle.is_sent else self.shares_of(handle.batch)
+        reports = self.on_every_rank("update", [(handle.key, *own) for own in brought])
+        return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
+
+    def _sent(self, handle: BatchHandle) -> BatchHandle:
+        """The batch on the ranks, with the policy's log-probabilities."""
+        if handle.is_sent:
+            return handle
+        arguments = [(handle.key, *own) for own in self.shares_of(handle.batch)]
+        return with_metrics(replace(handle, is_sent=True), self.on_every_rank("recompute_logp", arguments))
+
+    def export_hf(self, directory: str, source: str) -> None:
+        """Writes the weights as an HF directory; collective over all ranks."""
+        self.on_every_rank("export_hf", [(directory, source)] * len(self.handles))
+
+    def export_adapter(self, directory: str, source: str) -> None:
+        """Writes the adapters of a LoRA run in PEFT's format; collective over all ranks."""
+        self.on_every_rank("export_adapter", [(directory, source)] * len(self.handles))
+
+    @staticmethod
+    def store(buffers: TrajectoryBuffers) -> BuffersRef:
+        """A reference for Batch.chunks of trajectories that were made on the driver."""
+        return BuffersRef(ray.put(buffers))

@@ -1,0 +1,112 @@
+"""What actor.lora means for a model: which modules, their table, and whether an adapter to start from fits. Imports no
+megatron.core, so the driver can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import Any
+
+import torch
+
+from mcore_rl.config.models import LoraConfig
+from mcore_rl.errors import ConfigError
+from model_converters.errors import ConversionError
+from model_converters.families import family_for
+from model_converters.families.parts.adapter_rows import (
+    PREFIX,
+    adapter_rows,
+    default_targets,
+    leaf,
+    shared_with_experts,
+)
+from model_converters.hf.adapter_reader import CONFIG_NAME, LoraAdapter
+from model_converters.mapping.table import BoundRow, Row, bind
+from model_converters.mapping.transforms import Shape
+
+
+def scale_of(lora: LoraConfig) -> float:
+    """What B A is multiplied with."""
+    return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
+
+
+def base_rows(hf_config: dict[str, Any]) -> list[Row]:
+    """The model's own table."""
+    return family_for(hf_config).rows(hf_config)
+
+
+def targets_of(lora: LoraConfig, hf_config: dict[str, Any]) -> list[str]:
+    """The names of the modules that have an adapter, sorted."""
+    return sorted(lora.target_modules or default_targets(base_rows(hf_config)))
+
+
+def bound_adapters(lora: LoraConfig, hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
+    """The table of the adapters with exact names.
+
+    Raises: ConfigError naming actor.lora.target_modules.
+    """
+    try:
+        return bind(adapter_rows(base_rows(hf_config), lora.target_modules, lora.rank), hf_config, dtype)
+    except ConversionError as error:
+        raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)}: {error}") from error
+
+
+def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
+    """The adapter of lora.path, which must be of the rank, scale and modules that `lora` says.
+
+    Raises: ConfigError naming the key to change.
+    """
+    key = f"actor.lora.path={lora.path}"
+    bound = bound_adapters(lora, hf_config, torch.float32)
+    shapes = {
+        name: shape for row in bind(base_rows(hf_config), hf_config, torch.float32) for name, shape in _parts(row)
+    }
+    try:
+        adapter = LoraAdapter(str(lora.path), shapes)
+    except ConversionError as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+    ranks = {update.a.shape[0] for update in adapter.updates.values()}
+    if ranks != {lora.rank}:
+        raise ConfigError(f"{key} has rank {', '.join(map(str, sorted(ranks)))}; set actor.lora.rank to it (one only)")
+    scales = {update.scale for update in adapter.updates.values()}
+    if scales != {scale_of(lora)}:
+        raise ConfigError(
+            f"{key} scales by {', '.join(map(str, sorted(scales)))}, but actor.lora.alpha={lora.alpha} and "
+            f"actor.lora.rslora={lora.rslora} by {scale_of(lora)}; set them to lora_alpha and use_rslora of its "
+            f"{CONFIG_NAME}"
+        )
+    wanted = {name for row in bound for name in row.hf}
+    found = {f"{PREFIX}{u.module}.lora_{side}.weight" for u in adapter.updates.values() for side in "AB"}
+    if wanted != found:
+        modules = sorted({leaf(update.module) for update in adapter.updates.values()})
+        raise ConfigError(
+            f"{key} has {len(adapter.updates)} modules, called {', '.join(modules)}; actor.lora.target_modules asks "
+            f"for {len(wanted) // 2}, called {', '.join(targets_of(lora, hf_config))}; set it to what the adapter has "
+            "in every layer"
+        )
+    return adapter
+
+
+def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
+    """Raises: ConfigError for modules whose adapters PEFT would take for those of others."""
+    targets = targets_of(lora, hf_config)
+    shared = shared_with_experts(base_rows(hf_config), targets)
+    if shared:
+        left = ", ".join(target for target in targets if target not in shared)
+        raise ConfigError(
+            f"trainer.export_adapter: PEFT takes {', '.join(shared)} of a model with routed experts for modules of "
+            f"theirs; set actor.lora.target_modules=[{left}], or leave trainer.export_adapter at null and set "
+            "trainer.export_hf, which has the adapters merged"
+        )
+
+
+def adapter_identity(lora: LoraConfig, hf_config: dict[str, Any]) -> dict[str, Any] | None:
+    """What a checkpoint says of its adapters; None: it is of a run that trains all weights."""
+    if not lora.rank:
+        return None
+    targets = targets_of(lora, hf_config)
+    return {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "target_modules": targets}
+
+
+def _parts(bound: BoundRow) -> Iterator[tuple[str, Shape]]:
+    return zip(bound.hf, bound.row.shapes, strict=True)

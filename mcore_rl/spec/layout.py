@@ -1,0 +1,197 @@
+"""The layout of the trainer ranks, checked against the model. Imports no megatron.core, so the driver can ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.config.models import MoeConfig, ParallelConfig
+from mcore_rl.errors import ConfigError
+from model_converters.errors import ConversionError, LayoutError
+from model_converters.families import ModelArguments, family_for
+from model_converters.mapping.layout import TrainLayout
+
+
+def model_arguments(hf_config: dict[str, Any]) -> ModelArguments:
+    """What the model's family says of it.
+
+    Raises: ConfigError for a model_type or a setting in config.json that no family supports.
+    """
+    try:
+        return family_for(hf_config).model_arguments(hf_config)
+    except ConversionError as error:
+        raise ConfigError(f"model.hf_path: {error}") from error
+
+
+def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
+    """Refuses settings that the model, of ModelArguments.transformer `sizes`, has no use for.
+
+    Raises: ConfigError naming the `actor.moe` key.
+    """
+    unused = {name: getattr(moe, name) for name in ("aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")}
+    unused["router_replay"] = moe.router_replay if moe.router_replay != "none" else 0
+    lacks = "experts"
+    if sizes.get("num_moe_experts"):
+        lacks = "correction bias in its routers"
+        biased = sizes.get("moe_router_enable_expert_bias")
+        unused = {} if biased else {"bias_update_rate": moe.bias_update_rate}
+    for name, value in unused.items():
+        if value:
+            default = "none" if name == "router_replay" else 0
+            raise ConfigError(f"actor.moe.{name}={value}, but the model has no {lacks}; set it to {default}")
+
+
+def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any]) -> TrainLayout:
+    """The layout of `world_size` trainer ranks, checked against the model.
+
+    Raises: ConfigError naming the `actor.parallel` key that does not fit.
+    """
+    arguments = model_arguments(hf_config)
+    sizes = arguments.transformer
+    etp = parallel.etp
+    if etp is None:
+        etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
+    for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"):
+        value = getattr(parallel, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"actor.parallel.{key} is {value}; it must be at least 1")
+    _check_ranks(parallel, world_size, etp)
+    _check_tensor_axis(parallel, sizes)
+    _check_expert_axes(parallel, sizes, etp)
+    _check_sequence_parallel(parallel, sizes)
+    if parallel.pipeline_layout is None:
+        _check_stages(parallel, sizes["num_layers"])
+    try:
+        layout = _layout(parallel, world_size, etp)
+    except LayoutError as error:
+        raise ConfigError(f"actor.parallel.{error}") from error
+    _check_pipeline_layout(layout, arguments)
+    return layout
+
+
+def sequence_parallel(parallel: ParallelConfig, tp: int) -> bool:
+    """Whether activations between tensor-parallel regions are split along the tokens, over `tp` ranks."""
+    return tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
+
+
+def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
+    return TrainLayout(
+        world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=etp,
+        cp=parallel.cp,
+        # One chunk per stage is no interleaving, and megatron's interleaved schedule refuses it.
+        vpp=parallel.vpp if (parallel.vpp or 1) > 1 else None,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        pipeline_layout=parallel.pipeline_layout,
+    )
+
+
+def _check_ranks(parallel: ParallelConfig, world_size: int, etp: int) -> None:
+    dense = parallel.tp * parallel.pp * parallel.cp
+    if world_size % dense:
+        raise ConfigError(
+            f"actor.parallel.tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {dense} does not divide "
+            f"the {world_size} trainer ranks"
+        )
+    expert = parallel.ep * etp * parallel.pp
+    if world_size % expert:
+        raise ConfigError(
+            f"actor.parallel.ep * etp * pp = {parallel.ep} * {etp} * {parallel.pp} = {expert} does not divide "
+            f"the {world_size} trainer ranks; change actor.parallel.ep or actor.parallel.etp"
+        )
+
+
+def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
+    divided = {
+        "attention heads": sizes["num_attention_heads"],
+        "units of the feed-forward layer": sizes["ffn_hidden_size"],
+    }
+    if sizes.get("moe_shared_expert_intermediate_size"):
+        divided["units of the shared experts"] = sizes["moe_shared_expert_intermediate_size"]
+    if _all_layers_sparse(sizes):
+        del divided["units of the feed-forward layer"]
+    for what, count in divided.items():
+        if count % parallel.tp:
+            raise ConfigError(f"actor.parallel.tp={parallel.tp} does not divide the model's {count} {what}")
+    groups = sizes["num_query_groups"]
+    if groups % parallel.tp and parallel.tp % groups:
+        raise ConfigError(
+            f"actor.parallel.tp={parallel.tp} is neither a divisor nor a multiple of the model's "
+            f"{groups} key/value heads"
+        )
+
+
+def _all_layers_sparse(sizes: dict[str, Any]) -> bool:
+    return bool(sizes.get("num_moe_experts")) and all(sizes.get("moe_layer_freq", [1]))
+
+
+def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int) -> None:
+    experts = sizes.get("num_moe_experts")
+    if not experts:
+        if parallel.ep != 1:
+            raise ConfigError(f"actor.parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
+        if etp != parallel.tp:
+            raise ConfigError(f"actor.parallel.etp={etp}, but the model has no experts; leave it unset")
+        return
+    if experts % parallel.ep:
+        raise ConfigError(f"actor.parallel.ep={parallel.ep} does not divide the model's {experts} experts")
+    if sizes["moe_ffn_hidden_size"] % etp:
+        raise ConfigError(
+            f"actor.parallel.etp={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an expert"
+        )
+
+
+def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
+    key = "actor.parallel.sequence_parallel"
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ConfigError(f"{key}=true needs actor.parallel.tp > 1; leave it unset")
+    if parallel.tp == 1 or sequence_parallel(parallel, parallel.tp):
+        return
+    reason = None
+    if sizes.get("multi_latent_attention"):
+        reason = "the key part that all heads of latent attention share would get the gradient of one rank's heads only"
+    elif sizes.get("num_moe_experts"):
+        reason = "megatron trains mixture-of-experts models with tensor parallelism only on split sequences"
+    if reason:
+        raise ConfigError(f"{key}=false with actor.parallel.tp={parallel.tp}: {reason}; leave it unset")
+
+
+def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments) -> None:
+    if layout.pipeline_layout is None:
+        return
+    try:
+        layout.stage_layers(arguments.transformer["num_layers"])
+    except LayoutError as error:
+        raise ConfigError(f"actor.parallel.{error}") from error
+    if layout.num_mtp_layers != arguments.mtp_num_layers:
+        raise ConfigError(
+            f"actor.parallel.pipeline_layout={layout.pipeline_layout} places {layout.num_mtp_layers} "
+            f"multi-token-prediction layers (m), but {arguments.mtp_num_layers} are built: the model's own with "
+            "actor.mtp_loss_coefficient above 0, else none"
+        )
+
+
+def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
+    chunks = parallel.vpp or 1
+    ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
+    fixed = {key: layers for key, layers in ends.items() if layers is not None}
+    if parallel.pp == 1:
+        if fixed or chunks > 1:
+            key = next(iter(fixed), "vpp")
+            raise ConfigError(f"actor.parallel.{key} is set, but actor.parallel.pp is 1")
+        return
+    for key, layers in fixed.items():
+        if layers % chunks:
+            raise ConfigError(f"actor.parallel.vpp={chunks} does not divide actor.parallel.{key}={layers}")
+    stages = parallel.pp - len(fixed)
+    rest = num_layers - sum(fixed.values())
+    fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
+    if not fits:
+        raise ConfigError(
+            f"actor.parallel.pp={parallel.pp} with vpp={parallel.vpp} and stages fixed by {fixed or 'nothing'} does "
+            f"not divide the model's {num_layers} layers; change actor.parallel.pp, vpp, first_stage_layers or "
+            "last_stage_layers"
+        )

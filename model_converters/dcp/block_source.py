@@ -1,0 +1,97 @@
+"""Chunks of a megatron checkpoint, read from the slices of the HF tensors that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from model_converters.dcp.blocks import Box, Chunk, RankState, run
+from model_converters.errors import ConversionError, listing
+from model_converters.hf.io import HFCheckpoint
+from model_converters.mapping.placement import Piece
+from model_converters.mapping.plan import TensorLoad
+from model_converters.mapping.table import BoundRow
+
+
+class ChunkSource:
+    """One rank's tensors, chunk by chunk; `loads` is the rank's load_plan.
+
+    Raises: ConversionError when the rank's model and its plan disagree, names or shapes.
+    """
+
+    def __init__(
+        self, source: HFCheckpoint, loads: Sequence[TensorLoad], dtypes: Mapping[str, torch.dtype], state: RankState
+    ) -> None:
+        self._source, self._dtypes = source, dtypes
+        self._loads = {load.mcore_name: load for load in loads}
+        _check_shapes(self._loads, state)
+
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk, in memory of its own; padding is zero.
+
+        Raises: ConversionError.
+        """
+        slices = list(self._slices(chunk))
+        covered = sum(target.volume for _, _, _, target in slices)
+        if covered != chunk.local.volume and not chunk.padded:
+            raise ConversionError(f"{chunk.mcore_name}: {covered} of {chunk.local.volume} elements are planned")
+        allocate = torch.empty if covered == chunk.local.volume else torch.zeros
+        out = allocate(chunk.local.shape, dtype=self._dtypes[chunk.mcore_name])
+        for hf_name, dim, start, target in slices:
+            self._source.read_into(hf_name, target.view(out), dim=dim, start=start)
+        return out
+
+    def _slices(self, chunk: Chunk) -> Iterator[tuple[str, int, int, Box]]:
+        """(HF name, dim, start, block of the chunk) of every slice."""
+        load = self._loads[chunk.mcore_name]
+        for hf_name, piece in load.sources:
+            held = run(load.shape, piece.dim, piece.local_start, piece.length)
+            common = held.overlap(chunk.local)
+            if common is None:
+                continue
+            start = _start(common, held, piece)
+            yield hf_name, piece.dim, start, common.moved(chunk.local.offset, (0,) * len(load.shape))
+
+
+def _start(common: Box, held: Box, piece: Piece) -> int:
+    if not common.shape:
+        return 0
+    for dim, (size, whole) in enumerate(zip(common.shape, held.shape, strict=True)):
+        assert dim == piece.dim or size == whole, f"{piece.mcore_name} is cut along two dims"
+    return piece.start + common.offset[piece.dim] - piece.local_start
+
+
+def _check_shapes(loads: Mapping[str, TensorLoad], state: RankState) -> None:
+    padded = {chunk.mcore_name for chunk in state.chunks if chunk.padded}
+    problems = [f"{name} has no row" for name in state.shapes if name not in loads]
+    for name, load in loads.items():
+        shape = state.shapes.get(name)
+        if shape is None:
+            problems.append(f"the model has no {name}")
+        elif shape != load.shape and not (name in padded and shape >= load.shape and shape[1:] == load.shape[1:]):
+            problems.append(f"{name} is {shape} in the model, {load.shape} by the table")
+    if problems:
+        raise ConversionError(f"the weight table does not fit megatron's model: {listing(problems)}")
+
+
+def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, torch.dtype]:
+    """mcore name -> dtype of the HF tensors it is made of, which is kept.
+
+    Raises: ConversionError when tensors that megatron fuses differ in dtype.
+    """
+    names: dict[str, list[str]] = {}
+    for row in bound:
+        names.setdefault(row.mcore, []).extend(row.hf)
+    dtypes = {mcore: {name: source.dtype(name) for name in parts} for mcore, parts in names.items()}
+    problems = [
+        ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
+        for parts in dtypes.values()
+        if len(set(parts.values())) > 1
+    ]
+    if problems:
+        raise ConversionError(
+            f"{source.directory}: megatron keeps tensors of different dtypes in one: {listing(problems)}; "
+            "convert the source to one dtype first"
+        )
+    return {mcore: next(iter(parts.values())) for mcore, parts in dtypes.items()}

@@ -1,0 +1,90 @@
+"""Whether megatron's model of a checkpoint computes what transformers' model of the HF directory does."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from model_converters.dcp.verify import LogitDifference
+from model_converters.errors import ConversionError
+from model_converters.hf.io import HFCheckpoint
+
+Compare = Literal["auto", "always", "never"]
+# What "auto" runs twice: some tens of seconds on a CPU.
+COMPARED_PARAMETERS = 2 * 10**9
+# Weights in float32: transformers', megatron's, and what the reader holds on the way.
+_COPIES = 3
+
+
+def is_compared(source: HFCheckpoint, logits: Compare, lora: Path | None) -> bool:
+    """Whether a conversion compares logits; where it does not although "auto" was asked for, the reason is printed.
+
+    Raises: ConversionError for "always" of what transformers does not compute as it is written.
+    """
+    if logits == "never":
+        return False
+    reason = None
+    if lora is not None:
+        reason = "transformers runs the HF model as it is, without --lora"
+    elif source.block is not None:
+        reason = "transformers computes in FP8 where the checkpoint has what the weights stand for"
+    if logits == "always" and reason is not None:
+        raise ConversionError(f"--logits always: {reason}")
+    if logits == "auto" and reason is None and (size := too_large(source)):
+        reason = f"{size}; --logits always compares them"
+    if reason is not None:
+        print(f"logits are not compared: {reason}", file=sys.stderr)
+    return reason is None
+
+
+def too_large(source: HFCheckpoint) -> str | None:
+    """Why a model is not run a second time unless that is asked for; None: it is small."""
+    parameters = sum(map(prod, source.shapes.values()))
+    needed = _COPIES * torch.float32.itemsize * parameters
+    if parameters > COMPARED_PARAMETERS:
+        return f"the model has {parameters / 1e9:.1f} billion parameters"
+    if needed > _available_bytes() / 2:
+        return f"{needed / 2**30:.1f} GiB are more than half of the free memory"
+    return None
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def require_same_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> None:
+    """Raises: ConversionError when logits differ, or transformers cannot compute any."""
+    cure = "nothing is written; --logits never converts all the same"
+    try:
+        difference = compare_logits(hf, ckpt, config)
+    except ConversionError as error:
+        raise ConversionError(f"--hf {hf}: {error}; {cure}") from error
+    if difference.problem is not None:
+        raise ConversionError(
+            f"--hf {hf}: logits {difference.problem}: from its config.json transformers computes something else with "
+            f"these weights than megatron does; {cure}"
+        )
+    print(f"logits agree with those of transformers: they differ by at most {difference.max_abs_diff:.3g}")
+
+
+def compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> LogitDifference:
+    """Both models in float32 on random tokens: transformers' of `hf`, megatron's of the checkpoint and `config`.
+
+    Raises: ConversionError when one of them cannot be loaded.
+    """
+    from mcore_rl.errors import McoreRLError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from mcore_rl.megatron.build import parity
+
+            return LogitDifference(*parity.compare_logits(hf, ckpt, config))
+    except McoreRLError as error:
+        raise ConversionError(str(error)) from error

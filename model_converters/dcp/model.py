@@ -1,0 +1,140 @@
+"""A megatron-core distributed checkpoint, read as the HF tensors that it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from model_converters.dcp.blocks import Box, Chunk, run
+from model_converters.dcp.reader import DcpReader
+from model_converters.errors import ConversionError, listing
+from model_converters.families.parts.adapter_rows import PREFIX
+from model_converters.mapping.placement import Piece, TensorPlan, local_shape, segments_of
+from model_converters.mapping.table import BoundRow
+from model_converters.mapping.transforms import Shape
+
+# What a trainer saves beside the model's weights (megatron-core 0.16.1; the reference is mcore-rl's).
+_TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """`target`, a block of an HF tensor, is `stored`, a block of the checkpoint's tensor of `chunk.key`."""
+
+    chunk: Chunk
+    stored: Box
+    target: Box
+
+
+class McoreCheckpoint:
+    """HF tensors by name, assembled from whatever chunks hold them; only those are read. `config` and the table `bound`
+    describe the model.
+
+    `chunks` say where a model keeps its tensors in a checkpoint: those of one rank that holds them all. `plans` are
+    the HF tensors that can be read, each one piece, in the order of the table; `problems` maps the others to why not;
+    `unknown` lists stored tensors that are neither the model's nor a trainer's; `redundant` maps HF names that an HF
+    directory may have as well to those that hold the same values.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], bound: Sequence[BoundRow], chunks: Sequence[Chunk], reader: DcpReader
+    ) -> None:
+        self.config, self._reader = config, reader
+        self._parts: dict[str, list[_Part]] = {}
+        self.plans: list[TensorPlan] = []
+        self.problems: dict[str, str] = {}
+        by_mcore: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            by_mcore.setdefault(chunk.mcore_name, []).append(chunk)
+        for row in bound:
+            if not row.row.copy_of_embedding:
+                for part in range(len(row.hf)):
+                    self._add(row, part, by_mcore.get(row.mcore, []))
+        self.redundant = {name: row.hf[0] for row in bound for name in row.row.redundant}
+        known = {chunk.key for chunk in chunks}
+        self.unknown = sorted(key for key in reader.shapes if key not in known and not _TRAINER_STATE.match(key))
+        self.shapes: dict[str, Shape] = {plan.hf_name: plan.shape for plan in self.plans}
+        reader.cache_bytes = max(map(plan_bytes, self.plans), default=0)
+
+    def require_complete(self) -> None:
+        """Raises: ConversionError, ONE, listing all that cannot be read and all that has no row."""
+        if any(key.startswith(PREFIX) for key in self.unknown):
+            raise ConversionError(
+                f"{self._reader.directory} holds the adapters of a LoRA run and not the model under them; the run "
+                "writes both merged with trainer.export_hf, and the adapters with trainer.export_adapter"
+            )
+        problems = [f"{name}: {problem}" for name, problem in self.problems.items()]
+        problems += [f"{key} has no row in the weight table" for key in self.unknown]
+        if problems:
+            raise ConversionError(f"{self._reader.directory} does not hold this model: {listing(problems)}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(self._parts[name][0].chunk.key)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole HF tensor; not to be written to.
+
+        Raises: ConversionError naming it.
+        """
+        parts, shape = self._parts[name], self.shapes[name]
+        try:
+            if len(parts) == 1:
+                return self._reader.read(parts[0].chunk.key, parts[0].stored).reshape(shape)
+            out = torch.empty(shape, dtype=self.dtype(name))
+            for part in parts:
+                block = self._reader.read(part.chunk.key, part.stored)
+                part.target.view(out).copy_(block.reshape(part.target.shape))
+        except ConversionError as error:
+            raise ConversionError(f"{name}: {error}") from error
+        return out
+
+    def _add(self, row: BoundRow, part: int, chunks: Sequence[Chunk]) -> None:
+        name, shape, dim = row.hf[part], row.row.shapes[part], row.row.dim
+        parts = self._parts[name] = list(_parts(row, part, chunks))
+        problem = self._problem(shape, parts)
+        if problem is not None:
+            self.problems[name] = problem
+            return
+        whole = Piece(0, row.mcore, part, dim, 0, shape[dim] if shape else 1, 0)
+        self.plans.append(TensorPlan(name, shape, self.dtype(name), row.group, (whole,)))
+
+    def _problem(self, shape: Shape, parts: Sequence[_Part]) -> str | None:
+        if sum(part.target.volume for part in parts) != prod(shape):
+            return "megatron's model does not hold it"
+        for part in parts:
+            problem = self._reader.problem(part.chunk.key, part.stored)
+            if problem is None and not part.chunk.padded:
+                held = self._reader.shapes[part.chunk.key]
+                if held != part.chunk.global_shape:
+                    problem = f"{part.chunk.key} is {held} in the checkpoint, {part.chunk.global_shape} in the model"
+            if problem is not None:
+                return problem
+        return None
+
+
+def plan_bytes(plan: TensorPlan) -> int:
+    """Bytes of the whole tensor."""
+    return prod(plan.shape) * plan.dtype.itemsize
+
+
+def _parts(row: BoundRow, part: int, chunks: Sequence[Chunk]) -> Iterator[_Part]:
+    shape, dim = row.row.shapes[part], row.row.dim
+    whole = local_shape(row.row, 1)
+    for segment in segments_of(row.row, 0, 1):
+        if segment.part != part:
+            continue
+        held = run(whole, dim, segment.local_start, segment.length)
+        target = run(shape, dim, segment.start, segment.length)
+        for chunk in chunks:
+            common = held.overlap(chunk.local)
+            if common is None:
+                continue
+            stacked = len(chunk.stored.shape) - len(common.shape)
+            inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
+            stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)
+            yield _Part(chunk, stored, common.moved(held.offset, target.offset))

@@ -1,0 +1,146 @@
+"""Reads blocks of the tensors in files of torch.distributed.checkpoint, whatever chunks they were saved in."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from model_converters.dcp.blocks import Box
+from model_converters.errors import ConversionError
+from model_converters.mapping.transforms import Shape
+
+
+class DcpReader:
+    """The tensors of a checkpoint by key. The chunks read last are kept, up to `cache_bytes` of them, and at least one:
+    the tensors that megatron fuses are read one after the other from the same chunks."""
+
+    def __init__(self, directory: Path, metadata: Metadata, cache_bytes: int = 0) -> None:
+        self.directory, self.cache_bytes = directory, cache_bytes
+        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self.shapes: dict[str, Shape] = {key: tuple(stored.size) for key, stored in self._stored.items()}
+        self._chunks: dict[str, list[Box]] = {}
+        self._file_bytes: dict[str, int] = {}
+        self._cache: OrderedDict[tuple[str, Shape], torch.Tensor] = OrderedDict()
+
+    def dtype(self, key: str) -> torch.dtype:
+        dtype: torch.dtype = self._stored[key].properties.dtype
+        return dtype
+
+    def problem(self, key: str, box: Box) -> str | None:
+        """Why the block cannot be read, found without reading it."""
+        if key not in self._stored:
+            return f"{self.directory} has no tensor {key}"
+        if len(self.shapes[key]) != len(box.shape):
+            return f"{self.directory} has {key} {self.shapes[key]}"
+        found = self._overlaps(key, box)
+        covered = sum(common.volume for _, common in found)
+        if covered != box.volume:
+            return f"{self.directory} holds {covered} of the {box.volume} elements that it takes from {key}"
+        for chunk, _ in found:
+            place = self._storage.get(MetadataIndex(key, chunk.offset))
+            if place is None:
+                return f"{self.directory} does not say where {key} {chunk.offset} is"
+            held = self._size_of(place.relative_path)
+            if place.offset + place.length > held:
+                return (
+                    f"{self.directory / place.relative_path} is {'missing' if held < 0 else 'truncated'}: "
+                    f"{key} {chunk.offset} ends at byte {place.offset + place.length}, the file at {max(held, 0)}"
+                )
+        return None
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """The block; it may share memory with what the next call returns, so do not write to it.
+
+        Raises: ConversionError naming the file and the key.
+        """
+        found = self._overlaps(key, box)
+        if len(found) == 1:
+            chunk, common = found[0]
+            return common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
+        out = torch.empty(box.shape, dtype=self.dtype(key))
+        for chunk, common in found:
+            source = common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
+            common.moved(box.offset, (0,) * len(box.offset)).view(out).copy_(source)
+        return out
+
+    def _overlaps(self, key: str, box: Box) -> list[tuple[Box, Box]]:
+        """(chunk, what it has of the block) for every chunk that has any."""
+        if key not in self._chunks:
+            held = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
+            self._chunks[key] = sorted(held)
+        chunks = self._chunks[key]
+        if not box.shape:
+            return [(chunk, chunk) for chunk in chunks]
+        # Thousands of experts may be stacked in one tensor: look only where the first axis can overlap.
+        longest = max((chunk.shape[0] for chunk in chunks), default=0)
+        first = bisect_left(chunks, box.offset[0] - longest + 1, key=lambda chunk: chunk.offset[0])
+        found = []
+        for chunk in chunks[first:]:
+            if chunk.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            common = chunk.overlap(box)
+            if common is not None:
+                found.append((chunk, common))
+        return found
+
+    def _load(self, key: str, chunk: Box) -> torch.Tensor:
+        known = self._cache.get((key, chunk.offset))
+        if known is not None:
+            self._cache.move_to_end((key, chunk.offset))
+            return known
+        num_bytes = chunk.volume * self.dtype(key).itemsize
+        while self._cache and num_bytes + sum(t.nbytes for t in self._cache.values()) > self.cache_bytes:
+            self._cache.popitem(last=False)
+        tensor = self._read_chunk(key, chunk)
+        self._cache[key, chunk.offset] = tensor
+        return tensor
+
+    def has_object(self, key: str) -> bool:
+        """Whether `key`, megatron's unique key of an object, is there."""
+        return MetadataIndex(key) in self._storage
+
+    def read_object(self, key: str) -> Any:
+        """What is no tensor, as it was saved.
+
+        Raises: ConversionError naming the file and the key; KeyError where there is none.
+        """
+        return self._unpickle(self._storage[MetadataIndex(key)], key)
+
+    def _unpickle(self, place: Any, what: str) -> Any:
+        file = self.directory / place.relative_path
+        try:
+            with file.open("rb") as stream:
+                view = _create_file_view(stream, place.offset, place.length)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise ConversionError(f"{file}: {what} cannot be read: {error.strerror}") from error
+        except Exception as error:  # torch.load raises whatever the damage leads to
+            reason = str(error).split("\n", 1)[0] or type(error).__name__
+            raise ConversionError(f"{file}: {what} is damaged: {reason}") from error
+
+    def _read_chunk(self, key: str, chunk: Box) -> torch.Tensor:
+        place = self._storage[MetadataIndex(key, chunk.offset)]
+        file = self.directory / place.relative_path
+        tensor = self._unpickle(place, f"{key} {chunk.offset}")
+        wanted = self.dtype(key)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != wanted or tuple(tensor.shape) != chunk.shape:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ConversionError(f"{file}: {key} {chunk.offset} is {found} instead of {wanted} {chunk.shape}")
+        return tensor
+
+    def _size_of(self, name: str) -> int:
+        if name not in self._file_bytes:
+            try:
+                self._file_bytes[name] = os.stat(self.directory / name).st_size
+            except OSError:
+                self._file_bytes[name] = -1
+        return self._file_bytes[name]

@@ -1,0 +1,224 @@
+"""Writes the files of torch.distributed.checkpoint, one tensor in memory at a time.
+
+torch's FileSystemWriter keeps every tensor of a file until the file is closed. The format is its own all the same:
+entries are torch.save'd one after the other, and its planner and its `finish` make and write the metadata.
+Source: torch.distributed.checkpoint.filesystem, default_planner (2.13).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from model_converters.dcp.blocks import Chunk, RankState, StateObject
+from model_converters.dcp.partial import Span
+from model_converters.errors import ConversionError, listing
+
+# What torch.save adds to a tensor, rounded up; for the space that a checkpoint needs.
+_ENTRY_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing in a file; dtype is None for an object."""
+
+    content: Chunk | StateObject
+    dtype: torch.dtype | None
+
+    @property
+    def num_bytes(self) -> int:
+        if isinstance(self.content, StateObject) or self.dtype is None:
+            return 0
+        return self.content.local.volume * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of one rank, and the entries that it holds, in order."""
+
+    name: str
+    rank: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+def plan_files(
+    rank: int, state: RankState, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
+) -> Iterator[PlannedFile]:
+    """Deals what a rank writes to files of at most `max_file_bytes`, or of one larger tensor; dtypes by mcore name."""
+    entries: list[Entry] = [Entry(item, None) for item in state.objects]
+    filled, number = 0, 0
+    for chunk in state.chunks:
+        entry = Entry(chunk, dtypes[chunk.mcore_name])
+        if filled and filled + entry.num_bytes > max_file_bytes:
+            yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
+            entries, filled, number = [], 0, number + 1
+        entries.append(entry)
+        filled += entry.num_bytes
+    if entries:
+        yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
+
+
+def space_needed(files: Iterable[PlannedFile]) -> int:
+    """Bytes on disk, a little too many."""
+    return sum(file.num_bytes + _ENTRY_BYTES * len(file.entries) for file in files)
+
+
+def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
+    """torch's metadata of the checkpoint, without the places of its entries.
+
+    Raises: ConversionError when the chunks do not tile every tensor exactly once, or differ in dtype.
+    """
+    plans = [SavePlan([_write_item(entry) for entry in file.entries]) for file in files]
+    try:
+        _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    except (ValueError, AssertionError) as error:
+        raise ConversionError(f"the ranks of this layout do not hold every tensor exactly once: {error}") from error
+    stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    untiled = [key for key, held in stored.items() if sum(prod(c.sizes) for c in held.chunks) != prod(held.size)]
+    if untiled:
+        raise ConversionError(f"the ranks of this layout hold only parts of {listing(untiled)}")
+    _check_dtypes(files)
+    return metadata
+
+
+def _check_dtypes(files: Sequence[PlannedFile]) -> None:
+    first: dict[str, tuple[torch.dtype | None, str]] = {}
+    for entry in (entry for file in files for entry in file.entries):
+        if isinstance(entry.content, Chunk):
+            dtype, name = first.setdefault(entry.content.key, (entry.dtype, entry.content.mcore_name))
+            if dtype != entry.dtype:
+                raise ConversionError(
+                    f"{name} is {dtype} and {entry.content.mcore_name} is {entry.dtype}, but megatron keeps them in "
+                    f"one tensor, {entry.content.key}; convert the source to one dtype first"
+                )
+
+
+def _write_item(entry: Entry) -> WriteItem:
+    content = entry.content
+    if isinstance(content, StateObject):
+        return WriteItem(index=MetadataIndex(content.key), type=WriteItemType.BYTE_IO)
+    assert entry.dtype is not None
+    offset, shape = (torch.Size(sizes) for sizes in content.stored)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offset, sizes=shape),
+        properties=TensorProperties(dtype=entry.dtype),
+        size=torch.Size(content.global_shape),
+    )
+    return WriteItem(index=MetadataIndex(content.key, offset), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def write_file(
+    directory: Path,
+    file: PlannedFile,
+    tensor_of: Callable[[Chunk], torch.Tensor],
+    advance: Callable[[int], None],
+    *,
+    see: Callable[[bytes], None] | None = None,
+) -> list[Span]:
+    """Writes one file, durably, asking for each tensor when its turn comes; returns where each entry lies.
+
+    `advance` is told the bytes of each tensor once they are written; `see` is shown every byte in order, such as for a
+    checksum of the file.
+
+    Raises: OSError, as when the disk is full.
+    """
+    spans = []
+    with _without_checksums(), (directory / file.name).open("wb") as raw:
+        stream = _Written(raw, see)
+        for entry in file.entries:
+            start = stream.tell()
+            if isinstance(entry.content, StateObject):
+                stream.write(entry.content.data)
+            else:
+                stream.save(tensor_of(entry.content).view(entry.content.stored.shape))
+            spans.append((start, stream.tell() - start))
+            advance(entry.num_bytes)
+        raw.flush()
+        os.fsync(raw.fileno())
+    return spans
+
+
+class _Written:
+    """A file being written from its start to its end, with someone who sees what is written."""
+
+    def __init__(self, raw: BinaryIO, see: Callable[[bytes], None] | None) -> None:
+        self._raw, self._see = raw, see
+        self._failure: OSError | None = None
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Raises: OSError; torch (2.13) makes a RuntimeError about positions of it while it cleans up."""
+        try:
+            torch.save(tensor, self)
+        except RuntimeError as error:
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+
+    def write(self, data: bytes) -> int:
+        try:
+            written = self._raw.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
+        if self._see is not None:
+            self._see(data)
+        return written
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """torch.load reads no CRC32, and computing it takes as long as writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _MetadataWriter(FileSystemWriter):
+    """Its metadata says nothing of the directory it was written in."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+def write_metadata(
+    directory: Path, metadata: Metadata, files: Sequence[PlannedFile], spans: Mapping[str, Sequence[Span]]
+) -> None:
+    """Completes the metadata with the places of all entries and writes it."""
+    results = [
+        WriteResult(_write_item(entry).index, length, _StorageInfo(file.name, start, length))
+        for file in files
+        for entry, (start, length) in zip(file.entries, spans[file.name], strict=True)
+    ]
+    _MetadataWriter(directory).finish(metadata, [results])

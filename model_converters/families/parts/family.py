@@ -1,0 +1,310 @@
+"""What a model family must say of itself, and the parts that families with grouped-query attention share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.families.parts.description import Description
+from model_converters.families.parts.hf_config import (
+    HFConfig,
+    flag,
+    integer,
+    number,
+    refuse_sliding_window,
+    refuse_unsupported,
+)
+from model_converters.families.parts.rotary import Rotary, rotary
+from model_converters.mapping.table import FINAL_NORM, Row
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabulary
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """What a GPTModel is built from. `transformer` holds keyword arguments of megatron's TransformerConfig as plain
+    values; activation_func is a name ("silu") that the megatron side turns into the function.
+
+    `mtp_num_layers` counts multi-token-prediction layers. `latent_norm_epsilon` is that of the two norms inside
+    multi-head latent attention, which megatron would give the model's own; None where there are no such norms.
+    """
+
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_position_embeddings: int
+    rotary: Rotary
+    tied_embeddings: bool
+    mtp_num_layers: int = 0
+    latent_norm_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
+    supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
+    writes nothing or null. `transformers_type`: under which model_type transformers has it, where that is another.
+
+    Raises (both): ConversionError for a configuration that the family cannot represent.
+    """
+
+    model_type: str
+    rows: Callable[[HFConfig], list[Row]]
+    model_arguments: Callable[[HFConfig], ModelArguments]
+    description: Description
+    engine_fields: Mapping[str, Any] = field(default_factory=dict)
+    transformers_type: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of grouped-query attention. Units: heads, groups, elements."""
+
+    hidden: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+
+
+def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> AttentionSizes:
+    """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for.
+
+    `bias_of_qkv_only`: attention_bias of this family leaves o_proj without one.
+    """
+    refuse_unsupported(config)
+    refuse_sliding_window(config)
+    if flag(config, "attention_bias") and not bias_of_qkv_only:
+        raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
+    num_heads = integer(config, "num_attention_heads")
+    num_groups = integer(config, "num_key_value_heads", default=num_heads)
+    hidden = integer(config, "hidden_size")
+    if num_heads % num_groups:
+        raise ConversionError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_groups}"
+        )
+    head_dim = integer(config, "head_dim", default=hidden // num_heads)
+    if head_dim % 2:
+        raise ConversionError(f"config.json: head_dim {head_dim} is odd, but rotation pairs the elements of a head")
+    return AttentionSizes(hidden=hidden, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim)
+
+
+def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
+    """Embedding, final norm and head; a tied head is the embedding once more."""
+    vocab = integer(config, "vocab_size")
+    tied = flag(config, "tie_word_embeddings")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    vocabulary: dict[str, Any] = {
+        "shapes": ((vocab, hidden),),
+        "transform": Vocabulary(),
+        "axis": "tp",
+        "split_by": "vocab_size",
+    }
+    return [
+        Row(
+            mcore="embedding.word_embeddings.weight",
+            hf=(embedding,),
+            place="embedding",
+            redundant=(head,) if tied else (),
+            **vocabulary,
+        ),
+        norm_row(FINAL_NORM, "model.norm.weight", hidden, place="head"),
+        Row(
+            mcore="output_layer.weight",
+            hf=(embedding if tied else head,),
+            place="head",
+            copy_of_embedding=tied,
+            **vocabulary,
+        ),
+    ]
+
+
+def norm_row(mcore: str, hf: str, size: int, **place: Any) -> Row:
+    """A vector that every rank of the stage holds."""
+    return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), **place)
+
+
+def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
+    """The two norms around attention, fused q, k, v, and the output projection."""
+    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
+    return [
+        norm_row(
+            f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, layers=tuple(layers)
+        ),
+        Row(
+            mcore=f"{ours}self_attention.linear_qkv.weight",
+            hf=tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"),
+            shapes=((q_rows, sizes.hidden), (kv_rows, sizes.hidden), (kv_rows, sizes.hidden)),
+            transform=GroupedQKV(sizes.num_groups),
+            axis="tp",
+            split_by="num_key_value_heads",
+            layers=tuple(layers),
+            fp8=True,
+        ),
+        Row(
+            mcore=f"{ours}self_attention.linear_proj.weight",
+            hf=(f"{theirs}self_attn.o_proj.weight",),
+            shapes=((sizes.hidden, q_rows),),
+            transform=Same(),
+            axis="tp",
+            dim=1,
+            split_by="num_attention_heads * head_dim",
+            layers=tuple(layers),
+            fp8=True,
+        ),
+        norm_row(
+            f"{ours}pre_mlp_layernorm.weight",
+            f"{theirs}post_attention_layernorm.weight",
+            sizes.hidden,
+            layers=tuple(layers),
+        ),
+    ]
+
+
+def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
+    """Biases of q, k and v, fused as their weights are."""
+    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
+    return Row(
+        mcore="decoder.layers.{l}.self_attention.linear_qkv.bias",
+        hf=tuple(f"model.layers.{{l}}.self_attn.{part}_proj.bias" for part in "qkv"),
+        shapes=((q_rows,), (kv_rows,), (kv_rows,)),
+        transform=GroupedQKV(sizes.num_groups),
+        axis="tp",
+        split_by="num_key_value_heads",
+        layers=tuple(layers),
+    )
+
+
+def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
+    """RMS norms of every query and key head."""
+    ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+    return [
+        norm_row(f"{ours}{part}_layernorm.weight", f"{theirs}{part}_norm.weight", head_dim, layers=tuple(layers))
+        for part in "qk"
+    ]
+
+
+def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
+    """A dense gated MLP."""
+    prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
+    return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What HF calls the parts of a layer with experts, and the key of config.json that sizes them."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    size_key: str = "moe_intermediate_size"
+
+
+def expert_rows(
+    hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
+) -> list[Row]:
+    """The router and the routed experts of mixture-of-experts layers."""
+    ours, theirs = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
+    router = Row(
+        mcore=f"{ours}router.weight",
+        hf=(f"{theirs}gate.weight",),
+        shapes=((num_experts, hidden),),
+        transform=Same(),
+        layers=tuple(layers),
+    )
+    prefixes = (f"{ours}experts.", f"{theirs}experts.{{e}}.")
+    sharing: dict[str, Any] = {"axis": "etp", "split_by": names.size_key, "num_experts": num_experts}
+    parts = (names.gate, names.up, names.down)
+    return [router, *gated_rows(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
+
+
+def gated_rows(
+    prefixes: tuple[str, str],
+    suffix: str,
+    hidden: int,
+    intermediate: int,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    **sharing: Any,
+) -> list[Row]:
+    """A gated MLP under the given (mcore, HF) prefixes; `sharing` says how its rows are divided and bound."""
+    ours, theirs = prefixes
+    up, down = (intermediate, hidden), (hidden, intermediate)
+    return [
+        Row(
+            mcore=f"{ours}linear_fc1.weight{suffix}",
+            hf=tuple(f"{theirs}{part}.weight" for part in parts[:2]),
+            shapes=(up, up),
+            transform=GateUp(),
+            fp8=True,
+            **sharing,
+        ),
+        Row(
+            mcore=f"{ours}linear_fc2.weight{suffix}",
+            hf=(f"{theirs}{parts[2]}.weight",),
+            shapes=(down,),
+            transform=Same(),
+            dim=1,
+            fp8=True,
+            **sharing,
+        ),
+    ]
+
+
+def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
+    """TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
+    return {
+        "num_layers": integer(config, "num_hidden_layers"),
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": integer(config, "intermediate_size"),
+        "num_attention_heads": sizes.num_heads,
+        "num_query_groups": sizes.num_groups,
+        "kv_channels": sizes.head_dim,
+        "layernorm_epsilon": number(config, "rms_norm_eps", 1e-6, positive=True),
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_dropout": number(config, "attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "init_method_std": number(config, "initializer_range", 0.02, positive=True),
+    }
+
+
+def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> dict[str, Any]:
+    """TransformerConfig arguments of a softmax router; `normalised` weights of the chosen experts sum to 1.
+
+    Raises: ConversionError for more experts per token than there are, and for one normalised expert per token.
+    """
+    topk = integer(config, "num_experts_per_tok")
+    if topk > num_experts:
+        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds the {num_experts} experts")
+    if normalised and topk == 1:
+        raise ConversionError(
+            "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
+            "megatron refuses it"
+        )
+    return {
+        "moe_router_topk": topk,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen logits equals the full softmax renormalised over the chosen experts.
+        "moe_router_pre_softmax": not normalised,
+    }
+
+
+def model_arguments(
+    config: HFConfig,
+    transformer: dict[str, Any],
+    *,
+    rope_types: tuple[str, ...] = ("default",),
+    partial_rotation: bool = False,
+) -> ModelArguments:
+    """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows, and
+    `partial_rotation` is as `partial` in `rotary`."""
+    return ModelArguments(
+        transformer=transformer,
+        vocab_size=integer(config, "vocab_size"),
+        max_position_embeddings=integer(config, "max_position_embeddings"),
+        rotary=rotary(config, known=rope_types, partial=partial_rotation),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+    )

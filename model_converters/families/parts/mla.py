@@ -1,0 +1,219 @@
+"""Multi-head latent attention (DeepSeek V2 and V3): rows and arguments. Source: transformers models/deepseek_v3.
+
+Queries and the joint latent of keys and values are projected down, normalised, and projected up to the heads; a part
+of each key that carries the position is shared by all heads. The down projections and norms are replicated over
+tensor-parallel ranks, the up projections divided by heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.families.parts.family import AttentionSizes, norm_row
+from model_converters.families.parts.hf_config import (
+    HFConfig,
+    integer,
+    number,
+    refuse_sliding_window,
+    refuse_unsupported,
+    require,
+)
+from model_converters.families.parts.rotary import rope_section, scale_factor
+from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import Heads, Same, Shape
+
+# transformers and DeepSeek's own code build these norms without the model's rms_norm_eps.
+LATENT_NORM_EPSILON = 1e-6
+REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
+    "attention_bias": True,
+    "hidden_act": "gelu",
+    "index_topk": 2048,
+    "num_key_value_heads": 1,
+    "quantization_config": {"quant_method": "gptq"},
+    "rope_interleave": False,
+}
+"""What latent_sizes refuses for every family that calls it; see Description.refused."""
+_YARN_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Units: heads, ranks of the latents, elements per head. `q_rank` is None where queries have no latent; a head's
+    query and key are `nope_dim` elements without and `rope_dim` with position."""
+
+    hidden: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+def latent_sizes(config: HFConfig) -> LatentSizes:
+    """Raises: ConversionError for what neither the rows nor megatron's attention express, by name."""
+    refuse_unsupported(config)
+    refuse_sliding_window(config)
+    require(config, "attention_bias", False, why="it adds biases that no row holds")
+    require(config, "rope_interleave", True, why="megatron pairs neighbouring elements of a latent head")
+    for key in ("index_topk", "index_n_heads", "index_head_dim"):
+        require(config, key, None, why="the table has no row for the indexer of sparse attention")
+    num_heads = integer(config, "num_attention_heads")
+    require(config, "num_key_value_heads", num_heads, None, why="latent attention has no groups of heads")
+    rope_dim = integer(config, "qk_rope_head_dim")
+    require(config, "head_dim", rope_dim, why="transformers rotates so much of a head, which is qk_rope_head_dim")
+    if rope_dim % 2:
+        raise ConversionError(f"config.json: qk_rope_head_dim {rope_dim} is odd, but rotation pairs its elements")
+    return LatentSizes(
+        hidden=integer(config, "hidden_size"),
+        num_heads=num_heads,
+        q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        kv_rank=integer(config, "kv_lora_rank"),
+        nope_dim=integer(config, "qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=integer(config, "v_head_dim"),
+    )
+
+
+def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
+    """The two norms around attention, and all projections of latent attention."""
+    where: dict[str, Any] = {"layers": tuple(layers)}
+    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    return [
+        norm_row(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, **where),
+        *_query_rows(sizes, where),
+        _replicated("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), where),
+        _norm("kv_layernorm", "kv_a_layernorm", sizes.kv_rank, where),
+        _by_heads("linear_kv_up_proj", "kv_b_proj", sizes, (sizes.nope_dim + sizes.value_dim, sizes.kv_rank), where),
+        Row(
+            mcore=f"{ours}self_attention.linear_proj.weight",
+            hf=(f"{theirs}self_attn.o_proj.weight",),
+            shapes=((sizes.hidden, sizes.num_heads * sizes.value_dim),),
+            transform=Heads(num_heads=sizes.num_heads),
+            axis="tp",
+            dim=1,
+            split_by="num_attention_heads",
+            fp8=True,
+            **where,
+        ),
+        norm_row(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", sizes.hidden, **where),
+    ]
+
+
+def _query_rows(sizes: LatentSizes, where: dict[str, Any]) -> list[Row]:
+    head = sizes.nope_dim + sizes.rope_dim
+    if sizes.q_rank is None:
+        return [_by_heads("linear_q_proj", "q_proj", sizes, (head, sizes.hidden), where)]
+    return [
+        _replicated("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), where),
+        _norm("q_layernorm", "q_a_layernorm", sizes.q_rank, where),
+        _by_heads("linear_q_up_proj", "q_b_proj", sizes, (head, sizes.q_rank), where),
+    ]
+
+
+def _names(ours: str, theirs: str) -> dict[str, Any]:
+    return {
+        "mcore": f"decoder.layers.{{l}}.self_attention.{ours}.weight",
+        "hf": (f"model.layers.{{l}}.self_attn.{theirs}.weight",),
+    }
+
+
+def _replicated(ours: str, theirs: str, shape: Shape, where: dict[str, Any]) -> Row:
+    return Row(**_names(ours, theirs), shapes=(shape,), transform=Same(), fp8=True, **where)
+
+
+def _norm(ours: str, theirs: str, size: int, where: dict[str, Any]) -> Row:
+    return Row(**_names(ours, theirs), shapes=((size,),), transform=Same(), **where)
+
+
+def _by_heads(ours: str, theirs: str, sizes: LatentSizes, per_head: Shape, where: dict[str, Any]) -> Row:
+    return Row(
+        **_names(ours, theirs),
+        shapes=((sizes.num_heads * per_head[0], per_head[1]),),
+        transform=Heads(num_heads=sizes.num_heads),
+        axis="tp",
+        split_by="num_attention_heads",
+        fp8=True,
+        **where,
+    )
+
+
+def as_attention_sizes(sizes: LatentSizes) -> AttentionSizes:
+    """What decoder_arguments takes: as many groups as heads."""
+    return AttentionSizes(
+        hidden=sizes.hidden, num_heads=sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim
+    )
+
+
+def latent_attention_arguments(config: HFConfig, sizes: LatentSizes, rotary_base: float) -> dict[str, Any]:
+    """Arguments of megatron's MLATransformerConfig beside those of every decoder.
+
+    Raises: ConversionError for position scaling that megatron cannot express, by name.
+    """
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": sizes.q_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_head_dim": sizes.nope_dim,
+        "qk_pos_emb_head_dim": sizes.rope_dim,
+        "v_head_dim": sizes.value_dim,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+        "rotary_base": rotary_base,
+        **_position_arguments(*rope_section(config)),
+    }
+
+
+def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    if scaling["rope_type"] != "yarn":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
+    if scaling.get("partial_rotary_factor") == 1:
+        unknown.remove("partial_rotary_factor")
+    if unknown:
+        raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
+    # Null is not the default: transformers then leaves the bounds of the ramp where they are between two elements.
+    if scaling.get("truncate", True) is not True:
+        raise ConversionError(f"config.json: {name}.truncate must be true or unset: megatron rounds the ramp's bounds")
+    factor = scale_factor(scaling, name, "factor")
+    scale_factor(scaling, name, "original_max_position_embeddings")
+    mscale, mscale_all_dim = _mscales(name, scaling)
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": integer(scaling, "original_max_position_embeddings"),
+        "beta_fast": _optional(name, scaling, "beta_fast") or 32.0,
+        "beta_slow": _optional(name, scaling, "beta_slow") or 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
+    """Both or none: with one of them transformers and megatron scale by different rules."""
+    read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
+    given = {key: value for key, value in read.items() if value}
+    if len(given) == 1 and given != {"mscale": 1.0}:
+        (key,) = given
+        other = "mscale_all_dim" if key == "mscale" else "mscale"
+        raise ConversionError(f"config.json: rope scaling 'yarn' has {key} {given[key]} without {other}; set both")
+    return given.get("mscale", 1.0), given.get("mscale_all_dim", 0.0)
+
+
+def _optional(name: str, scaling: Mapping[str, Any], key: str) -> float:
+    """To transformers null and 0 are the same as absent."""
+    return 0.0 if scaling.get(key) is None else number(scaling, key, inside=name)

@@ -1,0 +1,106 @@
+"""Multi-token-prediction layers: their rows, and the decision to keep or to drop them.
+
+Layer m of a model with L layers; what it shares with the model is stored once more beside it:
+
+| mcore | HF |
+|---|---|
+| `mtp.layers.{m}.enorm`, `.hnorm`, `.eh_proj` | `model.layers.{L+m}.enorm`, `.hnorm`, `.eh_proj` |
+| `mtp.layers.{m}.transformer_layer.*` | `model.layers.{L+m}.*`, an ordinary layer |
+| `mtp.layers.{m}.final_layernorm` | `model.layers.{L+m}.shared_head.norm` |
+| `embedding.word_embeddings` | `model.layers.{L+m}.embed_tokens`, equal to `model.embed_tokens` |
+| `output_layer` | `model.layers.{L+m}.shared_head.head`, equal to `lm_head` |
+
+Source: megatron.core.transformer.multi_token_prediction (0.16.1); the tensor names of DeepSeek-V3 and GLM-4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.families.parts.family import embedding_rows, norm_row
+from model_converters.families.parts.hf_config import HFConfig, flag, integer
+from model_converters.mapping.table import Row
+from model_converters.mapping.transforms import Same
+
+_KEY = "num_nextn_predict_layers"
+
+
+def num_mtp_layers(config: HFConfig) -> int:
+    """Raises: ConversionError."""
+    return integer(config, _KEY, default=0, least=0)
+
+
+def without_mtp(config: HFConfig) -> dict[str, Any]:
+    """The configuration of the same model without multi-token prediction."""
+    return {**config, _KEY: 0} if num_mtp_layers(config) else dict(config)
+
+
+def settle_mtp(
+    config: HFConfig, hf_names: Iterable[str], *, keep: bool = True
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Decides on multi-token prediction: it stays when the checkpoint has its tensors and the caller wants them.
+
+    Returns: the configuration whose table fits, and the checkpoint's tensors that are dropped on purpose, for
+    check_complete. A checkpoint that has some of the tensors keeps them all: what lacks is then found missing.
+    """
+    first = integer(config, "num_hidden_layers")
+    prefixes = tuple(f"model.layers.{first + depth}." for depth in range(num_mtp_layers(config)))
+    found = tuple(name for name in hf_names if prefixes and name.startswith(prefixes))
+    if found and keep:
+        return dict(config), ()
+    return without_mtp(config), found
+
+
+def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
+    """Rows of all multi-token-prediction layers; `layer_rows` are those of one ordinary layer, whichever.
+
+    Raises: ConversionError where embeddings are tied, which no released model with these layers has.
+    """
+    count = num_mtp_layers(config)
+    if count and flag(config, "tie_word_embeddings"):
+        raise ConversionError(
+            f"config.json: tie_word_embeddings with {_KEY} {count} is not supported; set {_KEY} to 0 to drop the layers"
+        )
+    first = integer(config, "num_hidden_layers")
+    return [row for depth in range(count) for row in _rows_of_depth(config, layer_rows, depth, first + depth)]
+
+
+def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, layer: int) -> list[Row]:
+    hidden = integer(config, "hidden_size")
+    ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{layer}."
+    embedding, _, head = embedding_rows(config, hidden)
+    return [
+        _repeated(embedding, f"{theirs}embed_tokens.weight"),
+        norm_row(f"{ours}enorm.weight", f"{theirs}enorm.weight", hidden, place="mtp"),
+        norm_row(f"{ours}hnorm.weight", f"{theirs}hnorm.weight", hidden, place="mtp"),
+        Row(
+            mcore=f"{ours}eh_proj.weight",
+            hf=(f"{theirs}eh_proj.weight",),
+            shapes=((hidden, 2 * hidden),),
+            transform=Same(),
+            axis="tp",
+            split_by="hidden_size",
+            place="mtp",
+        ),
+        *(_moved(row, f"{ours}transformer_layer.", theirs) for row in layer_rows),
+        norm_row(f"{ours}final_layernorm.weight", f"{theirs}shared_head.norm.weight", hidden, place="mtp"),
+        _repeated(head, f"{theirs}shared_head.head.weight"),
+    ]
+
+
+def _repeated(row: Row, hf: str) -> Row:
+    return replace(row, hf=(hf,), place="mtp", repeats=row.hf[0])
+
+
+def _moved(row: Row, ours: str, theirs: str) -> Row:
+    """A decoder layer's row as that of a multi-token-prediction layer."""
+    return replace(
+        row,
+        mcore=row.mcore.replace("decoder.layers.{l}.", ours),
+        hf=tuple(name.replace("model.layers.{l}.", theirs) for name in row.hf),
+        place="mtp",
+        layers=(),
+    )

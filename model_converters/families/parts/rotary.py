@@ -1,0 +1,109 @@
+"""Rotary position embedding, read from config.json as transformers 5 reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.families.parts.hf_config import HFConfig, number, section
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the first `fraction` of each head. `scaling_factor` is that of Llama 3.1, None for
+    unscaled frequencies."""
+
+    base: float
+    scaling_factor: float | None = None
+    fraction: float = 1.0
+
+
+# megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_DEFAULT_BASE = 10_000.0
+# transformers moves this field of config.json into the object of these types, over what the object says itself.
+_MOVED, _TYPES_OF_MOVED = "original_max_position_embeddings", ("llama3", "yarn")
+
+
+def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
+    """The object that says how positions are rotated, with its name: rope_scaling where there is one (transformers 4
+    wrote it, and 5 puts it in the place of rope_parameters, of which nothing is then read), else rope_parameters.
+
+    `rope_theta` and `partial_rotary_factor` of config.json itself are in it where the object has none.
+
+    Raises: ConversionError for what is no object, and for one with an object per kind of layer.
+    """
+    sections = {name: dict(section(config, name)) for name in ("rope_scaling", "rope_parameters")}
+    name = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
+    found = sections[name]
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            raise ConversionError(f"config.json: {name}.{key} is an object: rotation by kind of layer is not supported")
+    found.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_BASE))
+    if config.get("partial_rotary_factor") is not None:
+        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    found.setdefault("rope_type", found.get("type", "default"))
+    if _MOVED in config and found["rope_type"] in _TYPES_OF_MOVED:
+        found[_MOVED] = config[_MOVED]
+    return name, found
+
+
+def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: bool = False) -> Rotary:
+    """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
+
+    `partial`: the family rotates as much of each head as partial_rotary_factor says, all of it where that is null.
+
+    Raises: ConversionError for rope types that are not in `known`, for scaling that megatron cannot express and for
+    partial rotation in a family that has none.
+    """
+    name, found = rope_section(config)
+    rope_type = found["rope_type"]
+    if rope_type not in known:
+        names = " and ".join(repr(known_type) for known_type in known)
+        raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only {names}")
+    fraction = number(found, "partial_rotary_factor", 1.0, inside=name, positive=True)
+    if fraction > 1 or (fraction != 1 and not partial):
+        allowed = "at most 1" if partial else "1"
+        raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only {allowed}")
+    theta = number(found, "rope_theta", inside=name, positive=True)
+    return Rotary(theta, _llama3_factor(found, name) if rope_type == "llama3" else None, fraction)
+
+
+def inverse_frequencies(rotary: Rotary, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair of elements, float32.
+
+    Shapes: [head_dim * fraction / 2]
+    """
+    rotated = int(head_dim * rotary.fraction)
+    frequencies = 1.0 / rotary.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    if rotary.scaling_factor is None:
+        return frequencies
+    turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rotary.scaling_factor
+
+
+def _llama3_factor(found: Mapping[str, Any], name: str) -> float:
+    for key, fixed in _LLAMA3.items():
+        if found.get(key) is None or number(found, key, inside=name) != fixed:
+            raise ConversionError(
+                f"config.json: rope scaling 'llama3' with {key} {found.get(key)} is not supported, only {fixed}"
+            )
+    return scale_factor(found, name, "factor")
+
+
+def scale_factor(found: Mapping[str, Any], name: str, key: str) -> float:
+    """A number of at least 1 that the scaling `found` cannot do without; `name` is where it stands.
+
+    Raises: ConversionError.
+    """
+    if found.get(key) is None or number(found, key, inside=name) < 1:
+        kind = found["rope_type"]
+        raise ConversionError(f"config.json: rope scaling {kind!r} has {key} {found.get(key)!r}; it must be at least 1")
+    return float(found[key])

@@ -1,0 +1,197 @@
+"""LoRA adapters in PEFT's format, merged while the base is read: W + scale * B A.
+
+scale is alpha / r, or alpha / sqrt(r) with rsLoRA; rank_pattern and alpha_pattern name exceptions.
+Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_converters.errors import ConversionError, listing
+from model_converters.hf.files import TensorFiles
+from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
+from model_converters.hf.shards import StoredTensor, read_header
+from model_converters.mapping.transforms import Shape
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_LORA = re.compile(r"\.lora_[A-Za-z_]+")
+# Fields that say how an adapter was trained or found its modules, which its tensors now say.
+_FREE = set(
+    """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode
+    layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core
+    peft_version qalora_group_size revision runtime_config target_modules task_type""".split()
+)
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+# Of the ways to initialise A and B, those that leave the base weights as they were.
+_BASE_KEPT = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class LoraAdapter:
+    """The updates of an adapter directory, by the name of the base tensor that they change.
+
+    `shapes` are those of the base model's tensors.
+    Raises: ConversionError, ONE, naming every field and tensor that cannot be merged, or does not fit the base.
+    """
+
+    def __init__(self, directory: Path | str, shapes: Mapping[str, Shape]) -> None:
+        self.directory = Path(directory)
+        self.config = _read_config(self.directory / CONFIG_NAME)
+        weights = self.directory / WEIGHTS_NAME
+        if not weights.is_file():
+            raise ConversionError(f"{weights} does not exist; save the adapter with safe_serialization=True")
+        pairs, problems = _pairs(read_header(weights))
+        problems = _unsupported(self.config) + problems
+        self._patterns = {field: _compiled(self.config, field, problems) for field in ("rank_pattern", "alpha_pattern")}
+        for module, sides in pairs.items():
+            problems += self._misfits(module, sides, shapes.get(f"{module}.weight"))
+        if not pairs and not problems:
+            problems.append("it holds no tensor")
+        if problems:
+            raise ConversionError(f"{self.directory}: this adapter cannot be merged: {listing(problems)}")
+        self.updates = {
+            f"{module}.weight": LowRankUpdate(module, sides["A"], sides["B"], self._scale(module))
+            for module, sides in pairs.items()
+        }
+
+    def _misfits(self, module: str, sides: Mapping[str, StoredTensor], base: Shape | None) -> list[str]:
+        problems = [f"{module} lacks lora_{side}" for side in "AB" if side not in sides]
+        if base is None:
+            return [*problems, f"the model has no {module}.weight"]
+        if len(base) != 2:
+            return [*problems, f"{module}.weight {base} is not a matrix"]
+        rank = self._of_module("rank_pattern", module, self.config.get("r"))
+        wanted = {"A": (rank, base[1]), "B": (base[0], rank)}
+        for side, found in sides.items():
+            if found.shape != wanted[side] or not found.dtype.is_floating_point or found.dtype.itemsize < 2:
+                problems.append(f"{module}.lora_{side} {found.dtype} {found.shape} instead of {wanted[side]}")
+        return problems
+
+    def _scale(self, module: str) -> float:
+        rank = self._of_module("rank_pattern", module, self.config.get("r"))
+        alpha = self._of_module("alpha_pattern", module, self.config.get("lora_alpha"))
+        return alpha / (sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _of_module(self, field: str, module: str, default: Any) -> Any:
+        return next((value for pattern, value in self._patterns[field] if pattern.match(module)), default)
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """scale * B A, with A [r, N] and B [M, r] in a file."""
+
+    module: str
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+    def window(self, row: int, column: int, shape: Shape) -> UpdateWindow:
+        return UpdateWindow(self, row, column, shape)
+
+
+class UpdateWindow:
+    """The rows of B and columns of A that a window of the weight needs, rounded up to whole tiles.
+
+    Every product is that of a whole tile of the weight's own grid, so that no bit of an element depends on the slice
+    that it is read with: a matrix product of another size may add in another order.
+    """
+
+    def __init__(self, update: LowRankUpdate, row: int, column: int, shape: Shape) -> None:
+        self._scale = update.scale
+        num_rows, rank = update.b.shape
+        self._a: dict[int, torch.Tensor] = {}
+        self._b: dict[int, torch.Tensor] = {}
+        files = TensorFiles()
+        try:
+            a = files.read(f"{update.module}.lora_A", update.a)
+            for first in range(column // TILE_COLUMNS * TILE_COLUMNS, column + shape[1], TILE_COLUMNS):
+                self._a[first] = a[:, first : first + TILE_COLUMNS].float().contiguous()
+            for first in range(row // TILE_ROWS * TILE_ROWS, row + shape[0], TILE_ROWS):
+                b = torch.empty(min(TILE_ROWS, num_rows - first), rank, dtype=update.b.dtype)
+                files.fill_rows(f"{update.module}.lora_B", update.b, b, first=first)
+                self._b[first] = b.float()
+        finally:
+            files.close()
+
+    def add_to(self, values: torch.Tensor, *, row: int, column: int) -> None:
+        """Adds to float32 `values`, the part of one tile from element (row, column) of the weight on."""
+        top, left = row // TILE_ROWS * TILE_ROWS, column // TILE_COLUMNS * TILE_COLUMNS
+        delta = (self._b[top] @ self._a[left]).mul_(self._scale)
+        values += delta[row - top : row - top + values.shape[0], column - left : column - left + values.shape[1]]
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{file} does not exist; an adapter directory needs it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConversionError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConversionError(f"{file} is not a JSON object")
+    return config
+
+
+def _unsupported(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type {config.get('peft_type')!r}, only 'LORA'")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias {config['bias']!r}, only 'none'")
+    if config.get("init_lora_weights") not in _BASE_KEPT:
+        problems.append(
+            f"init_lora_weights {config['init_lora_weights']!r}, which may have changed the base weights "
+            "(save the adapter converted to plain LoRA: path_initial_model_for_weight_conversion)"
+        )
+    if not _is_number(config.get("r")) or config["r"] < 1:
+        problems.append(f"r {config.get('r')!r}, which must be a number of at least 1")
+    if not _is_number(config.get("lora_alpha")):
+        problems.append(f"lora_alpha {config.get('lora_alpha')!r}, which must be a number")
+    known = _FREE | _READ | {"peft_type", "bias", "init_lora_weights"}
+    return problems + [f"{key} {value!r}" for key, value in config.items() if key not in known and value]
+
+
+def _compiled(config: Mapping[str, Any], field: str, problems: list[str]) -> list[tuple[re.Pattern[str], Any]]:
+    """(pattern of whole module names, value); what is no pattern or no number is added to `problems`."""
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, Mapping):
+        problems.append(f"{field} {patterns!r}, which must be an object")
+        return []
+    compiled = []
+    for pattern, value in patterns.items():
+        if not _is_number(value) or (field == "rank_pattern" and value < 1):
+            problems.append(f"{field} {pattern!r}: {value!r}, which is not a possible value")
+        try:
+            compiled.append((re.compile(rf"(.*\.)?({pattern})$"), value))
+        except re.error:
+            problems.append(f"{field} {pattern!r}, which is no regular expression")
+    return compiled
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _pairs(header: Mapping[str, StoredTensor]) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
+    """A and B by module, and the names of all other tensors."""
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    unknown = []
+    for name, stored in header.items():
+        if match := _TENSOR.fullmatch(name):
+            pairs.setdefault(match["module"], {})[match["side"]] = stored
+        else:
+            # PEFT copies base weights that might have changed, when it adapts the head or the embedding.
+            cure = " (save the adapter with save_embedding_layers=False)" if not _LORA.search(name) else ""
+            unknown.append(f"{name} is neither lora_A nor lora_B of a linear layer{cure}")
+    return pairs, unknown

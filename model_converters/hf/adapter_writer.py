@@ -1,0 +1,78 @@
+"""Writes LoRA adapters in PEFT's format; lora.py reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.hf.adapter_reader import CONFIG_NAME, WEIGHTS_NAME
+from model_converters.hf.shards import as_bytes, layout_shard, write_exactly
+from model_converters.hf.side_files import sync
+from model_converters.hf.writer import write_json
+
+
+@dataclass(frozen=True)
+class LoraDescription:
+    """What adapter_config.json says of adapters of one rank and scale."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    target_modules: Sequence[str]
+    base: str
+
+    def as_config(self) -> dict[str, Any]:
+        """Source: peft 0.21 LoraConfig."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "use_rslora": self.rslora,
+            "target_modules": list(self.target_modules),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+
+def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], description: LoraDescription) -> None:
+    """Writes whole tensors by PEFT's names; the directory appears whole, or not at all.
+
+    Raises: ConversionError when it exists and is not empty, or cannot be written.
+    """
+    target = Path(directory).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionError(f"{target} exists already; remove it or choose another directory")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_tensors(partial / WEIGHTS_NAME, tensors)
+        write_json(partial / CONFIG_NAME, description.as_config())
+        sync(partial)
+        os.rename(partial, target)
+        sync(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConversionError(f"{target} cannot be written: {error}") from error
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    header, stored = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
+    with file.open("wb") as opened:
+        opened.write(header)
+        opened.flush()
+        for name, tensor in tensors.items():
+            write_exactly(opened.fileno(), as_bytes(tensor.cpu().contiguous()), stored[name].offset)
+        os.fsync(opened.fileno())

@@ -1,0 +1,74 @@
+"""Reads tensors whose values are computed from what the files hold: FP8 weights, and weights that LoRA changes.
+
+A window is read and computed in tiles of a grid that is fixed to the whole tensor, in float32, and rounded once, to
+the dtype of the target. So no slice needs a temporary of its own size, and every layout gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.hf.adapter_reader import LowRankUpdate
+from model_converters.hf.files import TensorFiles
+from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS, Block, ScaleWindow
+from model_converters.hf.shards import StoredTensor
+
+
+@dataclass(frozen=True)
+class ComputedTensor:
+    """A matrix in a file, with the scales of its FP8 blocks, the update that an adapter adds, or both."""
+
+    name: str
+    weight: StoredTensor
+    scales: StoredTensor | None
+    block: Block | None
+    update: LowRankUpdate | None
+
+    def read_into(self, files: TensorFiles, out: torch.Tensor, *, row: int, column: int) -> None:
+        """Fills `out` with the window of its shape from element (row, column) on.
+
+        Raises: ConversionError when a file cannot be read or the scales are corrupt.
+        """
+        scales = self._scale_window(files, out, row, column)
+        update = self.update.window(row, column, tuple(out.shape)) if self.update is not None else None
+        # Only the update depends on the grid, so a narrow window without one is computed in higher tiles.
+        height = TILE_ROWS if update is not None else TILE_ROWS * max(1, TILE_COLUMNS // max(out.shape[1], 1))
+        read = torch.empty(min(height, out.shape[0]), self.weight.shape[1], dtype=self.weight.dtype)
+        buffer = torch.empty(height * min(TILE_COLUMNS, out.shape[1]))
+        for rows in _bands(row, out.shape[0], height):
+            # Whole rows, also for a few of the columns: one read is faster than many small ones, and a disk's pages
+            # hold the rest anyway.
+            stored = read[: len(rows)]
+            files.fill_rows(self.name, self.weight, stored, first=rows.start)
+            for columns in _bands(column, out.shape[1], TILE_COLUMNS):
+                values = buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
+                part = stored[:, columns.start : columns.stop].contiguous()
+                if scales is None:
+                    values.copy_(part)
+                else:
+                    scales.dequantise(part, values, row=rows.start, column=columns.start)
+                if update is not None:
+                    update.add_to(values, row=rows.start, column=columns.start)
+                out[rows.start - row : rows.stop - row, columns.start - column : columns.stop - column] = values
+
+    def _scale_window(self, files: TensorFiles, out: torch.Tensor, row: int, column: int) -> ScaleWindow | None:
+        if self.scales is None or self.block is None:
+            return None
+        scales = files.read(self.name, self.scales)
+        try:
+            return ScaleWindow(scales, self.block, row=row, column=column, shape=tuple(out.shape))
+        except ConversionError as error:
+            raise ConversionError(f"{self.scales.file}: {self.name}: {error}") from None
+
+
+def _bands(start: int, length: int, step: int) -> Iterator[range]:
+    """[start, start + length) cut at the multiples of `step`."""
+    position = start
+    while position < start + length:
+        end = min((position // step + 1) * step, start + length)
+        yield range(position, end)
+        position = end

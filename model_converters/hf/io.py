@@ -1,0 +1,217 @@
+"""HF checkpoints in and out: a lazy reader of slices that dequantises and merges on the way, and the writer."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from model_converters.errors import ConversionError, listing
+from model_converters.families import Family, family_for
+from model_converters.families.parts.hf_config import fp8_block, read_hf_config, weights_dtype
+from model_converters.hf.adapter_reader import LoraAdapter
+from model_converters.hf.buffers import check_frequencies, split_buffers
+from model_converters.hf.computed import ComputedTensor
+from model_converters.hf.files import TensorFiles
+from model_converters.hf.quant import Block
+from model_converters.hf.scales import split_scales
+from model_converters.hf.shards import StoredTensor, read_header
+from model_converters.hf.writer import INDEX_NAME, SINGLE_NAME, HFWriter
+from model_converters.mapping.transforms import Shape
+
+__all__ = ["HFCheckpoint", "HFWriter"]
+
+
+class HFCheckpoint:
+    """An HF directory: config.json and safetensors, one file or many with an index.
+
+    Construction reads the headers of all shards and checks them against the index and the file sizes; tensors are
+    read on demand, slice by slice. FP8 weights appear as what they stand for: their scales are no tensors of `shapes`,
+    and every read dequantises, in float32, rounded once to the dtype of the target. With `lora`, the directory of a
+    PEFT adapter, reads give the merged weights: base + scale * B A, likewise. Saved rotary frequencies are no tensors
+    of `shapes` either: they are compared with what config.json gives.
+
+    Raises: ConversionError naming the file: config.json missing or of an unsupported model_type or quantisation, no
+    weights, a shard missing or truncated, an index that does not fit its shards, FP8 weights and scales that do not
+    fit each other, an adapter that does not fit the model, rotary frequencies of another configuration.
+    """
+
+    def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
+        self.directory = Path(directory)
+        self.config: dict[str, Any] = read_hf_config(self.directory)
+        self.family, self.block = self._describe()
+        tensors, buffers = split_buffers(_read_headers(self.directory))
+        self._stored, self._scales = split_scales(tensors, self.block, self.directory)
+        self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
+        adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
+        self._computed = self._find_computed(adapter)
+        self._files = TensorFiles()
+        self._maps: dict[Path, mmap.mmap] = {}
+        if buffers:
+            self._check_buffers(buffers)
+
+    def _check_buffers(self, buffers: dict[str, StoredTensor]) -> None:
+        try:
+            arguments = self.family.model_arguments(self.config)
+            for name, stored in buffers.items():
+                check_frequencies(name, self._files.read(name, stored), arguments)
+        except ConversionError as error:
+            raise ConversionError(f"{self.directory}: {error}") from None
+        finally:
+            self._files.close()
+
+    def _describe(self) -> tuple[Family, Block | None]:
+        try:
+            return family_for(self.config), fp8_block(self.config)
+        except ConversionError as error:
+            raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
+
+    def _find_computed(self, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
+        updates = adapter.updates if adapter is not None else {}
+        return {
+            name: ComputedTensor(name, self._stored[name], self._scales.get(name), self.block, updates.get(name))
+            for name in {*self._scales, *updates}
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files. Views that are still alive keep their mapping."""
+        self._files.close()
+        self._maps.clear()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """That of the values: for FP8 weights what config.json calls the model's dtype."""
+        stored = self._find(name)
+        return weights_dtype(self.config) if name in self._scales else stored.dtype
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file name, byte offset), for reading in the order of the disk."""
+        stored = self._find(name)
+        return stored.file.name, stored.offset
+
+    def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the files hold, neither dequantised nor merged: (tensor, scales of its FP8 blocks or None)."""
+        scales = self._scales.get(name)
+        return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
+
+    def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """A slice as a view of the mapped file: private memory, nothing is read before it is used.
+
+        FP8 and merged weights have no such view; they are computed into memory of their own.
+        """
+        stored = self._find(name)
+        if name in self._computed:
+            shape = list(stored.shape)
+            shape[dim] = shape[dim] if length is None else length
+            out = torch.empty(shape, dtype=self.dtype(name))
+            self.read_into(name, out, dim=dim, start=start)
+            return out
+        if stored.num_bytes == 0:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        if stored.file not in self._maps:
+            descriptor = self._files.descriptor(stored.file)
+            self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        count = prod(stored.shape)
+        whole = torch.frombuffer(self._maps[stored.file], dtype=stored.dtype, count=count, offset=stored.offset)
+        whole = whole.view(stored.shape)
+        if length is None or not stored.shape:
+            return whole
+        return whole.narrow(dim, start, length)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, in memory of its own."""
+        out = torch.empty(self._find(name).shape, dtype=self.dtype(name))
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor, *, dim: int = 0, start: int = 0) -> None:
+        """Fills `out` with indices start ... start + out.shape[dim] of `dim`, converting dtype and device.
+
+        A slice that is contiguous in the file goes straight into `out` when that is contiguous CPU memory of the
+        same dtype: no page of the file is mapped and nothing is copied twice.
+        """
+        stored = self._find(name)
+        _check_slice(name, stored, out, dim, start)
+        if name in self._computed:
+            row, column = (start, 0) if dim == 0 else (0, start)
+            self._computed[name].read_into(self._files, out, row=row, column=column)
+            return
+        if not (out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous()):
+            out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1))
+            return
+        outer = prod(stored.shape[:dim])
+        if outer != 1 and tuple(out.shape) != stored.shape:
+            self._read_columns(name, out, dim, start)
+            return
+        skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
+        self._files.fill(name, stored, out, skipped=skipped)
+
+    def _read_columns(self, name: str, out: torch.Tensor, dim: int, start: int) -> None:
+        """Through a mapping of its own: the pages that a view has touched stay in memory until the file is closed."""
+        stored = self._find(name)
+        first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
+        descriptor = self._files.descriptor(stored.file)
+        num_bytes = stored.offset - first + stored.num_bytes
+        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=first)
+        count = prod(stored.shape)
+        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=count, offset=stored.offset - first)
+        out.copy_(whole.view(stored.shape).narrow(dim, start, out.shape[dim]))
+
+    def _find(self, name: str) -> StoredTensor:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ConversionError(f"{self.directory} has no tensor {name}")
+        return stored
+
+
+def _check_slice(name: str, stored: StoredTensor, out: torch.Tensor, dim: int, start: int) -> None:
+    fits = out.dim() == len(stored.shape)
+    if fits and out.dim():
+        rest = (*stored.shape[:dim], *stored.shape[dim + 1 :])
+        fits = (*out.shape[:dim], *out.shape[dim + 1 :]) == rest and 0 <= start <= stored.shape[dim] - out.shape[dim]
+    if not fits:
+        raise ConversionError(
+            f"{stored.file}: {name} {stored.shape} has no slice of shape {tuple(out.shape)} from {start} of dim {dim}"
+        )
+
+
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX_NAME
+    if not index.exists():
+        single = directory / SINGLE_NAME
+        if not single.exists():
+            raise ConversionError(f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}")
+        return read_header(single)
+    weight_map = _read_index(index)
+    stored: dict[str, StoredTensor] = {}
+    problems = []
+    for file_name in sorted(set(weight_map.values())):
+        header = read_header(directory / file_name)
+        named = {name for name, file in weight_map.items() if file == file_name}
+        if absent := sorted(named - set(header)):
+            problems.append(f"{file_name} lacks {listing(absent)}")
+        if unlisted := sorted(set(header) - named):
+            problems.append(f"{file_name} holds {listing(unlisted)}, which the index does not place there")
+        stored.update(header)
+    if problems:
+        raise ConversionError(f"{index} does not fit its shards: {'; '.join(problems)}")
+    return stored
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConversionError(f"{index} cannot be read as a safetensors index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConversionError(f"{index} has an empty weight_map")
+    return {str(name): str(file) for name, file in weight_map.items()}

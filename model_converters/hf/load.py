@@ -1,0 +1,57 @@
+"""Loads a rank's parameters from an HF directory, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.hf.io import HFCheckpoint
+from model_converters.mapping.completeness import check_complete
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import TensorLoad, load_plan, local_slice
+from model_converters.mapping.table import BoundRow
+
+
+def load_tensors(
+    checkpoint: HFCheckpoint,
+    bound: Sequence[BoundRow],
+    layout: TrainLayout,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    dropped: Collection[str] = (),
+) -> None:
+    """Fills this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
+
+    The table must agree with the checkpoint and with `tensors`, names and shapes, before a byte is read; `dropped` are
+    tensors of the checkpoint that are left out on purpose (see mtp.settle_mtp).
+    Raises: ConversionError listing all that disagrees; LayoutError.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_complete(bound, checkpoint.shapes, shapes, layout=layout, rank=rank, dropped=dropped)
+    reads = []
+    for load in load_plan(bound, layout, rank):
+        target = tensors[load.mcore_name].detach()
+        if load.padded:
+            target.zero_()
+        for hf_name, piece in load.sources:
+            reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
+        for hf_name in load.copies:
+            if hf_name in checkpoint.shapes:
+                check_redundant(checkpoint, hf_name, load)
+    # In the order of the files, so that a disk reads forward only.
+    for _, _, hf_name, piece, target in sorted(reads, key=lambda read: read[:2]):
+        checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
+
+
+def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
+    """Raises: ConversionError when a tensor that is stored a second time differs from the one that is read."""
+    for own_name, piece in load.sources:
+        own, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
+        if not torch.equal(own, other):
+            why = "config.json says that they are tied; set tie_word_embeddings to false or remove the tensor"
+            if hf_name not in load.bound.row.redundant:
+                why = "multi-token prediction shares one tensor with the model"
+            raise ConversionError(f"{checkpoint.directory}: {hf_name} differs from {own_name}, but {why}")

@@ -1,0 +1,65 @@
+"""Which tensors of a checkpoint are FP8, and which are the scales of which weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from model_converters.errors import ConversionError, listing
+from model_converters.hf.quant import FP8, SCALE_SUFFIX, Block, scale_shape
+from model_converters.hf.shards import StoredTensor
+
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+def split_scales(
+    stored: Mapping[str, StoredTensor], block: Block | None, directory: Path
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """(weights without the scales, scales by the name of their weight); `block` is that of config.json.
+
+    Raises: ConversionError, ONE, naming every scale without weight, weight without scale, scale of another shape or
+    dtype, and every float8 tensor that is not block-quantised e4m3.
+    """
+    scales = {name: found for name, found in stored.items() if name.endswith(SCALE_SUFFIX)}
+    weights = {name: found for name, found in stored.items() if name not in scales}
+    quantised = {name for name, found in weights.items() if found.dtype == FP8}
+    problems = [f"{name} is {found.dtype}" for name, found in weights.items() if _is_other_float8(found.dtype)]
+    if (quantised or scales) and block is None:
+        found = sorted(quantised or scales)
+        problems.append(
+            f"{len(found)} FP8 tensors, such as {found[0]}, but config.json has no quantization_config; "
+            "it must name their weight_block_size"
+        )
+    problems += [
+        f"{name} has no float8 weight {name.removesuffix(SCALE_SUFFIX)}"
+        for name in scales
+        if name.removesuffix(SCALE_SUFFIX) not in quantised
+    ]
+    problems += [
+        f"{name} has no {name}{SCALE_SUFFIX}" for name in sorted(quantised) if name + SCALE_SUFFIX not in scales
+    ]
+    if block is not None:
+        for name in sorted(quantised):
+            problems += _misfit(name, weights[name], scales.get(name + SCALE_SUFFIX), block)
+    if problems:
+        raise ConversionError(f"{directory}: its FP8 weights and scales do not fit: {listing(problems)}")
+    return weights, {name: scales[name + SCALE_SUFFIX] for name in quantised}
+
+
+def _is_other_float8(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def _misfit(name: str, weight: StoredTensor, scale: StoredTensor | None, block: Block) -> list[str]:
+    if len(weight.shape) != 2:
+        return [f"{name} {weight.shape} is float8, but not a matrix"]
+    if scale is None:
+        return []
+    if scale.dtype not in _SCALE_DTYPES:
+        return [f"{name}{SCALE_SUFFIX} is {scale.dtype}"]
+    wanted = scale_shape(weight.shape, block)
+    if scale.shape != wanted:
+        return [f"{name}{SCALE_SUFFIX} {scale.shape} instead of {wanted} (blocks of {block})"]
+    return []

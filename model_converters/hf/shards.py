@@ -1,0 +1,156 @@
+"""The safetensors file format: headers read with every extent checked, and headers written.
+
+A file is: header length (uint64, little endian), a JSON header, then the data without holes. Reading the header
+ourselves is what tells a truncated shard apart, without touching its data.
+Source: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.mapping.transforms import Shape
+
+# The format's own limit; a larger number is a file of another kind.
+_MAX_HEADER_BYTES = 100_000_000
+_PREFIX_BYTES = 8
+# Reads of this size run at the speed of memcpy; one read of a whole tensor at three quarters of it (measured).
+_READ_BYTES = 256 * 2**10
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor's bytes are. Units: offset and num_bytes in bytes, offset from the start of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: Shape
+    offset: int
+    num_bytes: int
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a shard.
+
+    Raises: ConversionError naming the file when it is missing, truncated, or not safetensors.
+    """
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as opened:
+            prefix = opened.read(_PREFIX_BYTES)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == _PREFIX_BYTES else 0
+            if not 0 < length <= _MAX_HEADER_BYTES:
+                raise ConversionError(f"{file} is not a safetensors file, or is truncated ({file_bytes} bytes)")
+            raw = opened.read(length)
+    except OSError as error:
+        raise ConversionError(f"{file} cannot be read: {error.strerror}") from error
+    if len(raw) < length:
+        raise ConversionError(f"{file} is truncated: its header of {length} bytes does not fit in {file_bytes} bytes")
+    header = _parse(file, raw)
+    data_start = _PREFIX_BYTES + length
+    tensors = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
+    _check_extents(file, tensors, data_start, file_bytes)
+    return tensors
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ConversionError(f"{file} is not a safetensors file: its header is not an object")
+    return header
+
+
+def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    try:
+        dtype_name, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConversionError(f"{file}: the header entry of {name} is malformed: {entry}") from error
+    if dtype_name not in DTYPES:
+        raise ConversionError(f"{file}: {name} has dtype {dtype_name}, which is not supported")
+    dtype = DTYPES[dtype_name]
+    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+        raise ConversionError(f"{file}: {name} {dtype_name} {shape} does not have {end - begin} bytes")
+    return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _check_extents(file: Path, tensors: dict[str, StoredTensor], data_start: int, file_bytes: int) -> None:
+    reached, last = data_start, "the header"
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if stored.offset != reached:
+            raise ConversionError(f"{file}: {name} does not start where {last} ends; the file is corrupt")
+        reached, last = stored.offset + stored.num_bytes, name
+    if file_bytes < reached:
+        raise ConversionError(f"{file} is truncated: {last} ends at byte {reached}, the file at {file_bytes}")
+    if file_bytes > reached:
+        raise ConversionError(f"{file} is corrupt: {file_bytes - reached} bytes follow its last tensor")
+
+
+def layout_shard(
+    file: Path, tensors: Sequence[tuple[str, torch.dtype, Shape]]
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The header of a new shard, and where each tensor goes; wider dtypes first, so that all are aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
+        if dtype not in _NAMES:
+            raise ConversionError(f"{name} has dtype {dtype}, which safetensors cannot hold")
+        end = begin + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _PREFIX_BYTES)
+    data_start = _PREFIX_BYTES + len(raw)
+    stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
+    return struct.pack("<Q", len(raw)) + raw, stored
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writing to it changes the tensor."""
+    # Not Tensor.numpy(): torch would never again resize the tensor's storage, which may belong to a live model.
+    return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
+    """Raises: EOFError when the file ends first."""
+    while target:
+        read = os.preadv(descriptor, [target[:_READ_BYTES]], offset)
+        if read == 0:
+            raise EOFError
+        target, offset = target[read:], offset + read
+
+
+def write_exactly(descriptor: int, source: memoryview, offset: int) -> None:
+    """Raises: OSError, as when the disk is full."""
+    while source:
+        written = os.pwrite(descriptor, source, offset)
+        source, offset = source[written:], offset + written

@@ -1,0 +1,241 @@
+"""An atomic, sharded writer of HF directories that many processes can feed. Callers import it from io.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from model_converters.errors import ConversionError, listing
+from model_converters.families import missing_engine_fields
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.hf.fp8_export import exported_config
+from model_converters.hf.quant import FP8
+from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, write_exactly
+from model_converters.hf.side_files import copy_side_files, sync
+from model_converters.mapping.placement import Piece, TensorPlan
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class HFWriter:
+    """Writes an HF directory from planned pieces; the target appears whole, or not at all.
+
+    The plans fix where every byte goes, so each piece is written in place, straight to its file, in any order, by any
+    process that sees the file system: nothing is gathered, and no rank holds more than its own piece.
+
+        owner (one process):  begin(plans)   barrier   write(...)*           barrier   finish(source)
+        every other process:            barrier   attach(plans) write(...)* close()  barrier
+
+    Everything goes to `.<name>.partial` beside the target, which is renamed at the end. As a context manager it
+    removes what it began when the block raises.
+    """
+
+    def __init__(self, directory: Path | str, max_shard_bytes: int = 5 * 2**30) -> None:
+        self.directory = Path(directory).absolute()
+        self.max_shard_bytes = max_shard_bytes
+        self.partial = self.directory.with_name(f".{self.directory.name}.partial")
+        self._plans: dict[str, TensorPlan] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._written: dict[str, set[int]] = {}
+        self._owner = False
+
+    def begin(self, plans: Sequence[TensorPlan]) -> None:
+        """Creates the partial directory and its shards, headers written, data still empty.
+
+        Raises: ConversionError when the target exists and is not empty, cannot be created, or does not fit on the disk.
+        """
+        if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
+            raise ConversionError(f"{self.directory} exists already; remove it or choose another directory")
+        headers = self._lay_out(plans)
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self._check_space()
+            if self.partial.exists():
+                shutil.rmtree(self.partial)
+            self.partial.mkdir()
+            self._owner = True
+            for file, header in headers.items():
+                file_bytes = max(s.offset + s.num_bytes for s in self._stored.values() if s.file == file)
+                with file.open("wb") as opened:
+                    opened.write(header)
+                    opened.truncate(file_bytes)
+        except OSError as error:
+            raise ConversionError(f"{self.directory} cannot be written: {error}") from error
+
+    def attach(self, plans: Sequence[TensorPlan]) -> None:
+        """Joins a directory that another process has begun with the same plans and max_shard_bytes."""
+        self._lay_out(plans)
+        if not self.partial.is_dir():
+            raise ConversionError(f"{self.partial} does not exist; the owner must begin() before others attach()")
+
+    def write(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
+        """Writes one piece in place, converted to the plan's dtype (but FP8, which needs its scales).
+
+        Raises: ConversionError when the piece is not planned, of another shape, written before, or the disk is full.
+        """
+        self._check_piece(plan, piece, tensor)
+        stored = self._stored[plan.hf_name]
+        data = as_bytes(tensor.detach().to(device="cpu", dtype=plan.dtype).contiguous())
+        whole = not plan.shape or piece.length == plan.shape[piece.dim]
+        runs = 1 if whole else prod(plan.shape[: piece.dim])
+        run_bytes = len(data) // runs
+        stride = stored.num_bytes // runs
+        first = stored.offset + (0 if whole else piece.start * prod(plan.shape[piece.dim + 1 :]) * plan.dtype.itemsize)
+        try:
+            descriptor = self._descriptor(stored.file)
+            for run in range(runs):
+                write_exactly(descriptor, data[run * run_bytes : (run + 1) * run_bytes], first + run * stride)
+        except OSError as error:
+            raise ConversionError(f"{stored.file} cannot be written: {error.strerror}") from error
+        self._written.setdefault(plan.hf_name, set()).add(piece.start)
+
+    def close(self) -> None:
+        """Makes this process's pieces durable and tells the owner which they are. Not for the owner."""
+        self._sync_files()
+        note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
+        write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
+
+    def finish(self, source: Path | str | None = None, config: Mapping[str, Any] | None = None) -> None:
+        """Checks that every piece was written, adds the index, config.json and tokenizer files, and renames.
+
+        source: HF directory from which config.json, generation_config.json and tokenizer files are copied; config
+        replaces its config.json. The dtype and the quantization that config.json names become those of the tensors.
+        Raises: ConversionError listing the tensors that are incomplete; then nothing is renamed.
+        """
+        self._merge_notes()
+        incomplete = [
+            name
+            for name, plan in self._plans.items()
+            if self._written.get(name, set()) != {p.start for p in plan.pieces}
+        ]
+        if incomplete:
+            raise ConversionError(f"{self.directory}: {len(incomplete)} tensors are incomplete: {listing(incomplete)}")
+        try:
+            self._sync_files()
+            self._write_index()
+            self._add_files(source, config)
+            sync(self.partial)
+            os.rename(self.partial, self.directory)
+            sync(self.directory.parent)
+        except OSError as error:
+            raise ConversionError(f"{self.directory} cannot be written: {error}") from error
+
+    def abort(self) -> None:
+        """Closes the files and, in the owner, removes the partial directory."""
+        self._close_files()
+        if self._owner:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+
+    def _lay_out(self, plans: Sequence[TensorPlan]) -> dict[Path, bytes]:
+        self._plans = {plan.hf_name: plan for plan in plans}
+        if len(self._plans) != len(plans):
+            raise ConversionError(f"{self.directory}: the plan names a tensor twice")
+        if not plans:
+            raise ConversionError(f"{self.directory}: the plan holds no tensor")
+        groups = _shard_groups(plans, self.max_shard_bytes)
+        headers = {}
+        for number, group in enumerate(groups, start=1):
+            name = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = self.partial / name
+            headers[file], stored = layout_shard(file, [(plan.hf_name, plan.dtype, plan.shape) for plan in group])
+            self._stored.update(stored)
+        return headers
+
+    def _check_space(self) -> None:
+        needed = sum(stored.num_bytes for stored in self._stored.values())
+        free = shutil.disk_usage(self.directory.parent).free
+        if needed > free:
+            raise ConversionError(
+                f"{self.directory}: {needed / 2**30:.2f} GiB are needed, the disk has {free / 2**30:.2f} GiB free"
+            )
+
+    def _check_piece(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
+        known = self._plans.get(plan.hf_name)
+        if known is None or piece not in known.pieces:
+            raise ConversionError(f"{self.directory}: {piece} of {plan.hf_name} is not planned")
+        if tuple(tensor.shape) != plan.piece_shape(piece):
+            raise ConversionError(
+                f"{plan.hf_name}: {piece} needs shape {plan.piece_shape(piece)}, got {tuple(tensor.shape)}"
+            )
+        if plan.dtype == FP8 and tensor.dtype != FP8:
+            raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before it is written")
+        if piece.start in self._written.get(plan.hf_name, ()):
+            raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, os.O_WRONLY)
+        return self._descriptors[file]
+
+    def _sync_files(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _merge_notes(self) -> None:
+        for note in self.partial.glob("pieces.*.json"):
+            for name, starts in json.loads(note.read_text()).items():
+                self._written.setdefault(name, set()).update(starts)
+            note.unlink()
+
+    def _write_index(self) -> None:
+        files = {stored.file for stored in self._stored.values()}
+        if len(files) == 1:
+            return
+        total = sum(stored.num_bytes for stored in self._stored.values())
+        weight_map = {name: stored.file.name for name, stored in sorted(self._stored.items())}
+        write_json(self.partial / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _add_files(self, source: Path | str | None, config: Mapping[str, Any] | None) -> None:
+        if source is not None:
+            copy_side_files(source, self.partial)
+            config = config or read_hf_config(Path(source))
+        if config is not None:
+            exported = exported_config(config, self._plans.values())
+            write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
+
+
+def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[TensorPlan]]:
+    groups: list[list[TensorPlan]] = [[]]
+    filled = 0
+    for plan in plans:
+        num_bytes = prod(plan.shape) * plan.dtype.itemsize
+        if groups[-1] and filled + num_bytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(plan)
+        filled += num_bytes
+    return groups
+
+
+def write_json(file: Path, value: Any) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        json.dump(value, opened, indent=2)
+        opened.write("\n")
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -1,0 +1,1 @@
+"""The weight table: rows, transforms, layouts, and who holds and writes what."""

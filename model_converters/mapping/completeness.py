@@ -1,0 +1,105 @@
+"""Proof that a table, a checkpoint, a model and a plan agree, before a byte moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from model_converters.errors import ConversionError, listing
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement, TensorPlan, local_shape
+from model_converters.mapping.table import BoundRow
+from model_converters.mapping.transforms import Shape
+
+
+def check_complete(
+    bound: Sequence[BoundRow],
+    hf_names: Iterable[str] | Mapping[str, Shape] | None = None,
+    model_names: Iterable[str] | Mapping[str, Shape] | None = None,
+    *,
+    layout: TrainLayout | None = None,
+    rank: int | None = None,
+    plans: Sequence[TensorPlan] | None = None,
+    dropped: Collection[str] = (),
+) -> None:
+    """Compares the table with whatever is given; both ways, everything at once.
+
+    hf_names: tensors of a checkpoint or an engine. model_names: canonical names of a model; of one rank when `rank`
+    is given, else of all ranks of `layout` together (None: one rank). Either may map names to shapes, and then the
+    shapes are compared too (of a model: the local ones, which needs `rank`). plans: must hold every HF tensor of the
+    table once, tiled exactly once. dropped: HF tensors that are not in the table on purpose.
+
+    Raises: ConversionError, ONE, listing what is missing, unknown, claimed twice, of another shape or untiled.
+    """
+    layout = layout or TrainLayout(1)
+    problems: list[str] = []
+    hf_shapes = {name: shape for b in bound for name, shape in zip(b.hf, b.row.shapes, strict=True)}
+    if hf_names is not None:
+        optional = {*dropped, *(name for b in bound for name in b.row.redundant)}
+        problems += _compare("HF tensors", hf_shapes, hf_names, optional=optional)
+    if model_names is not None:
+        problems += _compare("model tensors", _model_shapes(bound, layout, rank), model_names)
+    if plans is not None:
+        problems += _compare("planned HF tensors", hf_shapes, [plan.hf_name for plan in plans])
+        problems += untiled(plans)
+    if problems:
+        raise ConversionError("the weight table does not fit:\n  " + "\n  ".join(problems))
+
+
+def _model_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int | None) -> dict[str, Shape]:
+    placement = Placement(bound, layout)
+    if rank is None:
+        return {b.mcore: () for b in bound if any(True for _ in placement.holdings(b))}
+    at = layout.coordinates(rank)
+    held = ((b, placement.shard_at(b, at)) for b in bound)
+    return {b.mcore: local_shape(b.row, shard[1]) for b, shard in held if shard is not None}
+
+
+def _compare(
+    what: str,
+    wanted: Mapping[str, Shape],
+    given: Iterable[str] | Mapping[str, Shape],
+    optional: Iterable[str] = (),
+) -> list[str]:
+    counts = Counter(iter(given))
+    known = {*wanted, *optional}
+    found = {
+        "missing": [name for name in wanted if name not in counts],
+        "unknown": [name for name in counts if name not in known],
+        "claimed twice": [name for name, count in counts.items() if count > 1],
+    }
+    if isinstance(given, Mapping):
+        found["of another shape"] = [
+            f"{name} {tuple(given[name])} instead of {shape}"
+            for name, shape in wanted.items()
+            if name in given and tuple(given[name]) != shape
+        ]
+    return [f"{len(names)} {what} {kind}: {listing(names)}" for kind, names in found.items() if names]
+
+
+def untiled(plans: Iterable[TensorPlan]) -> list[str]:
+    """One line per stretch of an HF tensor that no piece, or more than one piece, covers."""
+    problems = []
+    for plan in plans:
+        dims = {piece.dim for piece in plan.pieces}
+        if len(dims) != 1:
+            problems.append(
+                f"{plan.hf_name}: {'no pieces' if not dims else f'pieces along several dims {sorted(dims)}'}"
+            )
+            continue
+        dim = dims.pop()
+        length = plan.shape[dim] if plan.shape else 1
+        reached = 0
+        for piece in sorted(plan.pieces, key=lambda piece: (piece.start, piece.length)):
+            if piece.start > reached:
+                problems.append(f"{plan.hf_name}: [{reached}, {piece.start}) of dim {dim} is untiled")
+            if piece.start < reached:
+                end = min(reached, piece.start + piece.length)
+                problems.append(f"{plan.hf_name}: [{piece.start}, {end}) of dim {dim} is claimed twice, by {piece}")
+            reached = max(reached, piece.start + piece.length)
+        if reached != length:
+            extent = (
+                f"[{reached}, {length}) of dim {dim} is untiled" if reached < length else f"dim {dim} ends at {length}"
+            )
+            problems.append(f"{plan.hf_name}: {extent}")
+    return problems

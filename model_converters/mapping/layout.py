@@ -1,0 +1,201 @@
+"""Where a rank of a Megatron training job sits, and which layers its stage holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from model_converters.errors import LayoutError
+from model_converters.mapping.pipeline_layout import DECODER, MTP, check_stages, parse_stages
+
+
+class Coordinates(NamedTuple):
+    """A rank's index along every axis. tp, cp, dp place the dense weights; etp, ep, edp the experts; pp both."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """Sizes of the parallel axes, in Megatron's default rank order.
+
+    Dense weights: rank = tp + TP * (cp + CP * (dp + DP * pp)).
+    Experts: rank = etp + ETP * (ep + EP * (edp + EDP * pp)).
+    Source: megatron.core.parallel_state.initialize_model_parallel, order "tp-cp-ep-dp-pp".
+
+    `pipeline_layout` (see pipeline_layout.py) fixes what every stage and chunk holds, and with it vpp.
+
+    Raises: LayoutError when the sizes do not divide the world.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    vpp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    pipeline_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tp", "pp", "ep", "etp", "cp"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
+        if self.world_size % dense:
+            raise LayoutError(
+                f"world size {self.world_size} is not a multiple of "
+                f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {dense}"
+            )
+        if self.world_size % expert:
+            raise LayoutError(
+                f"world size {self.world_size} is not a multiple of "
+                f"etp {self.etp} x ep {self.ep} x pp {self.pp} = {expert}"
+            )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.vpp is not None and self.vpp < 1:
+            raise LayoutError(f"vpp is {self.vpp}; it must be at least 1, or unset")
+        ends = self.first_stage_layers is not None or self.last_stage_layers is not None
+        if self.pp == 1 and self.vpp is not None and self.vpp > 1:
+            raise LayoutError(f"vpp {self.vpp} needs more than one pipeline stage; set pp > 1 or leave vpp unset")
+        if self.pp == 1 and ends:
+            raise LayoutError("first_stage_layers and last_stage_layers need more than one pipeline stage; set pp > 1")
+        if self.pipeline_layout is None:
+            return
+        if ends:
+            raise LayoutError("pipeline_layout replaces first_stage_layers and last_stage_layers; leave them unset")
+        if self.pp == 1:
+            raise LayoutError("pipeline_layout needs more than one pipeline stage; set pp > 1")
+        self._follow_pipeline_layout(self.pipeline_layout)
+
+    def _follow_pipeline_layout(self, text: str) -> None:
+        stages = parse_stages(text)
+        check_stages(text, stages)
+        chunks, rest = divmod(len(stages), self.pp)
+        if rest:
+            raise LayoutError(f"pipeline_layout {text!r} has {len(stages)} stages, which pp {self.pp} does not divide")
+        if (self.vpp or chunks) != chunks:
+            raise LayoutError(
+                f"pipeline_layout {text!r} has {len(stages)} stages, {chunks} for each of pp {self.pp}, but vpp is "
+                f"{self.vpp}; leave vpp unset"
+            )
+        object.__setattr__(self, "vpp", chunks if chunks > 1 else None)  # frozen, and still being made
+
+    @property
+    def num_mtp_layers(self) -> int | None:
+        """Multi-token-prediction layers that pipeline_layout places; None without it: as many as the model has."""
+        return None if self.pipeline_layout is None else self.pipeline_layout_stages()[-1].count(MTP)
+
+    def pipeline_layout_stages(self) -> tuple[str, ...]:
+        """What pipeline_layout says of every stage, in the order in which data passes them."""
+        assert self.pipeline_layout is not None
+        return parse_stages(self.pipeline_layout)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense weights, without context parallelism."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage; stage p holds ranks p * stage_size up to (p + 1) * stage_size."""
+        return self.world_size // self.pp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Raises: LayoutError when the world has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
+        pp, inner = divmod(rank, self.stage_size)
+        dense, tp = divmod(inner, self.tp)
+        expert, etp = divmod(inner, self.etp)
+        dp, cp = divmod(dense, self.cp)
+        edp, ep = divmod(expert, self.ep)
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
+
+    def dense_holders(self, stage: int, shard: int | None) -> range:
+        """Ranks that hold shard `shard` (None: the whole) of a dense weight of pipeline stage `stage`."""
+        first = stage * self.stage_size
+        if shard is None:
+            return range(first, first + self.stage_size)
+        return range(first + shard, first + self.stage_size, self.tp)
+
+    def expert_holders(self, stage: int, ep: int, shard: int) -> range:
+        """Ranks that hold etp shard `shard` of the experts of expert-parallel index `ep` in stage `stage`."""
+        first = stage * self.stage_size
+        return range(first + shard + self.etp * ep, first + self.stage_size, self.etp * self.ep)
+
+    def stage_layers(self, num_layers: int) -> list[list[range]]:
+        """Global layers by [pipeline stage][virtual chunk]; chunks are dealt to the stages in turn.
+
+        Source: megatron.core.transformer.transformer_layer.get_transformer_layer_offset.
+        Raises: LayoutError when the layers do not divide.
+        """
+        stages: list[list[range]] = [[] for _ in range(self.pp)]
+        start = 0
+        for index, count in enumerate(self._chunk_counts(num_layers)):
+            stages[index % self.pp].append(range(start, start + count))
+            start += count
+        return stages
+
+    def stage_of_layer(self, num_layers: int) -> list[int]:
+        """Pipeline stage of every global layer."""
+        stages = [0] * num_layers
+        for stage, chunks in enumerate(self.stage_layers(num_layers)):
+            for layers in chunks:
+                for layer in layers:
+                    stages[layer] = stage
+        return stages
+
+    def final_norm_stage(self, num_layers: int) -> int:
+        """Pipeline stage of the norm behind the last layer. Megatron puts it behind the last decoder layer where the
+        model has multi-token prediction (0.16.1), else on the last stage."""
+        return self.stage_of_layer(num_layers)[-1] if self.num_mtp_layers else self.pp - 1
+
+    def _chunk_counts(self, num_layers: int) -> list[int]:
+        """Decoder layers of every chunk, in the order in which data passes them."""
+        if self.pipeline_layout is not None:
+            counts = [stage.count(DECODER) for stage in self.pipeline_layout_stages()]
+            if sum(counts) != num_layers:
+                raise LayoutError(
+                    f"pipeline_layout {self.pipeline_layout!r} places {sum(counts)} decoder layers (t), but the model "
+                    f"has {num_layers} (num_hidden_layers)"
+                )
+            return counts
+        chunks = self.vpp or 1
+        counts = self._stage_counts(num_layers)
+        for stage, count in enumerate(counts):
+            if count % chunks:
+                raise LayoutError(f"the {count} layers of pipeline stage {stage} are not a multiple of vpp {chunks}")
+        return [count // chunks for count in counts] * chunks
+
+    def _stage_counts(self, num_layers: int) -> list[int]:
+        first, last = self.first_stage_layers, self.last_stage_layers
+        left = num_layers - (first or 0) - (last or 0)
+        stages = self.pp - (first is not None) - (last is not None)
+        if left < 0 or (stages == 0 and left):
+            raise LayoutError(
+                f"first_stage_layers {first} and last_stage_layers {last} do not fit "
+                f"the {num_layers} layers (num_hidden_layers) of pp {self.pp}"
+            )
+        if stages and left % stages:
+            raise LayoutError(
+                f"{left} layers cannot be divided evenly over {stages} pipeline stages "
+                f"(num_hidden_layers {num_layers}, pp {self.pp}); set first_stage_layers or last_stage_layers"
+            )
+        middle = [left // stages] * stages if stages else []
+        return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]

@@ -1,0 +1,145 @@
+"""Who holds which shard of which bound row in a layout, and the values that plans are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from model_converters.errors import ConversionError, LayoutError
+from model_converters.mapping.layout import Coordinates, TrainLayout
+from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
+from model_converters.mapping.transforms import Segment, Shape
+
+
+class Piece(NamedTuple):
+    """`length` indices along `dim`: of the HF tensor from `start`, of the rank's local mcore tensor from `local_start`.
+
+    `part` is the HF tensor's index in its row. Along every other dimension a piece spans the whole tensor.
+    """
+
+    rank: int
+    mcore_name: str
+    part: int
+    dim: int
+    start: int
+    length: int
+    local_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One HF tensor and the pieces that tile it, exactly once, along one dimension; sorted by start."""
+
+    hf_name: str
+    shape: Shape
+    dtype: torch.dtype
+    group: str
+    pieces: tuple[Piece, ...]
+
+    def piece_shape(self, piece: Piece) -> Shape:
+        if not self.shape:
+            return ()
+        return (*self.shape[: piece.dim], piece.length, *self.shape[piece.dim + 1 :])
+
+
+class Holding(NamedTuple):
+    """One shard of a bound row: the ranks that hold it, all alike."""
+
+    ranks: range
+    shard: int
+    num_shards: int
+
+
+class Placement:
+    """Answers, for one table and one layout, who holds what.
+
+    Raises: LayoutError listing everything that the layout does not divide.
+    """
+
+    def __init__(self, bound: Sequence[BoundRow], layout: TrainLayout) -> None:
+        self.layout = layout
+        num_layers = 1 + max((b.layer for b in bound if b.layer is not None), default=-1)
+        self._stage_of_layer = layout.stage_of_layer(num_layers)
+        self._final_norm_stage = layout.final_norm_stage(num_layers)
+        self._check({id(b.row): b.row for b in bound}.values())
+        self._check_mtp(bound)
+
+    def holdings(self, bound: BoundRow) -> Iterator[Holding]:
+        """One per shard; none for a tied head that shares the first stage's tensor."""
+        row, layout = bound.row, self.layout
+        if row.copy_of_embedding and layout.pp == 1:
+            return
+        stage = self.stage(bound)
+        if bound.expert is not None:
+            ep = bound.expert // (row.num_experts // layout.ep)
+            if row.axis == "none":
+                raise ConversionError(f"{bound.mcore}: an expert weight without an etp dimension is not supported")
+            for shard in range(layout.etp):
+                yield Holding(layout.expert_holders(stage, ep, shard), shard, layout.etp)
+        elif row.axis == "none":
+            yield Holding(layout.dense_holders(stage, None), 0, 1)
+        else:
+            for shard in range(layout.tp):
+                yield Holding(layout.dense_holders(stage, shard), shard, layout.tp)
+
+    def stage(self, bound: BoundRow) -> int:
+        if bound.layer is not None:
+            return self._stage_of_layer[bound.layer]
+        if bound.mcore == FINAL_NORM:
+            return self._final_norm_stage
+        return 0 if bound.row.place == "embedding" else self.layout.pp - 1
+
+    def shard_at(self, bound: BoundRow, at: Coordinates) -> tuple[int, int] | None:
+        """(shard, num_shards) of the row that the rank at `at` holds, or None."""
+        row, layout = bound.row, self.layout
+        if self.stage(bound) != at.pp or (row.copy_of_embedding and layout.pp == 1):
+            return None
+        if bound.expert is not None:
+            held = bound.expert // (row.num_experts // layout.ep) == at.ep
+            return (at.etp, layout.etp) if held else None
+        return (0, 1) if row.axis == "none" else (at.tp, layout.tp)
+
+    def _check_mtp(self, bound: Sequence[BoundRow]) -> None:
+        placed = self.layout.num_mtp_layers
+        held = len({b.mcore.split(".")[2] for b in bound if b.mcore.startswith("mtp.layers.")})
+        if placed is not None and placed != held:
+            raise LayoutError(
+                f"pipeline_layout places {placed} multi-token-prediction layers (m), but the model has {held}"
+            )
+
+    def _check(self, rows: Iterable[Row]) -> None:
+        layout = self.layout
+        rows = list(rows)
+        problems = set()
+        if layout.ep > 1 and not any(row.num_experts for row in rows):
+            problems.add(f"ep {layout.ep} needs a model with experts; set ep to 1")
+        for row in rows:
+            if row.num_experts % layout.ep:
+                problems.add(f"{row.num_experts} experts are not a multiple of ep {layout.ep}")
+            size = {"tp": layout.tp, "etp": layout.etp, "none": 1}[row.axis]
+            refusal = row.transform.refusal(row.shapes, row.dim, size) if size > 1 else ""
+            if refusal:
+                problems.add(f"{row.split_by or row.mcore} {refusal.format(axis=row.axis)}")
+        if problems:
+            raise LayoutError("; ".join(sorted(problems)))
+
+
+@lru_cache(maxsize=4096)
+def segments_of(row: Row, shard: int, num_shards: int) -> tuple[Segment, ...]:
+    """The row's transform applied to one shard (experts and layers share the result)."""
+    if not row.shapes[0]:
+        return (Segment(0, 0, 0, 1),)
+    return row.transform.segments(row.shapes, row.dim, shard, num_shards)
+
+
+def local_shape(row: Row, num_shards: int) -> Shape:
+    """Shape of one rank's mcore tensor."""
+    shape = row.shapes[0]
+    if not shape:
+        return ()
+    length = row.transform.local_length(row.shapes, row.dim, num_shards)
+    return (*shape[: row.dim], length, *shape[row.dim + 1 :])

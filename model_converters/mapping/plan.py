@@ -1,0 +1,173 @@
+"""Which slice of which HF tensor is on which rank: a pure function of the bound table and a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from math import prod
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.mapping.completeness import check_complete
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Piece, Placement, TensorPlan, local_shape, segments_of
+from model_converters.mapping.table import BoundRow
+from model_converters.mapping.transforms import Shape
+
+__all__ = [
+    "Piece",
+    "TensorLoad",
+    "TensorPlan",
+    "check_complete",
+    "export_pieces",
+    "export_plan",
+    "load_plan",
+    "local_shapes",
+    "local_shapes_by_rank",
+    "local_slice",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLoad:
+    """What one rank reads for one local mcore tensor: sources are (HF name, piece), what they leave is padding.
+    `copies` are HF tensors that, where the checkpoint has them, must hold the same values."""
+
+    mcore_name: str
+    shape: Shape
+    bound: BoundRow
+    sources: tuple[tuple[str, Piece], ...]
+    copies: tuple[str, ...] = ()
+
+    @property
+    def padded(self) -> bool:
+        covered = sum(piece.length for _, piece in self.sources)
+        return bool(self.shape) and covered < self.shape[self.bound.row.dim]
+
+
+def local_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> dict[str, Shape]:
+    """Canonical name -> shape of everything that `rank` holds."""
+    return {load.mcore_name: load.shape for load in load_plan(bound, layout, rank)}
+
+
+def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list[dict[str, Shape]]:
+    """local_shapes of every rank, in one pass over the table.
+
+    Raises: LayoutError listing everything that does not divide.
+    """
+    placement = Placement(bound, layout)
+    held: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
+    for row in bound:
+        for holding in placement.holdings(row):
+            shape = local_shape(row.row, holding.num_shards)
+            for rank in holding.ranks:
+                held[rank][row.mcore] = shape
+    return held
+
+
+def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPlan]:
+    """Every HF tensor with the one writer of each of its slices; tensors of one layer are consecutive.
+
+    Replicas share the work: each slice goes to that holder which has the fewest bytes so far.
+    Raises: LayoutError listing everything that does not divide.
+    """
+    placement = Placement(bound, layout)
+    writers = _Writers()
+    plans = []
+    for row in bound:
+        if row.row.copy_of_embedding:
+            continue
+        pieces: list[list[Piece]] = [[] for _ in row.hf]
+        for holding in placement.holdings(row):
+            segments = segments_of(row.row, holding.shard, holding.num_shards)
+            rank = writers.pick(holding.ranks, prod(local_shape(row.row, holding.num_shards)) * row.dtype.itemsize)
+            for part, start, local_start, length in segments:
+                pieces[part].append(Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
+        for name, shape, tiles in zip(row.hf, row.row.shapes, pieces, strict=True):
+            plans.append(TensorPlan(name, shape, row.dtype, row.group, tuple(tiles)))
+    return plans
+
+
+class _Writers:
+    """Per set of replicas a heap of (bytes so far, rank), so that a pick costs the logarithm of the replicas."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[range, list[tuple[int, int]]] = {}
+
+    def pick(self, replicas: range, num_bytes: int) -> int:
+        if len(replicas) == 1:
+            return replicas[0]
+        heap = self._heaps.get(replicas)
+        if heap is None:
+            heap = self._heaps[replicas] = [(0, rank) for rank in replicas]
+        written, rank = heap[0]
+        heapreplace(heap, (written + num_bytes, rank))
+        return rank
+
+
+def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list[TensorLoad]:
+    """What `rank` holds and, for each tensor, the HF slices it is made of.
+
+    Raises: LayoutError listing everything that does not divide.
+    """
+    placement, at = Placement(bound, layout), layout.coordinates(rank)
+    held: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
+    for row in bound:
+        shard = placement.shard_at(row, at)
+        if shard is not None:
+            held.setdefault(row.mcore, []).append((row, shard))
+    return [_load(rank, rows) for rows in held.values()]
+
+
+def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> TensorLoad:
+    """Of several rows with one mcore tensor the first is read; a row that others repeat stands before them."""
+    row, (shard, num_shards) = rows[0]
+    sources = tuple(
+        (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
+        for part, start, local_start, length in segments_of(row.row, shard, num_shards)
+    )
+    named = (name for other, _ in rows for name in (*other.row.redundant, other.row.repeats, *other.hf))
+    copies = tuple(name for name in named if name and name not in row.hf)
+    return TensorLoad(row.mcore, local_shape(row.row, num_shards), row, sources, copies)
+
+
+def local_slice(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The view of a rank's local mcore tensor that a piece stands for."""
+    return tensor.narrow(piece.dim, piece.local_start, piece.length) if tensor.dim() else tensor
+
+
+def export_pieces(
+    plan: Iterable[TensorPlan], tensors: Mapping[str, torch.Tensor], rank: int
+) -> Iterator[tuple[TensorPlan, Piece, torch.Tensor]]:
+    """This rank's slices in HF layout, in the plan's order, all of them views of `tensors` (nothing is copied).
+
+    `tensors` maps canonical names to local mcore tensors. A view has the local tensor's dtype and device; copying it
+    into a buffer of the plan's dtype converts it. A slice along dim 0 is contiguous when its tensor is.
+    Raises: ConversionError when a tensor is missing or its shape does not fit.
+    """
+    for tensor_plan in plan:
+        for piece in tensor_plan.pieces:
+            if piece.rank != rank:
+                continue
+            tensor = tensors.get(piece.mcore_name)
+            if tensor is None:
+                raise ConversionError(
+                    f"rank {rank} has no {piece.mcore_name}, which it is to write to {tensor_plan.hf_name}"
+                )
+            yield tensor_plan, piece, _fitting(tensor.detach(), tensor_plan, piece)
+
+
+def _fitting(tensor: torch.Tensor, plan: TensorPlan, piece: Piece) -> torch.Tensor:
+    wanted = plan.piece_shape(piece)
+    fits = tensor.dim() == len(wanted)
+    if fits and wanted:
+        fits = piece.local_start + piece.length <= tensor.shape[piece.dim]
+    view = local_slice(tensor, piece) if fits else tensor
+    if tuple(view.shape) != wanted:
+        raise ConversionError(
+            f"rank {piece.rank}: {piece.mcore_name} {tuple(tensor.shape)} has no slice of shape {wanted} "
+            f"from {piece.local_start} of dim {piece.dim} for {plan.hf_name}"
+        )
+    return view

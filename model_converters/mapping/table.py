@@ -1,0 +1,117 @@
+"""Rows of a family's weight table, and their binding to exact names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from model_converters.errors import ConversionError, listing
+from model_converters.mapping.transforms import Shape, Transform
+
+Axis = Literal["tp", "etp", "none"]
+Place = Literal["embedding", "layer", "head", "mtp"]
+FINAL_NORM = "decoder.final_layernorm.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table, read both ways.
+
+    `{l}` and `{e}` in the names stand for the global layer and expert index; they are bound to `layers` and
+    range(num_experts). `shapes` are those of the whole HF parts. `axis` is the parallel axis that divides `dim`
+    ("none": every rank of the stage holds it all), `split_by` the key of config.json that counts what is divided
+    (for messages). `copy_of_embedding` marks the head of a model with tied embeddings: with more than one pipeline
+    stage the last one holds its own copy, which is loaded but never exported. `redundant` HF names may be in a
+    checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
+    quantised blocks. `repeats` names an HF tensor that this row's must equal: another row has the same mcore tensor,
+    which is loaded through whichever of the two its rank holds, and written to both.
+    """
+
+    mcore: str
+    hf: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    transform: Transform
+    axis: Axis = "none"
+    dim: int = 0
+    split_by: str = ""
+    place: Place = "layer"
+    layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    dtype: torch.dtype | None = None
+    copy_of_embedding: bool = False
+    redundant: tuple[str, ...] = ()
+    fp8: bool = False
+    repeats: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRow:
+    """A row with exact names. group is "embedding", "layer.<l>", "head" or "mtp"; dtype is that of the HF tensors."""
+
+    row: Row
+    mcore: str
+    hf: tuple[str, ...]
+    dtype: torch.dtype
+    group: str
+    layer: int | None
+    expert: int | None
+
+
+def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) -> list[BoundRow]:
+    """Binds every placeholder; rows of one group are consecutive: embedding, layers, head, multi-token prediction.
+
+    Raises: ConversionError listing every name that two rows claim and every layer that the model does not have.
+    """
+    num_layers = int(hf_config["num_hidden_layers"])
+    parts: dict[str, list[BoundRow]] = {
+        "embedding": [],
+        **{f"layer.{layer}": [] for layer in range(num_layers)},
+        "head": [],
+        "mtp": [],
+    }
+    problems = []
+    for row in rows:
+        outside = [layer for layer in row.layers if not 0 <= layer < num_layers]
+        if outside:
+            problems.append(f"{row.mcore} is bound to layers {outside} of {num_layers}")
+            continue
+        for bound in _bindings(row, dtype):
+            parts[bound.group].append(bound)
+    bound_rows = [bound for group in parts.values() for bound in group]
+    problems += _claimed_twice(bound_rows)
+    if problems:
+        raise ConversionError(f"weight table of {hf_config.get('model_type')}: {listing(problems)}")
+    return bound_rows
+
+
+def _bindings(row: Row, dtype: torch.dtype) -> list[BoundRow]:
+    layers: Sequence[int | None] = row.layers if row.place == "layer" else (None,)
+    experts: Sequence[int | None] = range(row.num_experts) if row.num_experts else (None,)
+    kept = row.dtype or dtype
+    found = []
+    for layer in layers:
+        group = row.place if layer is None else f"layer.{layer}"
+        for expert in experts:
+            names = [_fill(name, layer, expert) for name in (row.mcore, *row.hf)]
+            found.append(BoundRow(row, names[0], tuple(names[1:]), kept, group, layer, expert))
+    return found
+
+
+def _fill(name: str, layer: int | None, expert: int | None) -> str:
+    return name.replace("{l}", str(layer)).replace("{e}", str(expert))
+
+
+def _claimed_twice(bound_rows: Sequence[BoundRow]) -> list[str]:
+    owners: dict[str, str] = {}
+    problems = []
+    for bound in bound_rows:
+        hf_names = () if bound.row.copy_of_embedding else bound.hf
+        mcore_names = () if bound.row.repeats else (bound.mcore,)
+        for name in (*(f"mcore {name}" for name in mcore_names), *(f"HF {name}" for name in hf_names)):
+            if name in owners:
+                problems.append(f"{name} is claimed by {owners[name]} and {bound.row.mcore}")
+            owners[name] = bound.row.mcore
+    return problems

@@ -1,0 +1,134 @@
+"""Calls of all ranks of an engine, with an executor that loses what vLLM's loses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_rl.engines.vllm.ranks import EngineRanks, RankMethods
+from mcore_rl.errors import ConfigError, WeightSyncError, WorkerDiedError
+
+
+class Worker(RankMethods):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def add(self, number: int) -> int:
+        return 10 * self.rank + number
+
+    def refuse(self, ranks: list[int], same: bool) -> str:
+        if self.rank in ranks:
+            raise ConfigError("set it" if same else f"set it on {self.rank}")
+        return "done"
+
+    def stumble(self) -> None:
+        raise KeyError("no such layer")
+
+
+class Executor:
+    """Ranks in this process; `silent` ones do not answer. Answers that nobody fetched come first, as from a queue."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.queues: list[tuple[Worker, list[Any]]] = [(Worker(rank), []) for rank in range(num_ranks)]
+        self.silent: set[int] = set()
+        self.timeouts: list[float | None] = []
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
+        self.timeouts.append(timeout)
+        for worker, answers in self.queues:
+            answers.append(getattr(worker, method)(*args) if method == "answer" else method)
+        if self.silent:
+            raise TimeoutError("RPC call timed out.")
+        return [answers.pop(0) for _, answers in self.queues]
+
+
+class Engine:
+    """What EngineRanks uses of vllm's LLMEngine."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.model_executor = Executor(num_ranks)
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self.model_executor.collective_rpc(method, timeout, args)
+
+
+def test_results_come_by_rank() -> None:
+    assert EngineRanks(Engine(3), "engine 4", 60).call("add", 5) == [5, 15, 25]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "same", "message"),
+    [
+        ([0, 1], True, "set it (engine 4, rank 0, 1 of 3)"),
+        ([1], True, "set it (engine 4, rank 1 of 3)"),
+        ([1, 2], False, "set it on 1 (engine 4, rank 1 of 3)"),
+    ],
+)
+def test_an_error_of_ours_keeps_its_type_and_names_the_ranks(ranks: list[int], same: bool, message: str) -> None:
+    calls = EngineRanks(Engine(3), "engine 4", 60)
+    with pytest.raises(ConfigError) as caught:
+        calls.call("refuse", ranks, same)
+    assert str(caught.value) == message
+    assert calls.call("add", 1) == [1, 11, 21]
+
+
+def test_a_single_rank_is_the_engine() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineRanks(Engine(1), "engine 4", 60).call("refuse", [0], True)
+    assert str(caught.value) == "set it (engine 4)"
+
+
+@pytest.mark.parametrize(("method", "end"), [("stumble", "KeyError: 'no such layer'"), ("remove", "'remove'")])
+def test_any_other_error_comes_with_the_end_of_its_traceback(method: str, end: str) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        EngineRanks(Engine(2), "engine 4", 60).call(method)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"engine 4, rank 0, 1 of 2 failed in `{method}`:"
+    assert lines[-1].endswith(end)
+    assert any("vllm_ranks.py" in line for line in lines)
+
+
+def test_an_engine_that_lacks_an_answer_gives_none_to_later_calls() -> None:
+    engine = Engine(2)
+    calls = EngineRanks(engine, "engine 4", 60)
+    engine.model_executor.silent = {1}
+    with pytest.raises(WorkerDiedError, match=r"engine 4: not every rank answered `add` within 60 s \(cluster\.coll"):
+        calls.call("add", 1)
+    engine.model_executor.silent = set()
+    with pytest.raises(WorkerDiedError, match="not every rank answered `add`"):
+        calls.call("add", 2)
+    with pytest.raises(WorkerDiedError, match="not every rank answered `add`"), calls.waiting("execute_model"):
+        pytest.fail("a step would take the answer of `add` for its own")
+
+
+def test_states_of_the_processes_are_told() -> None:
+    engine = Engine(1)
+    calls = EngineRanks(engine, "engine 4", 60)
+    gone = 2**22 + 1  # above the kernel's highest process id
+    engine.model_executor.workers = [SimpleNamespace(rank=0, proc=SimpleNamespace(pid=gone))]  # type: ignore[attr-defined]
+    engine.model_executor.silent = {0}
+    with pytest.raises(WorkerDiedError, match=rf"rank 0 \(process {gone}\) is gone"):
+        calls.call("add", 1)
+
+
+def test_calls_that_vllm_makes_itself_have_the_deadline_too() -> None:
+    engine = Engine(2)
+    calls = EngineRanks(engine, "engine 4", 60)
+    engine.model_executor.collective_rpc("sleep", kwargs={"level": 1})
+    engine.model_executor.collective_rpc("execute_model", timeout=300)
+    calls.call("add", 1)
+    assert engine.model_executor.timeouts == [60, 300, 60]
+    engine.model_executor.silent = {0}
+    with pytest.raises(WorkerDiedError, match="`sleep`"), calls.waiting("sleep"):
+        engine.model_executor.collective_rpc("sleep")
+
+
+def test_an_error_of_the_caller_passes_through() -> None:
+    calls = EngineRanks(Engine(1), "engine 4", 60)
+    with pytest.raises(WeightSyncError, match="mine"), calls.waiting("execute_model"):
+        raise WeightSyncError("mine")
+    assert calls.call("add", 1) == [1]

@@ -1,0 +1,73 @@
+"""What an engine may be asked between the begin of an update and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.engines.vllm.receiver import VllmReceiver
+from mcore_rl.errors import WeightSyncError
+
+
+class Ranks:
+    """Two ranks; `fails` names a method that fails, `loaded` are the bytes that each takes of a bucket."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: str | None = None
+        self.loaded = [64, 64]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
+        if method == self.fails:
+            raise WeightSyncError(method)
+        if method == "receive_bucket":
+            return self.loaded
+        return [[], []]
+
+    def reset_prefix_cache(self) -> None:
+        self.call("reset_prefix_cache")
+
+
+def receiver_of(ranks: Ranks) -> VllmReceiver:
+    return VllmReceiver(ranks, ranks.reset_prefix_cache)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache"])
+def test_an_engine_with_half_an_update_is_usable_after_a_whole_one_only(fails: str) -> None:
+    ranks = Ranks()
+    receiver = receiver_of(ranks)
+    receiver.require_whole()
+    ranks.fails = fails
+    with pytest.raises(WeightSyncError, match=fails):
+        update(receiver, 1)
+    for use in (receiver.require_whole, receiver.checksums):
+        with pytest.raises(WeightSyncError, match="the update after version 0"):
+            use()
+    assert receiver.version == 0
+    ranks.fails = None
+    update(receiver, 2)
+    receiver.require_whole()
+    assert receiver.version == 2
+
+
+def update(receiver: VllmReceiver, version: int) -> None:
+    receiver.begin_update()
+    assert receiver.receive_bucket(0) == 64
+    receiver.finish_update(version)
+
+
+def test_what_was_computed_with_earlier_weights_is_forgotten_once_the_new_ones_are_there() -> None:
+    ranks = Ranks()
+    update(receiver_of(ranks), 1)
+    assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache"]
+
+
+def test_ranks_that_took_different_bytes_of_a_bucket_are_an_error() -> None:
+    ranks = Ranks()
+    receiver = receiver_of(ranks)
+    receiver.begin_update()
+    ranks.loaded = [64, 32]
+    with pytest.raises(WeightSyncError, match=r"different bytes of bucket 3: \[64, 32\]"):
+        receiver.receive_bucket(3)

@@ -1,0 +1,85 @@
+"""What a run refuses in its first second, before anything is imported that takes longer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config
+from mcore_rl.errors import ConfigError
+from mcore_rl.preparation.preflight import check_run, has_gpu
+
+HEAVY = ["torch", "transformers", "vllm", "megatron", "ray", "numpy"]
+HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: {tmp_path}/t.jsonl}}\n"
+    )
+    return str(path)
+
+
+def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
+    refused = """rollout.engine=sglang rollout.temperature=0 rollout.top_p=7 actor.parallel.tp=3 cluster.nodes=2
+        data.train=nowhere.jsonl data.val=nowhere.jsonl model.hf_path=/nowhere judge.tp=0 trainer.stps=1""".split()
+    commands = [["train", base, override] for override in refused] + [["eval", base, "algorithm.advantage=grop"]]
+    code = (
+        "import sys\nfrom mcore_rl.cli import main\nfrom mcore_rl.config import load_config\n"
+        f"from mcore_rl.preparation.preflight import check_run\ncodes = [main(command) for command in {commands!r}]\n"
+        f"check_run(load_config({base!r}))\n"  # what passes needs them no more
+        f"print(codes, [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"{[2] * len(commands)} []", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine=sglang"], r"^rollout\.engine=sglang is not available; set rollout\.engine=vllm"),
+        (["data.val=nowhere.jsonl"], r"^data\.val: there is no file nowhere\.jsonl"),
+        (["cluster.nodes=2"], r"^cluster\.address must name the Ray cluster"),
+        (["reward_model.hf_path=/nowhere"], r"^reward_model\.hf_path=/nowhere: no config\.json there"),
+    ],
+)
+def test_what_cannot_start_here_is_refused_by_key(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_run(load_config(base, overrides))
+
+
+def test_targets_need_no_engine_and_no_validation_file(base: str) -> None:
+    check_run(load_config(base, ["algorithm.policy_loss.name=sft", "rollout.engine=sglang", "data.val=none.jsonl"]))
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+def test_gpus_that_are_not_there_are_refused_but_not_of_a_cluster_that_is_joined(base: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but this machine has no GPU.*cluster\.device=cpu"):
+        check_run(load_config(base, ["cluster.device=cuda"]))
+    check_run(load_config(base, ["cluster.device=cuda", "cluster.address=10.0.0.1:6379"]))
+    check_run(load_config(base, ["cluster.device=auto"]))
+
+
+def test_a_gpu_is_what_has_a_device_file(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()  # the driver without a device, as in a container that was given none
+    assert not has_gpu(tmp_path)
+    (tmp_path / "nvidia7").touch()
+    assert has_gpu(tmp_path)
+
+
+def test_other_processes_find_every_file(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ask.txt").write_text("{prompt} {response}")
+    config = load_config(base, ["model.hf_path=model", "judge.hf_path=model", "judge.template=ask.txt"])
+    check_run(config)
+    assert config.model.hf_path == config.judge.hf_path == str(tmp_path / "model")
+    assert config.judge.template == "{prompt} {response}"

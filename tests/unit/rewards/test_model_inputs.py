@@ -1,0 +1,186 @@
+"""What a reward model reads: the trajectory's own tokens under the policy's tokenizer, else transformers' encoding of
+the conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from mcore_rl.config.schema import Config
+from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rewards.model_inputs import RewardInputs
+from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OTHER_TEMPLATE = (
+    "{% if messages[0].content == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+CHAT = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "2+2?"}]
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": CHAT, "answer": "4"}]
+ANSWERS = [(1, "four"), (0, "zwei"), (1, "")]
+PROMPT_ROWS = np.array([1, 0, 1])
+
+
+def write_tokenizer(directory: Path, *, template: str | None, bos: bool = False, reverse: bool = False) -> Path:
+    """One token per byte, in either order of the alphabet; with `bos`, <s> comes before plain text."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<end>"])
+    if bos:
+        pair = [("<s>", tokenizer.token_to_id("<s>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=pair)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(directory)
+    return directory
+
+
+def config_of(tmp_path: Path, *, model: dict[str, Any] | None = None, **tokenizer: Any) -> Config:
+    """A policy whose chat template is TEMPLATE beside a reward model with the given tokenizer."""
+    config = Config()
+    config.model.hf_path = str(write_tokenizer(tmp_path / "policy", template=TEMPLATE))
+    config.reward_model.hf_path = str(write_tokenizer(tmp_path / "judge", **tokenizer))
+    described = {"vocab_size": 300, "max_position_embeddings": 2048} | (model or {})
+    (tmp_path / "judge" / "config.json").write_text(json.dumps(described))
+    return config
+
+
+def prompts_of(config: Config, tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> PromptSet:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows or ROWS))
+    return load_prompts(path, load_tokenizer(config.model.hf_path), config.data, config.rollout)[0]
+
+
+def trajectories(config: Config, prompts: PromptSet) -> TrajectoryBuffers:
+    """As a rollout worker packs them; every response ends with the end token."""
+    tokenizer = load_tokenizer(config.model.hf_path)
+    requests, completions = [], []
+    for index, (row, text) in enumerate(ANSWERS):
+        ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
+        requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
+        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0))
+    return pack_trajectories(requests, completions)
+
+
+def read(config: Config, tmp_path: Path, rows: list[int]) -> list[list[int]]:
+    prompts = prompts_of(config, tmp_path)
+    inputs = RewardInputs(config)
+    inputs.check(prompts, "data.train")
+    found = inputs.of(trajectories(config, prompts), np.array(rows), PROMPT_ROWS, prompts, "data.train")
+    return [ids.tolist() for ids in found]
+
+
+def test_with_the_policys_tokenizer_tokens_are_those_of_the_trajectory(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=TEMPLATE)
+    inputs = RewardInputs(config)
+    assert not inputs.reencoded
+    prompts = prompts_of(config, tmp_path)
+    buffers = trajectories(config, prompts)
+    first, second = inputs.of(buffers, np.array([2, 1]), PROMPT_ROWS, None, "data.train")
+    end = load_tokenizer(config.model.hf_path).eos_token_id
+    assert first.tolist() == [*prompts[1].token_ids.tolist(), end]
+    assert second.tolist()[: len(prompts[0].token_ids)] == prompts[0].token_ids.tolist()
+
+
+def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=TEMPLATE)
+    prompts = prompts_of(config, tmp_path)
+    buffers = trajectories(config, prompts)
+    buffers.tokens[buffers.token_offsets[2] - 1] = 300  # the last of the second response
+    inputs = RewardInputs(config)
+    inputs.of(buffers, np.array([0, 2]), PROMPT_ROWS, None, "data.train")
+    with pytest.raises(DataError, match=r"data\.train, row 0: the response has token 300.*reward_model\.hf_path"):
+        inputs.of(buffers, np.array([0, 1]), PROMPT_ROWS, None, "data.train")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_another_template_renders_the_conversation_with_the_answer(tmp_path: Path, reverse: bool) -> None:
+    config = config_of(tmp_path, template=OTHER_TEMPLATE, reverse=reverse)
+    tokenizer = load_tokenizer(str(config.reward_model.hf_path))
+    found = read(config, tmp_path, [2, 1, 0])
+    conversations = [
+        [*CHAT, {"role": "assistant", "content": ""}],
+        [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "zwei"}],
+        [*CHAT, {"role": "assistant", "content": "four"}],
+    ]
+    assert found == [tokenizer.apply_chat_template(each, return_dict=False) for each in conversations]
+    assert tokenizer.decode(found[1]) == "<s>user: 1+1=\nassistant: zwei\n"
+
+
+def test_the_same_template_over_another_vocabulary_is_encoded_anew(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=TEMPLATE, reverse=True)
+    tokenizer = load_tokenizer(str(config.reward_model.hf_path))
+    (found,) = read(config, tmp_path, [1])
+    assert tokenizer.decode(found) == "[user]1+1=<end>[assistant]zwei<end>"
+
+
+def test_without_a_template_the_texts_follow_each_other(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=None, bos=True)
+    tokenizer = load_tokenizer(str(config.reward_model.hf_path))
+    (found,) = read(config, tmp_path, [1])
+    assert tokenizer.decode(found) == "<s>[user]1+1=<end>[assistant]zwei"
+
+
+def test_lengths_are_those_of_the_reward_models_tokens(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=OTHER_TEMPLATE)
+    longest = max(len(ids) for ids in read(config, tmp_path, [0, 1, 2]))
+    prompts = prompts_of(config, tmp_path)
+    config.reward_model.tokens_per_microbatch = longest
+    every = np.arange(3)
+    RewardInputs(config).of(trajectories(config, prompts), every, PROMPT_ROWS, prompts, "data.val")
+    config.reward_model.tokens_per_microbatch = longest - 1
+    RewardInputs(config).check(prompts, "data.val")
+    message = rf"data\.val, row 1: .* take {longest} tokens .* reward_model\.tokens_per_microbatch={longest - 1}; raise"
+    with pytest.raises(DataError, match=message):
+        RewardInputs(config).of(trajectories(config, prompts), every, PROMPT_ROWS, prompts, "data.val")
+    config.reward_model.tokens_per_microbatch = 10
+    with pytest.raises(DataError, match=r"data\.val, row 0: .*reward_model\.tokens_per_microbatch=10"):
+        RewardInputs(config).check(prompts, "data.val")
+
+
+def test_positions_of_the_reward_model_are_a_limit_as_well(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=OTHER_TEMPLATE, model={"max_position_embeddings": 20})
+    with pytest.raises(DataError, match=r"data\.train, row 0.*max_position_embeddings=20; lower rollout"):
+        read(config, tmp_path, [0])
+
+
+def test_a_conversation_that_the_template_refuses_is_found_before_the_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=OTHER_TEMPLATE)
+    prompts = prompts_of(config, tmp_path, [*ROWS, {"prompt": "no", "answer": ""}])
+    with pytest.raises(DataError, match=r"data\.val, row 2: reward_model.*chat template refuses.*not this one"):
+        RewardInputs(config).check(prompts, "data.val")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"vocab_size": 258}, r"^reward_model\.hf_path=.*: its tokenizer knows 259 tokens, its model vocab_size=258"),
+        ({"max_position_embeddings": 1023}, r"= 1024 exceeds max_position_embeddings=1023 of reward_model\.hf_path="),
+    ],
+)
+def test_a_model_too_small_for_its_tokens_is_refused(tmp_path: Path, model: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardInputs(config_of(tmp_path, template=TEMPLATE, model=model))
+
+
+def test_a_reward_model_without_a_tokenizer_is_refused_by_its_key(tmp_path: Path) -> None:
+    config = config_of(tmp_path, template=TEMPLATE)
+    config.reward_model.hf_path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"^reward_model\.hf_path: .* holds no tokenizer"):
+        RewardInputs(config)
