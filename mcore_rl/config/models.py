@@ -180,4 +180,4 @@ class ReferenceConfig:
     offload: bool = True
     """Its weights lie in host memory but for its own pass."""
     refresh_every_steps: int = setting(0, minimum=0)
-    """It becomes the policy of then after every so many steps; 0: never."""
+    """After every so many steps it takes the weights that the policy has by then; 0: never."""

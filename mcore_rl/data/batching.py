@@ -90,7 +90,7 @@ def build_batch(
 
     Whole groups, in the order in which they were kept, go to updates of `prompts_per_update` groups. Further epochs
     repeat the same updates in another order: a response keeps its update, so its loss weight and its data-parallel
-    rank (where its annotations lie) are the same in all of them.
+    rank (where lies what passes have found of it) are the same in all of them.
 
     Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`;
     weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; trained

@@ -31,7 +31,7 @@ class StepFlops:
     """FLOP of one step, on all ranks together."""
 
     generate: float
-    annotate: float
+    logp: float
     update: float
 
 
@@ -40,7 +40,7 @@ class StepSeconds:
     """None where an assumption of `plan.*` is not set."""
 
     generate: float | None
-    annotate: float | None
+    logp: float | None
     update: float | None
 
 
@@ -67,8 +67,8 @@ def step_flops(config: Config, arguments: ModelArguments, size: ModelSize, batch
     later = 1 - 1 / batch.updates * config.trainer.update_epochs if batch.updates > 1 else 0.0
     return StepFlops(
         generate=batch.tokens * forward,
-        # The first update starts from the policy that it is to remember: only later samples are annotated.
-        annotate=batch.tokens * later * forward,
+        # The first update starts from the policy that it is to remember: only later samples have a pass.
+        logp=batch.tokens * later * forward,
         update=batch.tokens * config.trainer.update_epochs * passes,
     )
 
@@ -81,7 +81,7 @@ def step_seconds(
     rate = None if peak is None else world_size * peak * 1e12
     return StepSeconds(
         generate=None if peak is None or bandwidth is None else _generation(config, flops, batch, engine),
-        annotate=None if rate is None else flops.annotate / (rate * config.plan.mfu_logp),
+        logp=None if rate is None else flops.logp / (rate * config.plan.mfu_logp),
         update=None if rate is None else flops.update / (rate * config.plan.mfu_update),
     )
 

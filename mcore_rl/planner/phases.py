@@ -4,7 +4,7 @@
 |---|---|---|---|
 | generate | what is not offloaded | weights, workspace, KV cache | what is not offloaded |
 | score | what is not offloaded | asleep | a reward model's pass, or a judge awake |
-| annotate | weights, and what is not offloaded; one forward pass | asleep | the reference's weights |
+| logp | weights, and what is not offloaded; one forward pass | asleep | the reference's weights |
 | critic | weights, and what is not offloaded | asleep | the critic's update |
 | update | everything, and activations | asleep | what is not offloaded |
 | sync | weights, and what is not offloaded | weights | what is not offloaded |
@@ -29,7 +29,7 @@ RESERVE_BYTES = 3 * GIB
 FRAGMENTATION = 0.05
 """Of the memory, which the allocator cannot hand out: measured figures lie between 2 and 8 % with expandable
 segments."""
-PHASES = ("generate", "score", "annotate", "critic", "update", "sync")
+PHASES = ("generate", "score", "logp", "critic", "update", "sync")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Phases:
     beside it, put into host memory while the engine generates. `score` and `critic` are 0 without such a model."""
 
     generate: int
-    annotate: int
+    logp: int
     update: int
     sync: int
     host_bytes: int
@@ -84,7 +84,7 @@ def rank_phases(
     return Phases(
         generate=resident + others + (engine.total_bytes if shared else 0),
         score=max(at_work(beside.reward_model, resident), at_work(beside.judge, resident)),
-        annotate=state.weights_bytes
+        logp=state.weights_bytes
         + stay
         + int(activations.forward_only_bytes)
         + asleep

@@ -80,11 +80,11 @@ def _summary(plan: Plan) -> Table:
 
 def _flops(plan: Plan) -> str:
     flops = plan.flops
-    return f"generate {flops.generate:.2e}, annotate {flops.annotate:.2e}, update {flops.update:.2e}"
+    return f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"
 
 
 def _seconds(plan: Plan) -> str:
-    known = {name: getattr(plan.seconds, name) for name in ("generate", "annotate", "update")}
+    known = {name: getattr(plan.seconds, name) for name in ("generate", "logp", "update")}
     if all(value is None for value in known.values()):
         return "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
     return ", ".join(f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())

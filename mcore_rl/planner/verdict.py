@@ -89,7 +89,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         steps = [] if config.actor.recompute == "full" else ["actor.recompute=full"]
         if config.actor.tokens_per_microbatch > longest:
             steps.append(f"actor.tokens_per_microbatch={longest}")
-        if phase == "annotate":
+        if phase == "logp":
             steps += away
         steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))
         steps.append("a higher cluster.nodes")

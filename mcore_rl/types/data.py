@@ -149,7 +149,7 @@ class Batch:
 
     `chunks` are object-store references of TrajectoryBuffers; response b is row `rows[b]` of chunk
     `chunk_ids[b]`. `updates[u]` and `dp_ranks` say in which optimizer update, and on which data-parallel rank,
-    a response is trained; both are fixed here so that annotations can stay where they were computed.
+    a response is trained; both are fixed here so that what passes find of it can stay where it was computed.
 
     Shapes: chunk_ids, rows, dp_ranks, total_tokens, trained_tokens int32 [B]; group_ids int64 [B];
     rewards, advantages, loss_weights float32 [B]; updates: tuple of int64 index arrays.
@@ -198,7 +198,7 @@ class Batch:
 class RankShare:
     """What one data-parallel rank receives of a Batch for one update.
 
-    Shapes: samples int64 [b] indices into the Batch (they name samples in errors and key annotations);
+    Shapes: samples int64 [b] indices into the Batch (they name samples in errors and in what passes find);
     chunk_ids, rows int32 [b]; rewards, advantages, loss_weights float32 [b]. `version` is the batch's.
     """
 

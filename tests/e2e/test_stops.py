@@ -1,5 +1,5 @@
-"""INT and TERM to the process group of a run: a step that is under way is finished and saved where that is possible, and
-whatever happens, the run ends soon, leaves nothing behind and says what follows."""
+"""INT and TERM to the process group of a run: a step that is under way is finished and saved where that is possible,
+and whatever happens, the run ends soon, leaves nothing behind and says what follows."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     flops = step_flops(deepseek, arguments, size, batch_arithmetic(deepseek, ON_512))
     # Full recomputation: four forward passes; the first of eight updates needs no annotation.
     assert flops.update == pytest.approx(4 * flops.generate)
-    assert flops.annotate == pytest.approx(7 / 8 * flops.generate)
+    assert flops.logp == pytest.approx(7 / 8 * flops.generate)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_policy_alone() -> None:
     alone = phases(Beside())
     assert alone.by_name == {
         "generate": 180 + 5200,
-        "annotate": 180 + 50 + ASLEEP_BYTES,
+        "logp": 180 + 50 + ASLEEP_BYTES,
         "update": 180 + 300 + ASLEEP_BYTES,
         "sync": 180 + 1000,
     }
@@ -40,14 +40,14 @@ def test_a_policy_alone() -> None:
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded: bool) -> None:
     alone, found = (phases(beside, offloaded=offloaded) for beside in (Beside(), Beside(CRITIC, REWARD)))
-    for name in ("generate", "annotate", "update", "sync"):
+    for name in ("generate", "logp", "update", "sync"):
         assert found.by_name[name] == alone.by_name[name] + 7 + 3
     kept = 0 if offloaded else 160
     # The policy's weights are there after its own pass, and not yet before it.
     assert found.critic == 20 + kept + ASLEEP_BYTES + 700 + 3
     assert found.score == (0 if offloaded else 180) + ASLEEP_BYTES + 30 + 7
     assert found.host_bytes == alone.host_bytes + 70 + 33
-    assert list(found.by_name) == ["generate", "score", "annotate", "critic", "update", "sync"]
+    assert list(found.by_name) == ["generate", "score", "logp", "critic", "update", "sync"]
 
 
 def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
@@ -61,7 +61,7 @@ def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
 def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
     alone, found = phases(Beside()), phases(Beside(reference=True, reference_leaves=leaves))
-    assert found.annotate == alone.annotate + 20
+    assert found.logp == alone.logp + 20
     assert found.host_bytes == host
     for name in ("generate", "update", "sync"):
         assert found.by_name[name] == alone.by_name[name] + elsewhere
