@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.load import YamlLoader, known_keys, write_resolved
+from mcore_rl.config.load import YamlLoader, for_the_owner, known_keys, write_resolved
 from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import Config
 
@@ -38,7 +38,7 @@ def _keep(path: Path, text: str) -> None:
     if last and taken[last].read_text(encoding="utf-8") == text:
         return  # kept already, by a start that ended before it wrote its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

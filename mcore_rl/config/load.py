@@ -50,14 +50,15 @@ def known_keys() -> list[str]:
 def write_resolved(config: Config, path: Path) -> None:
     """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8", opener=_for_the_owner) as file:
+    with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def _for_the_owner(path: str, flags: int) -> int:
+def for_the_owner(path: str, flags: int) -> int:
+    """An opener of files that nobody else may read."""
     return os.open(path, flags, 0o600)
 
 

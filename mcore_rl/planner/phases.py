@@ -84,12 +84,7 @@ def rank_phases(
     return Phases(
         generate=resident + others + (engine.total_bytes if shared else 0),
         score=max(at_work(beside.reward_model, resident), at_work(beside.judge, resident)),
-        logp=state.weights_bytes
-        + stay
-        + int(activations.forward_only_bytes)
-        + asleep
-        + beside.resident
-        + reference,
+        logp=state.weights_bytes + stay + int(activations.forward_only_bytes) + asleep + beside.resident + reference,
         critic=at_work(beside.critic, state.weights_bytes + stay),
         # The optimizer steps when the activations are gone.
         update=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,

@@ -51,6 +51,7 @@ def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run
         assert start(f"trainer.steps={steps}")[-1] == f"trainer.steps: {steps - 1} -> {steps}"
     assert len(files(run_dir)) == 12
     assert (run_dir / "config.1.yaml").read_text() == first
+    assert {path.stat().st_mode & 0o777 for path in run_dir.iterdir()} == {0o600}
     assert load_config(str(run_dir / "config.11.yaml")).trainer.steps == 69
     assert load_config(str(run_dir / "config.yaml")).trainer.steps == 70
 
