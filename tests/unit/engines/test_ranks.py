@@ -89,7 +89,7 @@ def test_any_other_error_comes_with_the_end_of_its_traceback(method: str, end: s
     lines = str(caught.value).splitlines()
     assert lines[0] == f"engine 4, rank 0, 1 of 2 failed in `{method}`:"
     assert lines[-1].endswith(end)
-    assert any("vllm_ranks.py" in line for line in lines)
+    assert any("ranks.py" in line for line in lines)
 
 
 def test_an_engine_that_lacks_an_answer_gives_none_to_later_calls() -> None:
