@@ -77,7 +77,6 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
 
     check_run(config)
     check_exports(config)
-    start_up.say("checking configuration, model and data")
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_run_dir

@@ -80,6 +80,7 @@ CASES = {
     ),
     "python scripts/tiny_checkpoint.py deepseek_v3 DIR": Case(where={"DIR": "deepseek"}, says="wrote deepseek"),
     "mcore-rl doctor": Case(says="torch"),
+    "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
     "make bench": Case(add="advantages", says="advantages"),
 }
 NOT_RUN = {
@@ -132,7 +133,7 @@ class Clone:
 
     def recipe_of(self, command: str, add: str) -> str:
         """What make would run after it has set up .venv, which is there."""
-        listed = self.shell(f"make -n {command.removeprefix('make ')} ARGS={shlex.quote(add)}")
+        listed = self.shell(f"make --no-print-directory -n {command.removeprefix('make ')} ARGS={shlex.quote(add)}")
         assert listed.returncode == 0, listed.stdout
         return "\n".join(line for line in listed.stdout.splitlines() if "scripts/setup.sh" not in line)
 
@@ -177,7 +178,7 @@ def write_what_a_reader_has(path: Path) -> None:
 @pytest.mark.parametrize("command", commands(readme()), ids=lambda command: command[:60])
 def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
     if command in NOT_RUN:
-        checked = f"make -n {command.removeprefix('make ')}" if command.startswith("make ") else f"bash -n {command}"
+        checked = f"make --no-print-directory -n {command.removeprefix('make ')}" if command.startswith("make ") else f"bash -n {command}"
         assert clone.shell(checked).returncode == 0
         return
     assert command in CASES, "new in the README: run it here (CASES), or say why not (NOT_RUN)"
