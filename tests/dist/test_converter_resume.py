@@ -130,7 +130,7 @@ def test_another_conversion_does_not_continue_it(killed: Path, hf: Path, tmp_pat
     for source, flags, differing in (
         (other, _flags(), "source"),
         (hf, ["--ep", "2"], "layout, files"),
-        (hf, [*_flags()[:-1], "1"], "files"),
+        (hf, [*_flags(), "--max-file-gib", "1"], "files"),
     ):
         code, _, errors = converting.cli("to-mcore", "--hf", source, "--out", tmp_path / "out", *flags)
         assert code == 2

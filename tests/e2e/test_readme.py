@@ -178,7 +178,11 @@ def write_what_a_reader_has(path: Path) -> None:
 @pytest.mark.parametrize("command", commands(readme()), ids=lambda command: command[:60])
 def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
     if command in NOT_RUN:
-        checked = f"make --no-print-directory -n {command.removeprefix('make ')}" if command.startswith("make ") else f"bash -n {command}"
+        checked = (
+            f"make --no-print-directory -n {command.removeprefix('make ')}"
+            if command.startswith("make ")
+            else f"bash -n {command}"
+        )
         assert clone.shell(checked).returncode == 0
         return
     assert command in CASES, "new in the README: run it here (CASES), or say why not (NOT_RUN)"
