@@ -61,7 +61,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name_and_flag(
         assert f"error: --hf {hf}: config.json: {field} is " in errors
     shutil.copyfile(hf / "config.json", mcore / "config_and_tokenizer" / "config.json")
     code, _, errors = converting.cli("to-hf", "--ckpt", mcore, "--out", tmp_path / "out")
-    assert (code, f"error: --ckpt {mcore / 'hf'}: config.json: {field} is " in errors) == (2, True)
+    assert (code, f"error: --ckpt {mcore / 'config_and_tokenizer'}: config.json: {field} is " in errors) == (2, True)
     assert not (tmp_path / "out").exists()
 
 
