@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_KEY = "model.tokenizer_path"
 _DIRECTORY_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 _EOS_NAMES = (
     "<|endoftext|>",
@@ -58,7 +58,10 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path) -> 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
     """(directory with configuration, bare tokenizer.json): either may be None."""
     if not path.exists():
-        raise ConfigError(f"{_KEY}: there is no {path}; set it to an HF directory or a tokenizer.json file")
+        raise ConfigError(
+            f"{role_key('model.tokenizer_path')}: there is no {path}; set it to an HF directory or a tokenizer.json "
+            "file"
+        )
     if path.is_file():
         # A tokenizer.json inside an HF directory keeps that directory's special tokens and chat template.
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
@@ -66,7 +69,10 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if not any((path / name).is_file() for name in _DIRECTORY_FILES):
         names = ", ".join(_DIRECTORY_FILES)
-        raise ConfigError(f"{_KEY}: {path} holds no tokenizer (none of {names}); set it to a directory that does")
+        raise ConfigError(
+            f"{role_key('model.tokenizer_path')}: {path} holds no tokenizer (none of {names}); set it to a directory "
+            "that does"
+        )
     bare = path / "tokenizer.json"
     return path, None if (path / "tokenizer_config.json").is_file() or not bare.is_file() else bare
 
@@ -85,7 +91,9 @@ def _load(directory: Path | None, bare_file: Path | None) -> PreTrainedTokenizer
             return tokenizer
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
-        raise ConfigError(f"{_KEY}: {bare_file or directory} is not a tokenizer that can be read: {error}") from error
+        raise ConfigError(
+            f"{role_key('model.tokenizer_path')}: {bare_file or directory} is not a tokenizer that can be read: {error}"
+        ) from error
 
 
 def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path) -> str:
@@ -100,7 +108,8 @@ def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: 
         if name in vocabulary:
             return name
     raise ConfigError(
-        f"{_KEY}: {path} has no end-of-sequence token; set `eos_token` in its tokenizer_config.json"
+        f"{role_key('model.tokenizer_path')}: {path} has no end-of-sequence token; set `eos_token` in its "
+        "tokenizer_config.json"
         f" (looked for eos_token_id in config files and for {', '.join(_EOS_NAMES)})"
     )
 
@@ -118,7 +127,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{_KEY}: {path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{role_key('model.tokenizer_path')}: {path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{_KEY}: {path} is not a JSON object")
+        raise ConfigError(f"{role_key('model.tokenizer_path')}: {path} is not a JSON object")
     return value

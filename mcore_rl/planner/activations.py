@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
+from mcore_rl.spec.layout import sequence_parallel
 from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -77,13 +78,12 @@ class Execution:
     @classmethod
     def of(cls, config: Config, layout: TrainLayout, *, element_bytes: int, engine: bool) -> Execution:
         actor, parallel = config.actor, config.actor.parallel
-        wanted = parallel.sequence_parallel
         rollout = config.rollout
         return cls(
             layout,
             element_bytes,
             engine,
-            sequence_parallel=layout.tp > 1 and (wanted is None or wanted),
+            sequence_parallel=sequence_parallel(parallel, layout.tp),
             recompute=actor.recompute,
             modules=tuple(actor.recompute_modules),
             recompute_layers=actor.recompute_layers,

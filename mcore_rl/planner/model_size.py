@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.config import Config, read_hf_config
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.layout import model_arguments
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape
 from model_converters.mapping.table import BoundRow, bind
@@ -31,27 +30,6 @@ class ModelSize:
     experts: int
 
 
-def trained_model(config: Config) -> dict[str, Any]:
-    """config.json of what is trained: multi-token-prediction layers are in it only when they have a loss.
-
-    Raises: ConfigError.
-    """
-    hf_config = read_hf_config(config)
-    try:
-        family_for(hf_config)
-        layers = num_mtp_layers(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
-    if not config.actor.mtp_loss_coefficient:
-        return without_mtp(hf_config)
-    if not layers:
-        raise ConfigError(
-            f"actor.mtp_loss_coefficient={config.actor.mtp_loss_coefficient}, but the model has no "
-            "multi-token-prediction layers; set it to 0"
-        )
-    return hf_config
-
-
 def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
     """The model's weight table with exact names.
 
@@ -60,7 +38,7 @@ def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
     try:
         return bind(family_for(hf_config).rows(hf_config), hf_config, dtype)
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path: {error}") from error
+        raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
 
 
 def is_parameter(bound: BoundRow) -> bool:

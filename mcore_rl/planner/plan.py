@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.config import Config, num_trainer_ranks, validate
+from mcore_rl.config import Config, validate
 from mcore_rl.config.rules.available import cannot_run
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
@@ -16,7 +16,7 @@ from mcore_rl.planner.activations import Execution, StageActivations, stage_acti
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
 from mcore_rl.planner.engine import EngineRank, engine_rank
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
-from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank, trained_model
+from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.roles import Roles, roles_of
 from mcore_rl.planner.stages import stage_parameters
@@ -24,7 +24,9 @@ from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_sta
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.verdict import Verdict, judge
 from mcore_rl.spec.adapters import bound_adapters
-from mcore_rl.spec.layout import model_arguments, train_layout
+from mcore_rl.spec.implementation import Implementation
+from mcore_rl.spec.installed import planned_machine
+from mcore_rl.spec.model import ModelSpec
 from model_converters.errors import LayoutError
 from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout
@@ -119,9 +121,8 @@ class Job:
     """
 
     config: Config
-    hf_config: dict[str, Any]
-    arguments: ModelArguments
-    layout: TrainLayout
+    spec: ModelSpec
+    implementation: Implementation
     rows: list[BoundRow]
     adapters: list[BoundRow]
     cuda: bool
@@ -131,14 +132,26 @@ class Job:
     def of(cls, config: Config) -> Job:
         """Raises: ConfigError for what cannot work on any machine."""
         validate(config, run_here=False)
-        hf_config = trained_model(config)
-        layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
-        dtype, lora = DTYPES[config.model.dtype], config.actor.lora
-        rows = bound_rows(hf_config, dtype)
-        adapters = bound_adapters(lora, hf_config, dtype) if uses_lora(config.actor) else []
         cuda = config.cluster.device != "cpu"
+        spec = ModelSpec.policy(config)
+        implementation = spec.implementation(config, planned_machine(cuda=cuda))
+        dtype, lora = DTYPES[config.model.dtype], config.actor.lora
+        rows = bound_rows(spec.hf_config, dtype)
+        adapters = bound_adapters(lora, spec.hf_config, dtype) if uses_lora(config.actor) else []
         roles = roles_of(config, cuda=cuda)
-        return cls(config, hf_config, model_arguments(hf_config), layout, rows, adapters, cuda, roles)
+        return cls(config, spec, implementation, rows, adapters, cuda, roles)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        return self.spec.hf_config
+
+    @property
+    def arguments(self) -> ModelArguments:
+        return self.spec.arguments
+
+    @property
+    def layout(self) -> TrainLayout:
+        return self.spec.layout
 
     @property
     def element_bytes(self) -> int:
@@ -154,7 +167,7 @@ class Job:
         return self.cuda and self.config.cluster.placement == "colocated"
 
     def execution(self) -> Execution:
-        engine = self.cuda and not self.adapters
+        engine = self.implementation.transformer_engine
         return Execution.of(self.config, self.layout, element_bytes=self.element_bytes, engine=engine)
 
 

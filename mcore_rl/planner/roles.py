@@ -17,21 +17,24 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
-from mcore_rl.config.rules.judge import as_policy, named_as_judge, uses_judge, validate_judge
+from mcore_rl.config.names import role_keys
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, uses_judge, validate_judge
 from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.build.model import DTYPES
-from mcore_rl.megatron.build.value_model import ValueModel, read_value_config
+from mcore_rl.megatron.build.value_model import ValueModel
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
-from mcore_rl.planner.model_size import bound_rows, trained_model
+from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
-from mcore_rl.spec.layout import model_arguments, train_layout
+from mcore_rl.spec.installed import planned_machine
+from mcore_rl.spec.layout import model_arguments
+from mcore_rl.spec.model import ModelSpec, policy_config
 
 if TYPE_CHECKING:
     from mcore_rl.config.rules.roles import Section
@@ -106,11 +109,11 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
     model: tuple[RoleRank, ...] = ()
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
         validate_critic(config)
-        critic = role_ranks(config, config.critic, "critic", num_critic_ranks(config), trained=True, cuda=cuda)
+        critic = role_ranks(config, config.critic, num_critic_ranks(config), trained=True, cuda=cuda)
     if uses_reward_model(config):
         validate_reward_model(config)
         ranks = num_reward_model_ranks(config)
-        model = role_ranks(config, config.reward_model, "reward_model", ranks, trained=False, cuda=cuda)
+        model = role_ranks(config, config.reward_model, ranks, trained=False, cuda=cuda)
     judge = judge_rank(config, cuda=cuda) if uses_judge(config) else None
     reference = uses_reference(config) and not base_is_reference(config)
     everywhere = Beside(judge=judge if cuda else None, reference=reference, reference_leaves=config.reference.offload)
@@ -123,9 +126,9 @@ def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
     Raises: ConfigError for one that cannot work, or has no room for one question.
     """
     validate_judge(config)
-    with named_as_judge():
+    with role_keys(JUDGE_KEYS):
         view = as_policy(config)
-        hf_config = trained_model(view)
+        hf_config, _ = policy_config(view)
         dtype = DTYPES[view.model.dtype]
         engine = engine_rank(
             view, bound_rows(hf_config, dtype), model_arguments(hf_config), element_bytes=dtype.itemsize, cuda=cuda
@@ -138,26 +141,24 @@ def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
     return RoleRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
-def role_ranks(
-    config: Config, section: Section, role: str, num_ranks: int, *, trained: bool, cuda: bool
-) -> tuple[RoleRank, ...]:
+def role_ranks(config: Config, section: Section, num_ranks: int, *, trained: bool, cuda: bool) -> tuple[RoleRank, ...]:
     """Every rank of a value model that is `trained`, or scores.
 
     Raises: ConfigError.
     """
-    with named_as(role, section):
+    with role_keys(keys_of(section)):
         view = as_actor(config, section)
-        hf_config = read_value_config(view)
-        layout = train_layout(section.parallel, num_ranks, hf_config)
-        arguments, dtype = model_arguments(hf_config), DTYPES[config.model.dtype]
+        spec = ModelSpec.value_model(view, num_ranks)
+        engine = spec.implementation(view, planned_machine(cuda=cuda)).transformer_engine
+        layout, dtype = spec.layout, DTYPES[config.model.dtype]
         numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
-        run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=cuda)
+        run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=engine)
         microbatches = batch_arithmetic(view, layout).most_microbatches
         found: list[RoleRank] = []
         for stage in range(layout.pp):
-            chunks = stage_parameters(hf_config, layout, stage, kind=ValueModel)
+            chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel)
             activations = stage_activations(
-                arguments,
+                spec.arguments,
                 stage,
                 run,
                 config=view,

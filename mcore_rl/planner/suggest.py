@@ -181,7 +181,7 @@ class _Search:
     ) -> list[Phases]:
         """Of the stages that can be the fullest: the first, the one behind it, and the last. `cache` is of one
         layout."""
-        job = replace(self.job, config=config, layout=layout)
+        job = replace(self.job, config=config, spec=replace(self.job.spec, layout=layout))
         found = []
         for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
             key = config.actor.recompute, stage

@@ -13,23 +13,22 @@ from mcore_rl.config import (
     Config,
     num_critic_ranks,
     num_reward_model_ranks,
-    read_hf_config,
     validate_critic,
 )
-from mcore_rl.config.rules.judge import as_policy, named_as_judge, template_text, uses_judge
-from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.names import role_key, role_keys
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text, uses_judge
+from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.spec.adapters import bound_adapters, check_adapter, check_peft_names
-from mcore_rl.spec.implementation import choose, wanted
 from mcore_rl.spec.installed import look
-from mcore_rl.spec.layout import check_experts, model_arguments, train_layout
-from mcore_rl.spec.recompute import recompute_arguments
+from mcore_rl.spec.layout import model_arguments
+from mcore_rl.spec.model import ModelSpec, policy_config
 from model_converters.errors import ConversionError
-from model_converters.families.parts.mtp import num_mtp_layers, settle_mtp, without_mtp
+from model_converters.families.parts.mtp import num_mtp_layers, settle_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.value_head import settle_value_head, value_model_config
 from model_converters.mapping.completeness import check_complete
@@ -37,32 +36,20 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 
 
-def trained_model(config: Config) -> dict[str, Any]:
-    """config.json without the multi-token-prediction layers that are not trained."""
-    hf_config = read_hf_config(config)
-    try:
-        return hf_config if config.actor.mtp_loss_coefficient else without_mtp(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
-
-
-def check_implementation(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> None:
+def check_implementation(config: Config, spec: ModelSpec) -> None:
     """What trainer ranks could not be built from; they run on this machine or on one with the same packages."""
-    device, arguments = config.cluster.device, model_arguments(hf_config)
-    installed = look(cuda=torch.cuda.is_available() if device == "auto" else device == "cuda")
-    wishes = wanted(config.actor, config.model, layout, arguments, config.cluster.gpus_per_node)
-    recompute_arguments(config.actor, arguments, layout, choose(installed, wishes))
+    device = config.cluster.device
+    spec.implementation(config, look(cuda=torch.cuda.is_available() if device == "auto" else device == "cuda"))
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     """What can be refused of a critic before it is built."""
     validate_critic(config)
-    with named_as("critic", config.critic):
+    with role_keys(keys_of(config.critic)):
         view = as_actor(config, config.critic)
-        hf_config = without_mtp(read_hf_config(view))
-        layout = train_layout(view.actor.parallel, num_critic_ranks(config), hf_config)
-        check_experts(view.actor.moe, model_arguments(hf_config).transformer)
-        check_implementation(view, hf_config, layout)
+        spec = ModelSpec.value_model(view, num_critic_ranks(config))
+        check_implementation(view, spec)
+    layout = spec.layout
     if actor.dp % layout.dp and layout.dp % actor.dp:
         raise ConfigError(
             f"critic.parallel: {layout.dp} data-parallel ranks of the critic beside {actor.dp} of the policy; one "
@@ -79,12 +66,10 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
-    with named_as("reward_model", section):
+    with role_keys(keys_of(section)):
         view = as_actor(config, section)
-        hf_config = without_mtp(read_hf_config(view))
-        layout = train_layout(section.parallel, num_reward_model_ranks(config), hf_config)
-        check_experts(section.moe, model_arguments(hf_config).transformer)
-        check_implementation(view, hf_config, layout)
+        spec = ModelSpec.value_model(view, num_reward_model_ranks(config))
+        check_implementation(view, spec)
         try:
             with HFCheckpoint(view.model.hf_path) as checkpoint:
                 rows, dropped = settle_value_head(checkpoint, required=True)
@@ -92,21 +77,19 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
                 check_complete(bound, checkpoint.shapes, dropped=dropped)
         except ConversionError as error:
             raise ConfigError(
-                f"model.hf_path={view.model.hf_path}: {' '.join(str(error).split())}; set model.hf_path to a sequence "
-                "classification checkpoint with one label"
+                f"{role_key('model.hf_path')}={view.model.hf_path}: {' '.join(str(error).split())}; set "
+                f"{role_key('model.hf_path')} to a sequence classification checkpoint with one label"
             ) from None
-    return layout
+    return spec.layout
 
 
 def check_weights(config: Config) -> int:
     """Number of parameters in the HF directory (0 with random_init). Reads headers only; every tensor that the model
     needs must be there, whole, and none besides."""
-    key, keep = "actor.mtp_loss_coefficient", config.actor.mtp_loss_coefficient > 0
+    key, keep = role_key("actor.mtp_loss_coefficient"), config.actor.mtp_loss_coefficient > 0
     none = f"{key}={config.actor.mtp_loss_coefficient}, but there are no multi-token-prediction layers; set {key} to 0"
     try:
         if config.model.random_init:
-            if keep and not num_mtp_layers(read_hf_config(config)):
-                raise ConversionError(none)
             return 0
         with HFCheckpoint(config.model.hf_path) as checkpoint:
             hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
@@ -116,7 +99,9 @@ def check_weights(config: Config) -> int:
             check_complete(bound, checkpoint.shapes, dropped=dropped)
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path={config.model.hf_path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"{role_key('model.hf_path')}={config.model.hf_path}: {' '.join(str(error).split())}"
+        ) from None
 
 
 def check_adapters(config: Config, hf_config: dict[str, Any]) -> int:
@@ -141,12 +126,10 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
     if path is None:
         return
     view = replace(config, model=replace(config.model, hf_path=path, random_init=False))
-    try:
-        same = model_arguments(trained_model(view)) == model_arguments(hf_config)
+    with role_keys({"model.hf_path": "reference.hf_path"}):
+        same = model_arguments(policy_config(view)[0]) == model_arguments(hf_config)
         if same:
             check_weights(view)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.hf_path", "reference.hf_path")) from error
     if not same:
         raise ConfigError(
             f"reference.hf_path={path} is of another architecture than model.hf_path={config.model.hf_path}; set it to "
@@ -164,7 +147,7 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
             f"{config.algorithm.policy_loss.name} samples no responses; set it to null"
         )
     score_reader(config.judge)
-    with named_as_judge():
+    with role_keys(JUDGE_KEYS):
         view = as_policy(config)
         check_weights(view)
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)

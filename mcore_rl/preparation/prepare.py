@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
-from mcore_rl.config import (
-    Config,
-    num_trainer_ranks,
-)
+from mcore_rl.config import Config
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
@@ -28,13 +25,12 @@ from mcore_rl.preparation.models import (
     check_weights,
     critic_layout,
     reward_model_layout,
-    trained_model,
 )
 from mcore_rl.rewards.functions import check_reward_function
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.layout import check_experts, model_arguments, train_layout
+from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
 from model_converters.mapping.layout import TrainLayout
 
@@ -64,10 +60,9 @@ def prepare(config: Config) -> Prepared:
 
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
-    hf_config = trained_model(config)
-    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), hf_config)
-    check_experts(config.actor.moe, model_arguments(hf_config).transformer)
-    check_implementation(config, hf_config, layout)
+    spec = ModelSpec.policy(config)
+    hf_config, layout = spec.hf_config, spec.layout
+    check_implementation(config, spec)
     parameters = check_weights(config)
     own = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
     chosen, needs = _check_algorithm(config)

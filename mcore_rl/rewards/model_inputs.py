@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.templates import encode, leading_ids, render_chat
@@ -34,10 +35,8 @@ class RewardInputs:
     def __init__(self, config: Config) -> None:
         path = str(config.reward_model.hf_path)
         self._policy_tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-        try:
+        with role_keys({"model.tokenizer_path": "reward_model.hf_path"}):
             self._tokenizer = load_tokenizer(path)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.tokenizer_path", "reward_model.hf_path")) from error
         self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.installed import Installed
 
@@ -204,7 +205,7 @@ def _dispatcher(installed: Installed, wanted: Wanted) -> Choice:
         return Choice("alltoall", "the model has no experts")
     if wanted.dispatcher != "auto":
         _check_dispatcher(installed, wanted)
-        return Choice(wanted.dispatcher, f"actor.moe.dispatcher={wanted.dispatcher}")
+        return Choice(wanted.dispatcher, f"{role_key('actor.moe.dispatcher')}={wanted.dispatcher}")
     if wanted.gpus_per_node is None or wanted.expert_ranks <= wanted.gpus_per_node:
         return Choice("alltoall", "all experts are on one node")
     if not installed.cuda:
@@ -219,7 +220,7 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
     if wanted.dispatcher == "allgather" and wanted.ep > 1:
         problem = (
             "gathers rows of equal length, but packed rows differ between the ranks of "
-            f"actor.parallel.ep={wanted.ep}; set it to alltoall"
+            f"{role_key('actor.parallel.ep')}={wanted.ep}; set it to alltoall"
         )
     elif wanted.dispatcher == "allgather" and wanted.pp > 1:
         problem = "is refused by megatron where pipeline stages exchange rows of any length; set it to alltoall"
@@ -228,15 +229,15 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
     elif wanted.dispatcher == "deepep" and not installed.deep_ep:
         problem = "needs the package deep_ep; set it to auto or alltoall"
     elif wanted.dispatcher == "deepep" and wanted.tp * wanted.ep == 1:
-        problem = "needs actor.parallel.ep > 1 (or tp > 1); set it to auto or alltoall"
+        problem = f"needs {role_key('actor.parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
     if problem:
-        raise ConfigError(f"actor.moe.dispatcher={wanted.dispatcher} {problem}")
+        raise ConfigError(f"{role_key('actor.moe.dispatcher')}={wanted.dispatcher} {problem}")
 
 
 def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
-    key = f"actor.fp8={wanted.fp8}"
+    key = f"{role_key('actor.fp8')}={wanted.fp8}"
     if wanted.fp8 == "none":
-        return Choice("none", "actor.fp8=none")
+        return Choice("none", f"{role_key('actor.fp8')}=none")
     if wanted.fp8 not in FP8_RECIPES:
         raise ConfigError(f"{key} must be one of none, {', '.join(FP8_RECIPES)}")
     _, version, capability, _ = FP8_RECIPES[wanted.fp8]
@@ -245,12 +246,12 @@ def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
     if not engine or _version(installed.transformer_engine) < version:
         raise ConfigError(
             f"{key} needs transformer-engine {_dotted(version)} or newer, but "
-            f"{installed.transformer_engine or 'none'} is installed; install it or set actor.fp8=none"
+            f"{installed.transformer_engine or 'none'} is installed; install it or set {role_key('actor.fp8')}=none"
         )
     if installed.capability is not None and installed.capability < capability:
         raise ConfigError(
             f"{key} needs a GPU of compute capability {_dotted(capability)} or newer, but this one has "
-            f"{_dotted(installed.capability)}; set actor.fp8 to another recipe or none"
+            f"{_dotted(installed.capability)}; set {role_key('actor.fp8')} to another recipe or none"
         )
     if wanted.dtype != "bfloat16":
         raise ConfigError(f"{key} needs model.dtype=bfloat16, but it is {wanted.dtype}")

@@ -53,3 +53,11 @@ def look(*, cuda: bool, capability: tuple[int, int] | None = None) -> Installed:
         gradient_fusion=has_module("fused_weight_gradient_mlp_cuda"),
         deep_ep=has_module("deep_ep"),
     )
+
+
+def planned_machine(*, cuda: bool) -> Installed:
+    """What a plan takes for granted of the machines that it is for, whatever this one has: with GPUs the packages that
+    scripts/setup.sh installs for them, and deep_ep for those who ask for it by name."""
+    if not cuda:
+        return Installed()
+    return Installed(cuda=True, transformer_engine="2.11", flash_attention=True, gradient_fusion=True, deep_ep=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.models import MoeConfig, ParallelConfig
+from mcore_rl.config.names import role_key
+from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.families import ModelArguments, family_for
@@ -19,7 +21,7 @@ def model_arguments(hf_config: dict[str, Any]) -> ModelArguments:
     try:
         return family_for(hf_config).model_arguments(hf_config)
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path: {error}") from error
+        raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
 
 
 def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
@@ -37,7 +39,9 @@ def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
     for name, value in unused.items():
         if value:
             default = "none" if name == "router_replay" else 0
-            raise ConfigError(f"actor.moe.{name}={value}, but the model has no {lacks}; set it to {default}")
+            raise ConfigError(
+                f"{role_key(f'actor.moe.{name}')}={value}, but the model has no {lacks}; set it to {default}"
+            )
 
 
 def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any]) -> TrainLayout:
@@ -53,8 +57,8 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
     for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"):
         value = getattr(parallel, key)
         if value is not None and value < 1:
-            raise ConfigError(f"actor.parallel.{key} is {value}; it must be at least 1")
-    _check_ranks(parallel, world_size, etp)
+            raise ConfigError(f"{role_key(f'actor.parallel.{key}')} is {value}; it must be at least 1")
+    check_ranks_divide(parallel, world_size, etp)
     _check_tensor_axis(parallel, sizes)
     _check_expert_axes(parallel, sizes, etp)
     _check_sequence_parallel(parallel, sizes)
@@ -63,7 +67,7 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
     try:
         layout = _layout(parallel, world_size, etp)
     except LayoutError as error:
-        raise ConfigError(f"actor.parallel.{error}") from error
+        raise ConfigError(f"{role_key('actor.parallel')}.{error}") from error
     _check_pipeline_layout(layout, arguments)
     return layout
 
@@ -89,21 +93,6 @@ def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
     )
 
 
-def _check_ranks(parallel: ParallelConfig, world_size: int, etp: int) -> None:
-    dense = parallel.tp * parallel.pp * parallel.cp
-    if world_size % dense:
-        raise ConfigError(
-            f"actor.parallel.tp * pp * cp = {parallel.tp} * {parallel.pp} * {parallel.cp} = {dense} does not divide "
-            f"the {world_size} trainer ranks"
-        )
-    expert = parallel.ep * etp * parallel.pp
-    if world_size % expert:
-        raise ConfigError(
-            f"actor.parallel.ep * etp * pp = {parallel.ep} * {etp} * {parallel.pp} = {expert} does not divide "
-            f"the {world_size} trainer ranks; change actor.parallel.ep or actor.parallel.etp"
-        )
-
-
 def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
     divided = {
         "attention heads": sizes["num_attention_heads"],
@@ -115,11 +104,13 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
         del divided["units of the feed-forward layer"]
     for what, count in divided.items():
         if count % parallel.tp:
-            raise ConfigError(f"actor.parallel.tp={parallel.tp} does not divide the model's {count} {what}")
+            raise ConfigError(
+                f"{role_key('actor.parallel.tp')}={parallel.tp} does not divide the model's {count} {what}"
+            )
     groups = sizes["num_query_groups"]
     if groups % parallel.tp and parallel.tp % groups:
         raise ConfigError(
-            f"actor.parallel.tp={parallel.tp} is neither a divisor nor a multiple of the model's "
+            f"{role_key('actor.parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "
             f"{groups} key/value heads"
         )
 
@@ -132,22 +123,27 @@ def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int
     experts = sizes.get("num_moe_experts")
     if not experts:
         if parallel.ep != 1:
-            raise ConfigError(f"actor.parallel.ep={parallel.ep}, but the model has no experts; set it to 1")
+            raise ConfigError(
+                f"{role_key('actor.parallel.ep')}={parallel.ep}, but the model has no experts; set it to 1"
+            )
         if etp != parallel.tp:
-            raise ConfigError(f"actor.parallel.etp={etp}, but the model has no experts; leave it unset")
+            raise ConfigError(f"{role_key('actor.parallel.etp')}={etp}, but the model has no experts; leave it unset")
         return
     if experts % parallel.ep:
-        raise ConfigError(f"actor.parallel.ep={parallel.ep} does not divide the model's {experts} experts")
+        raise ConfigError(
+            f"{role_key('actor.parallel.ep')}={parallel.ep} does not divide the model's {experts} experts"
+        )
     if sizes["moe_ffn_hidden_size"] % etp:
         raise ConfigError(
-            f"actor.parallel.etp={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an expert"
+            f"{role_key('actor.parallel.etp')}={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an "
+            "expert"
         )
 
 
 def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
-    key = "actor.parallel.sequence_parallel"
+    key = role_key("actor.parallel.sequence_parallel")
     if parallel.sequence_parallel and parallel.tp == 1:
-        raise ConfigError(f"{key}=true needs actor.parallel.tp > 1; leave it unset")
+        raise ConfigError(f"{key}=true needs {role_key('actor.parallel.tp')} > 1; leave it unset")
     if parallel.tp == 1 or sequence_parallel(parallel, parallel.tp):
         return
     reason = None
@@ -156,7 +152,7 @@ def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) ->
     elif sizes.get("num_moe_experts"):
         reason = "megatron trains mixture-of-experts models with tensor parallelism only on split sequences"
     if reason:
-        raise ConfigError(f"{key}=false with actor.parallel.tp={parallel.tp}: {reason}; leave it unset")
+        raise ConfigError(f"{key}=false with {role_key('actor.parallel.tp')}={parallel.tp}: {reason}; leave it unset")
 
 
 def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments) -> None:
@@ -165,12 +161,12 @@ def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments) -> No
     try:
         layout.stage_layers(arguments.transformer["num_layers"])
     except LayoutError as error:
-        raise ConfigError(f"actor.parallel.{error}") from error
+        raise ConfigError(f"{role_key('actor.parallel')}.{error}") from error
     if layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(
-            f"actor.parallel.pipeline_layout={layout.pipeline_layout} places {layout.num_mtp_layers} "
+            f"{role_key('actor.parallel.pipeline_layout')}={layout.pipeline_layout} places {layout.num_mtp_layers} "
             f"multi-token-prediction layers (m), but {arguments.mtp_num_layers} are built: the model's own with "
-            "actor.mtp_loss_coefficient above 0, else none"
+            f"{role_key('actor.mtp_loss_coefficient')} above 0, else none"
         )
 
 
@@ -181,17 +177,20 @@ def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
     if parallel.pp == 1:
         if fixed or chunks > 1:
             key = next(iter(fixed), "vpp")
-            raise ConfigError(f"actor.parallel.{key} is set, but actor.parallel.pp is 1")
+            raise ConfigError(f"{role_key(f'actor.parallel.{key}')} is set, but {role_key('actor.parallel.pp')} is 1")
         return
     for key, layers in fixed.items():
         if layers % chunks:
-            raise ConfigError(f"actor.parallel.vpp={chunks} does not divide actor.parallel.{key}={layers}")
+            raise ConfigError(
+                f"{role_key('actor.parallel.vpp')}={chunks} does not divide "
+                f"{role_key(f'actor.parallel.{key}')}={layers}"
+            )
     stages = parallel.pp - len(fixed)
     rest = num_layers - sum(fixed.values())
     fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
     if not fits:
         raise ConfigError(
-            f"actor.parallel.pp={parallel.pp} with vpp={parallel.vpp} and stages fixed by {fixed or 'nothing'} does "
-            f"not divide the model's {num_layers} layers; change actor.parallel.pp, vpp, first_stage_layers or "
-            "last_stage_layers"
+            f"{role_key('actor.parallel.pp')}={parallel.pp} with vpp={parallel.vpp} and stages fixed by "
+            f"{fixed or 'nothing'} does not divide the model's {num_layers} layers; change "
+            f"{role_key('actor.parallel.pp')}, vpp, first_stage_layers or last_stage_layers"
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.implementation import Implementation
 from model_converters.families import ModelArguments
@@ -54,11 +55,11 @@ def recompute_arguments(
             "recompute_num_layers": actor.recompute_layers,
         }
     if actor.recompute != "selective":
-        raise ConfigError(f"actor.recompute is {actor.recompute!r}; known: none, selective, full")
+        raise ConfigError(f"{role_key('actor.recompute')} is {actor.recompute!r}; known: none, selective, full")
     modules = actor.recompute_modules
-    key = f"actor.recompute_modules={','.join(modules)}"
+    key = f"{role_key('actor.recompute_modules')}={','.join(modules)}"
     if not modules or len(set(modules)) < len(modules):
-        raise ConfigError(f"{key} must name modules, each once; with none set actor.recompute=none")
+        raise ConfigError(f"{key} must name modules, each once; with none set {role_key('actor.recompute')}=none")
     for module in modules:
         if module not in MODULES:
             raise ConfigError(f"{key}: {module} is not known; known: {', '.join(MODULES)}")
@@ -66,13 +67,15 @@ def recompute_arguments(
         if missing:
             raise ConfigError(f"{key}: {module}: {missing}; leave it out")
         if module in ("moe_act", "layernorm") and implementation.fp8.value == "delayed":
-            raise ConfigError(f"{key}: {module} cannot be recomputed with actor.fp8=delayed; leave it out")
+            raise ConfigError(
+                f"{key}: {module} cannot be recomputed with {role_key('actor.fp8')}=delayed; leave it out"
+            )
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout) -> None:
     """megatron 0.16.1 runs past the last layer of a stage that `layers` does not divide."""
-    key = f"actor.recompute_layers={layers}"
+    key = f"{role_key('actor.recompute_layers')}={layers}"
     if layers > 1 and arguments.mtp_num_layers:
         raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")
     stages = layout.stage_layers(arguments.transformer["num_layers"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError
 from model_converters.families import missing_engine_fields
@@ -19,6 +20,6 @@ def engine_overrides(model_dir: str | Path, *, load_weights: bool) -> dict[str, 
     try:
         missing = missing_engine_fields(read_hf_config(model_dir))
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path: {error}") from error
+        raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
     # The trainer sends its own weights, which are not quantised whatever the directory's are.
     return missing if load_weights else {**missing, "quantization_config": None}

@@ -7,7 +7,6 @@ the only places of the converters that know mcore_rl.megatron.
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import warnings
@@ -203,8 +202,7 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
 
             return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
     except McoreRLError as error:
-        flags = re.sub(r"actor\.parallel\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
-        raise ConversionError(flags) from error
+        raise ConversionError(str(error)) from error
 
 
 def _write_format_files(directory: Path) -> None:

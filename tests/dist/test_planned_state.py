@@ -145,14 +145,14 @@ def plan_states(
     directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
 ) -> list[tuple[int, ...]]:
     from mcore_rl.megatron.build.model import DTYPES
-    from mcore_rl.planner.model_size import trained_model
     from mcore_rl.planner.stages import stage_parameters
     from mcore_rl.planner.state import Numerics, stage_state
     from mcore_rl.spec.layout import train_layout
+    from mcore_rl.spec.model import policy_config
 
     config = policy_batch.config(directory, parallel, 64)
     vars(config.actor).update(actor)
-    hf_config = trained_model(config)
+    hf_config, _ = policy_config(config)
     layout = train_layout(config.actor.parallel, num_ranks, hf_config)
     numerics = Numerics.of(config.actor, DTYPES[dtype], fused_optimizer=False)
     states = [

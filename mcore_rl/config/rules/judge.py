@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.names import role_keys
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.unused import refuse_unless_default
 from mcore_rl.config.rules.validation import check_model, read_hf_config
@@ -17,13 +16,12 @@ from mcore_rl.errors import ConfigError
 
 PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")
 NEEDED = ("prompt", "response")
-OF_OTHERS = {
-    "rollout.": "judge.",
-    "rollout section": "judge section",
+JUDGE_KEYS = {
+    "rollout": "judge",
     "model.hf_path": "judge.hf_path",
     "model.tokenizer_path": "judge.tokenizer_path",
 }
-"""What shared code calls keys in its messages, and what they are here."""
+"""Of a policy's keys -> of the judge, for role_keys."""
 
 
 def uses_judge(config: Config) -> bool:
@@ -43,21 +41,6 @@ def as_policy(config: Config) -> Config:
         random_init=False,
     )
     return replace(config, model=model, rollout=RolloutConfig(**same), actor=ActorConfig())
-
-
-@contextmanager
-def named_as_judge() -> Iterator[None]:
-    """Within the block a ConfigError, whose message is of the policy's keys, names those of the judge.
-
-    Raises: ConfigError.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        message = str(error)
-        for key, own in OF_OTHERS.items():
-            message = re.sub(rf"\b{re.escape(key)}", own, message)
-        raise type(error)(message) from error
 
 
 def validate_judge(config: Config) -> None:
@@ -82,7 +65,7 @@ def validate_judge(config: Config) -> None:
             f"judge.score_pattern={judge.score_pattern} has no effect: judge.parser={judge.parser} finds the score; "
             "set one of the two"
         )
-    with named_as_judge():
+    with role_keys(JUDGE_KEYS):
         view = as_policy(config)
         check_model(view, read_hf_config(view))
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from mcore_rl.config.models import CriticConfig, RewardModelConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError
 
 Section = CriticConfig | RewardModelConfig
 
@@ -23,16 +19,9 @@ def as_actor(config: Config, section: Section) -> Config:
     return replace(config, actor=section, model=model, trainer=trainer)
 
 
-@contextmanager
-def named_as(role: str, section: Section) -> Iterator[None]:
-    """Within the block a ConfigError, whose message is of the actor's keys, names those of the role.
-
-    Raises: ConfigError.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        message = re.sub(r"\bactor\.", f"{role}.", str(error))
-        if section.hf_path is not None:
-            message = message.replace("model.hf_path", f"{role}.hf_path")
-        raise type(error)(message) from error
+def keys_of(section: Section) -> dict[str, str]:
+    """Of a policy's keys -> of this role, for role_keys; model.hf_path stays itself where the role takes the policy's
+    checkpoint."""
+    role = "critic" if isinstance(section, CriticConfig) else "reward_model"
+    path = {} if section.hf_path is None else {"model.hf_path": f"{role}.hf_path"}
+    return {"actor": role, **path}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
 from mcore_rl.config.fields import check_domains
+from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.names import role_key, role_keys
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
-from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.config.rules.unused import changed
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -72,7 +75,7 @@ def validate_critic(config: Config) -> None:
     """
     critic = config.critic
     check_no_critic_lora(critic.lora)
-    with named_as("critic", critic):
+    with role_keys(keys_of(critic)):
         view = as_actor(config, critic)
         for check in (_check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
             check(view)
@@ -87,7 +90,7 @@ def validate_reward_model(config: Config) -> None:
 
     Raises: ConfigError naming the key.
     """
-    with named_as("reward_model", config.reward_model):
+    with role_keys(keys_of(config.reward_model)):
         view = as_actor(config, config.reward_model)
         for check in (_check_row, _check_layout):
             check(view)
@@ -102,14 +105,14 @@ def read_hf_config(config: Config) -> dict[str, Any]:
     path = Path(config.model.hf_path) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path}: no config.json there; set it to an HF model directory"
+            f"{role_key('model.hf_path')}={config.model.hf_path}: no config.json there; set it to an HF model directory"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model.hf_path: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{role_key('model.hf_path')}: {path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"model.hf_path: {path} must hold a JSON object")
+        raise ConfigError(f"{role_key('model.hf_path')}: {path} must hold a JSON object")
     return content
 
 
@@ -171,12 +174,14 @@ def _check_row(config: Config) -> None:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > budget:
         raise ConfigError(
-            f"actor.tokens_per_microbatch={budget} must be at least rollout.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {longest}: a sequence is never split over micro-batches"
+            f"{role_key('actor.tokens_per_microbatch')}={budget} must be at least "
+            f"{role_key('rollout.max_prompt_tokens')} + {role_key('rollout.max_response_tokens')} = {longest}: a "
+            "sequence is never split over micro-batches"
         )
     if parallel.cp > 1 and budget % (2 * parallel.cp):
         raise ConfigError(
-            f"actor.tokens_per_microbatch={budget} must be a multiple of 2 x actor.parallel.cp = {2 * parallel.cp}, to "
+            f"{role_key('actor.tokens_per_microbatch')}={budget} must be a multiple of 2 x "
+            f"{role_key('actor.parallel.cp')} = {2 * parallel.cp}, to "
             "which sequences are padded"
         )
 
@@ -184,21 +189,14 @@ def _check_row(config: Config) -> None:
 def _check_layout(config: Config) -> None:
     parallel, offered = config.actor.parallel, config.cluster.nodes * config.cluster.gpus_per_node
     ranks = num_trainer_ranks(config)
-    dense = parallel.tp * parallel.pp * parallel.cp
-    expert = parallel.pp * parallel.ep * (parallel.etp or 1)
     if ranks > offered:
         raise ConfigError(
-            f"actor.num_ranks={ranks}, but cluster.nodes x cluster.gpus_per_node offers {offered}; lower it or raise "
-            "cluster.nodes"
+            f"{role_key('actor.num_ranks')}={ranks}, but cluster.nodes x cluster.gpus_per_node offers {offered}; lower "
+            "it or raise cluster.nodes"
         )
-    for product, names in ((dense, ("tp", "pp", "cp")), (expert, ("ep", "etp", "pp"))):
-        if ranks % product:
-            keys = [f"actor.parallel.{name}={getattr(parallel, name)}" for name in names if getattr(parallel, name)]
-            raise ConfigError(
-                f"{' x '.join(keys)} = {product} does not divide the {ranks} trainer ranks (actor.num_ranks, or "
-                "cluster.nodes x cluster.gpus_per_node); set sizes whose product divides them"
-            )
-    data_ranks = ranks // dense
+    # The default of etp depends on the model; whatever it is, these must divide.
+    check_ranks_divide(parallel, ranks, parallel.etp or 1)
+    data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
     if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:
         raise ConfigError(
             f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
@@ -206,13 +204,31 @@ def _check_layout(config: Config) -> None:
         )
 
 
+def check_ranks_divide(parallel: ParallelConfig, num_ranks: int, etp: int) -> None:
+    """Raises: ConfigError where the model, or its experts, do not go into so many ranks a whole number of times."""
+    dense = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
+    expert = {"ep": parallel.ep, "etp": etp, "pp": parallel.pp}
+    for sizes in (dense, expert):
+        product = math.prod(sizes.values())
+        if num_ranks % product:
+            keys = [f"{role_key(f'actor.parallel.{name}')}={size}" for name, size in sizes.items()]
+            raise ConfigError(
+                f"{' x '.join(keys)} = {product} does not divide the {num_ranks} trainer ranks "
+                f"({role_key('actor.num_ranks')}, or cluster.nodes x cluster.gpus_per_node); set sizes whose product "
+                "divides them"
+            )
+
+
 def _check_host_optimizer(config: Config) -> None:
     actor = config.actor
     if actor.optimizer.cpu_offload and not actor.distributed_optimizer:
-        raise ConfigError("actor.optimizer.cpu_offload=true needs actor.distributed_optimizer=true")
+        raise ConfigError(
+            f"{role_key('actor.optimizer.cpu_offload')}=true needs {role_key('actor.distributed_optimizer')}=true"
+        )
     if actor.optimizer.cpu_offload and actor.offload.optimizer:
         raise ConfigError(
-            "actor.offload.optimizer=true has nothing to move with actor.optimizer.cpu_offload=true; set it to false"
+            f"{role_key('actor.offload.optimizer')}=true has nothing to move with "
+            f"{role_key('actor.optimizer.cpu_offload')}=true; set it to false"
         )
 
 
@@ -222,7 +238,7 @@ def _check_actor(config: Config) -> None:
         for needed in ("distributed_optimizer", "overlap_grad_reduce"):
             if not getattr(actor, needed):
                 raise ConfigError(
-                    f"actor.overlap_param_gather=true needs actor.{needed}=true: "
+                    f"{role_key('actor.overlap_param_gather')}=true needs {role_key('actor')}.{needed}=true: "
                     "only sharded parameters are gathered, and in the order in which gradients were reduced"
                 )
 
@@ -248,7 +264,7 @@ def _check_offload(config: Config) -> None:
     for part in ("params", "grads", "optimizer"):
         if getattr(config.actor.offload, part):
             raise ConfigError(
-                f"actor.offload.{part}=true makes room for an engine on the same device, which "
+                f"{role_key('actor.offload')}.{part}=true makes room for an engine on the same device, which "
                 f"cluster.placement={config.cluster.placement} does not have; set it to false"
             )
 
@@ -269,15 +285,18 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     tp, heads = config.rollout.tp, hf.get("num_attention_heads")
     groups = hf.get("num_key_value_heads") or heads
     if heads and heads % tp:
-        raise ConfigError(f"rollout.tp={tp} must divide the model's {heads} attention heads")
+        raise ConfigError(f"{role_key('rollout.tp')}={tp} must divide the model's {heads} attention heads")
     if groups and groups % tp and tp % groups:
-        raise ConfigError(f"rollout.tp={tp} must divide the model's {groups} key-value heads, or be a multiple of them")
+        raise ConfigError(
+            f"{role_key('rollout.tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
+        )
     if config.rollout.expert_parallel and not any(hf.get(key) for key in EXPERT_COUNTS):
-        raise ConfigError("rollout.expert_parallel=true, but the model has no experts; set it to false")
+        raise ConfigError(f"{role_key('rollout.expert_parallel')}=true, but the model has no experts; set it to false")
     limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit and longest > limit:
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
+            f"{role_key('rollout.max_prompt_tokens')} + {role_key('rollout.max_response_tokens')} = {longest} "
+            "exceeds the model's "
             f"max_position_embeddings={limit}"
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mcore_rl.config.names import role_key
 from mcore_rl.config.rules.validation import NO_EXPERT_PARALLEL_ON_CPU
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.vllm.ranks import EngineRanks
@@ -282,8 +283,10 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     except ValueError as error:
         # Only its message tells a cache that is too small from other mistakes.
         if "cache" in str(error):
-            raise ConfigError(f"rollout.kv_cache_gib ({config.kv_cache_gib:g}) is too small: {error}") from error
-        raise ConfigError(f"vLLM cannot run this model with this rollout section: {error}") from error
+            raise ConfigError(
+                f"{role_key('rollout.kv_cache_gib')} ({config.kv_cache_gib:g}) is too small: {error}"
+            ) from error
+        raise ConfigError(f"vLLM cannot run this model with this {role_key('rollout')} section: {error}") from error
 
 
 def _sampling_params(options: SamplingOptions, eos_token_ids: list[int]) -> Any:

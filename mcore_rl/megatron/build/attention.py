@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.build.context import ALONE, ContextPart
@@ -144,8 +145,9 @@ class SDPACoreAttention(MegatronModule):
         if config.context_parallel_size > 1:
             if torch.cuda.is_available():
                 raise ConfigError(
-                    f"actor.parallel.cp is {config.context_parallel_size}: on CUDA context parallelism needs "
-                    "TransformerEngine; install it or set actor.parallel.cp=1"
+                    f"{role_key('actor.parallel.cp')} is {config.context_parallel_size}: on CUDA context parallelism "
+                    "needs "
+                    f"TransformerEngine; install it or set {role_key('actor.parallel.cp')}=1"
                 )
             group = pg_collection.cp
             self.context = ContextPart(group.rank(), group.size(), group)

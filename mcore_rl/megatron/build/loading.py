@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.build.names import canonical_tensors
 from mcore_rl.megatron.build.output import unwrap
@@ -37,4 +38,4 @@ def load_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: Tr
             bound = bind(checkpoint.family.rows(config), config, dtype)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path={directory}: {error}") from error
+        raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error

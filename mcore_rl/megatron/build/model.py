@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
@@ -259,7 +260,7 @@ def _finish_latent_attention(
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
     """Puts our attention and norm where megatron's local ones refuse packed sequences and sequence parallelism."""
     if config.normalization != "RMSNorm":
-        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine (model.hf_path)")
+        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({role_key('model.hf_path')})")
     spec.layer_norm = LocalRMSNorm
     for layer in spec.layer_specs:
         parts = layer.submodules

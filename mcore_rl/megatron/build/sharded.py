@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu
@@ -38,15 +39,18 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
+FLAGS = {f"actor.parallel.{field.name}": "--" + field.name.replace("_", "-") for field in fields(ParallelConfig)}
+"""What converters call the sizes of a layout."""
+
 
 def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default") -> RankState:
     """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
     A model that a naming does not concern is named by its default.
 
-    Raises: ConfigError for a model that cannot be built or does not fit the layout; McoreRLError when this process is
-    in a process group.
+    Raises: ConfigError, which calls sizes as the converter's flags (--tp), for a model that cannot be built or does not
+    fit the layout; McoreRLError when this process is in a process group.
     """
-    with meta_model(hf_config, layout, rank) as chunks:
+    with role_keys(FLAGS), meta_model(hf_config, layout, rank) as chunks:
         tensors = canonical_tensors(chunks)
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
         return RankState(

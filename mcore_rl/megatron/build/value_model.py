@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.build.names import canonical_tensors
 from mcore_rl.megatron.build.output import PolicyModel, unwrap
 from model_converters.errors import ConversionError
-from model_converters.families import family_for
-from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.load import load_tensors
 from model_converters.hf.value_head import VALUE_HEAD, settle_value_head, value_model_config
@@ -81,19 +79,6 @@ class ValueModel(PolicyModel):
         return state
 
 
-def read_value_config(config: Config) -> dict[str, Any]:
-    """config.json of the value model at model.hf_path.
-
-    Raises: ConfigError for one that cannot be read, or of no known family.
-    """
-    try:
-        hf_config = read_hf_config(config.model.hf_path)
-        family_for(hf_config)
-        return value_model_config(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"model.hf_path={config.model.hf_path}: {error}") from error
-
-
 def load_value_model(
     chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None
 ) -> None:
@@ -114,7 +99,7 @@ def load_value_model(
             bound = bind(rows, value_model_config(checkpoint.config), dtype)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
-        raise ConfigError(f"model.hf_path={directory}: {error}") from error
+        raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mcore_rl.config.models import ActorConfig, OptimizerSettings
+from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
@@ -168,7 +169,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerPa
     Raises: ConfigError naming the key.
     """
     settings = config.actor.optimizer
-    key = "actor.optimizer"
+    key = role_key("actor.optimizer")
     if settings.schedule not in SCHEDULES:
         raise ConfigError(f"{key}.schedule={settings.schedule} is not known. Known: {', '.join(SCHEDULES)}")
     if not 0 <= settings.min_lr <= settings.lr:

@@ -16,7 +16,6 @@ from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.rules.lora import base_is_reference, uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.build import parallel
 from mcore_rl.megatron.build.loading import load_hf
@@ -34,12 +33,9 @@ from mcore_rl.megatron.step.mtp_objective import MTPObjective
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import RankBatch
 from mcore_rl.megatron.step.replay import engine_routing
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.spec.model import ModelSpec
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
-from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.hf_config import read_hf_config
-from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_plan
@@ -67,8 +63,10 @@ class MegatronActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.hf_config = _hf_config(config, speaks=rank == 0)
-        self.layout = train_layout(config.actor.parallel, world_size, self.hf_config)
+        spec = ModelSpec.policy(config, world_size)
+        self.hf_config, self.layout = spec.hf_config, spec.layout
+        if rank == 0 and spec.left_out:
+            _say_what_is_left_out(config, spec.left_out)
         join_ranks(config, self.layout, rank, init_method)
         self.chunks = policy_chunks(config, self.hf_config, self.layout)
         self.trained = TrainedModel(config, self.hf_config, self.layout, rank, role="actor", chunks=self.chunks)
@@ -367,28 +365,10 @@ def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout
     return chunks
 
 
-def _hf_config(config: Config, *, speaks: bool) -> dict[str, Any]:
-    """config.json, without multi-token-prediction layers that are not trained; `speaks`: say so when there are any."""
-    directory, key = config.model.hf_path, "actor.mtp_loss_coefficient"
-    try:
-        hf_config = read_hf_config(directory)
-        family_for(hf_config)
-        mtp_layers = num_mtp_layers(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"model.hf_path={directory}: {error}") from error
-    if config.actor.mtp_loss_coefficient:
-        if not mtp_layers:
-            raise ConfigError(
-                f"{key}={config.actor.mtp_loss_coefficient}, but model.hf_path={directory} has no "
-                f"multi-token-prediction layers (num_nextn_predict_layers); set {key} to 0"
-            )
-        return dict(hf_config)
-    if mtp_layers and speaks:
-        logger.warning(
-            "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
-            "left out of training, checkpoints and exports. %s above 0 trains it",
-            directory,
-            mtp_layers,
-            key,
-        )
-    return without_mtp(hf_config)
+def _say_what_is_left_out(config: Config, mtp_layers: int) -> None:
+    logger.warning(
+        "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
+        "left out of training, checkpoints and exports. actor.mtp_loss_coefficient above 0 trains it",
+        config.model.hf_path,
+        mtp_layers,
+    )

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from mcore_rl.algorithms.value_loss import compute_value_loss
-from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.names import role_keys
+from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.build import parallel
 from mcore_rl.megatron.build.model import build_model
 from mcore_rl.megatron.build.output import PolicyModel
-from mcore_rl.megatron.build.value_model import ValueModel, initialize_head, load_value_model, read_value_config
+from mcore_rl.megatron.build.value_model import ValueModel, initialize_head, load_value_model
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite import describe_samples, require_finite
@@ -23,7 +24,7 @@ from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, ow
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.spec.model import ModelSpec
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
 
@@ -44,10 +45,10 @@ class MegatronCritic:
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.rank, self.world_size = rank, world_size
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
-        with named_as("critic", config.critic):
+        with role_keys(keys_of(config.critic)):
             self.config = as_actor(config, config.critic)
-            self.hf_config = read_value_config(self.config)
-            self.layout = train_layout(self.config.actor.parallel, world_size, self.hf_config)
+            spec = ModelSpec.value_model(self.config, world_size)
+            self.hf_config, self.layout = spec.hf_config, spec.layout
             join_ranks(self.config, self.layout, rank, init_method)
             chunks = value_chunks(self.config, self.hf_config, self.layout)
             self.trained = TrainedModel(self.config, self.hf_config, self.layout, rank, role="critic", chunks=chunks)

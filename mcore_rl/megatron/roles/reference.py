@@ -11,8 +11,8 @@ import torch
 
 from mcore_rl.algorithms import kl_penalty
 from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.build.context import ContextPart
 from mcore_rl.megatron.build.loading import load_hf
 from mcore_rl.megatron.build.model import build_model
@@ -55,7 +55,8 @@ class FrozenPolicy:
         weights = replace(config.model, random_init=False)
         chunks = build_model(hf_config, config.actor, weights, layout, gpus_per_node=config.cluster.gpus_per_node)
         if path is not None:
-            _load(chunks, path, layout)
+            with role_keys({"model.hf_path": "reference.hf_path"}):
+                load_hf(chunks, path, layout)
         modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         for module in modules:
             module.requires_grad_(False)
@@ -144,10 +145,3 @@ def whole_kl(
         ends = np.cumsum(batch.whole_counts, dtype=np.int64)
         found |= zip(batch.samples, np.split(kl.float().cpu().numpy(), ends[:-1]), strict=True)
     return found
-
-
-def _load(chunks: Sequence[PolicyModel], path: str, layout: TrainLayout) -> None:
-    try:
-        load_hf(chunks, path, layout)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.hf_path", "reference.hf_path")) from error

@@ -8,17 +8,18 @@ import numpy as np
 import torch
 
 from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.rules.roles import as_actor, named_as
+from mcore_rl.config.names import role_keys
+from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.build import parallel
 from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.value_model import ValueModel, load_value_model, read_value_config
+from mcore_rl.megatron.build.value_model import ValueModel, load_value_model
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.spec.model import ModelSpec
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
@@ -35,10 +36,10 @@ class MegatronRewardModel:
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         section = config.reward_model
         self.rank = rank
-        with named_as("reward_model", section):
+        with role_keys(keys_of(section)):
             view = as_actor(config, section)
-            hf_config = read_value_config(view)
-            self.layout = train_layout(section.parallel, world_size, hf_config)
+            spec = ModelSpec.value_model(view, world_size)
+            hf_config, self.layout = spec.hf_config, spec.layout
             join_ranks(view, self.layout, rank, init_method)
             nodes = config.cluster.gpus_per_node
             chunks = build_model(hf_config, section, view.model, self.layout, gpus_per_node=nodes, kind=ValueModel)

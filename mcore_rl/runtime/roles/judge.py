@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from mcore_rl.config.names import role_keys
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.rules.judge import as_policy, named_as_judge, template_text
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
@@ -106,7 +107,7 @@ def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> 
 def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource]) -> JudgeWorker:
     """An engine on judge.hf_path with its weights, which stay as they are. `name` as in build_worker."""
     view = as_policy(config)
-    with named_as_judge():
+    with role_keys(JUDGE_KEYS):
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
         engine = VllmEngine(
             view.model.hf_path,

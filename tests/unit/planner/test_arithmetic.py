@@ -11,8 +11,9 @@ from mcore_rl.planner.activations import in_flight
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import engine_weights, kv_bytes_per_token
 from mcore_rl.planner.flops import forward_flops, step_flops
-from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank, trained_model
+from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
 from mcore_rl.spec.layout import model_arguments
+from mcore_rl.spec.model import policy_config
 from model_converters.mapping.layout import TrainLayout
 
 ON_512 = TrainLayout(512, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
@@ -24,7 +25,7 @@ def deepseek() -> Config:
 
 
 def test_parameters_of_deepseek_v3(deepseek: Config) -> None:
-    hf_config = trained_model(deepseek)
+    hf_config, _ = policy_config(deepseek)
     rows = bound_rows(hf_config, torch.bfloat16)
     size = model_size(hf_config, rows)
     assert size.total == 671_026_404_352
@@ -53,14 +54,14 @@ def test_caches() -> None:
 
 
 def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
-    hf_config = trained_model(deepseek)
+    hf_config, _ = policy_config(deepseek)
     rows = bound_rows(hf_config, torch.bfloat16)
     biases = 58 * 256  # of the routers: no parameters, but weights of the engine
     assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
 
 
 def test_flop_of_a_token(deepseek: Config) -> None:
-    hf_config = trained_model(deepseek)
+    hf_config, _ = policy_config(deepseek)
     arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
     embedding = 129_280 * 7_168
     # Without attention to other tokens: twice the active weights but the embedding, which is looked up.
