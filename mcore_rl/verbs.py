@@ -22,7 +22,7 @@ def train(config: Config) -> int:
     from mcore_rl.runtime.stops import STOPS
 
     start_up = StartUp()
-    with STOPS.listening(), third_party_log() as log:  # from here on: what is imported warns too
+    with STOPS.listening(lambda: _what_follows(config)), third_party_log() as log:  # what is imported now warns too
         try:
             finished = is_finished(config) or _train(config, start_up, log)
         except KeyboardInterrupt:

@@ -14,9 +14,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.daemons import signals_kept_from_ray
+from mcore_rl.runtime.daemons import Daemons, Guard, signals_kept_from_ray
 from mcore_rl.runtime.placement import natural
 from mcore_rl.runtime.session import loopback_session
+from mcore_rl.runtime.stops import STOPS
 
 # One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
@@ -59,14 +60,17 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name, value in PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
-    session = contextlib.ExitStack()
+    session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)
     try:
         with signals_kept_from_ray():
             _connect(config, bundle, session)
+        guard.watch(Daemons.started())
         with _reserved(config, bundle) as nodes:
             yield nodes
     finally:
+        guard.let_end()
         ray.shutdown()
+        guard.stop()
         session.close()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import psutil
@@ -13,6 +14,10 @@ from ray._private import services
 from ray._private import utils as ray_utils
 
 NAMES = ("gcs_server", "raylet")
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_RETURN = 10.0
+"""How long after the death of one of them this process may take to end what it does. A call of Ray (2.60) without its
+cluster does not return for a minute, whatever its timeout, and no signal interrupts it."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -55,6 +60,38 @@ class Daemons:
     def dead(self) -> str | None:
         """The name of one that has ended."""
         return next((name for name, process in self.processes.items() if not is_alive(process)), None)
+
+
+class Guard:
+    """Ends a process that is stuck in Ray because one of the daemons under it has died: from another thread it calls
+    `give_up` with a sentence that says so, and not before the process has had time to notice by itself."""
+
+    def __init__(self, give_up: Callable[[str], None]) -> None:
+        self._give_up = give_up
+        self._daemons = Daemons()
+        self._intended, self._ended = threading.Event(), threading.Event()
+
+    def watch(self, daemons: Daemons) -> None:
+        """From now on."""
+        self._daemons = daemons
+        threading.Thread(target=self._look, name="guard of Ray's daemons", daemon=True).start()
+
+    def let_end(self) -> None:
+        """Whoever lives now dies because this process wants it."""
+        if self._daemons.dead() is None:
+            self._intended.set()
+
+    def stop(self) -> None:
+        """The process has come back from Ray."""
+        self._intended.set()
+        self._ended.set()
+
+    def _look(self) -> None:
+        while not self._intended.wait(SECONDS_BETWEEN_LOOKS):
+            if (name := self._daemons.dead()) is not None:
+                if not self._ended.wait(SECONDS_TO_RETURN):
+                    self._give_up(f"Ray's {name} died, and with it every process of the run")
+                return
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 SECONDS_OF_ONE_STOP = 1.0
@@ -23,14 +23,17 @@ class Stops:
     _interrupted_by: int | None
     _to_raise: bool
     _last_seconds: float
+    _what_follows: Callable[[], str] | None
 
     def __init__(self) -> None:
         self._forget()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handles the signals for the length of the block, which starts without any request."""
+    def listening(self, what_follows: Callable[[], str] | None = None) -> Iterator[None]:
+        """Handles the signals for the length of the block, which starts without any request. `what_follows` says how a
+        run that was stopped can go on."""
         self._forget()
+        self._what_follows = what_follows
         handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGUSR1: self.request}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -93,6 +96,15 @@ class Stops:
         if self._asked_by not in (None, signal.SIGUSR1):
             self.interrupt(self._asked_by)
 
+    def give_up(self, reason: str) -> None:
+        """Ends this process from any thread, as the main one will not come back: as stopped where an INT or TERM had
+        come, else as failed for `reason`."""
+        if self._interrupted_by is None and self._asked_by in (None, signal.SIGUSR1):
+            _say(f"error: {reason}")
+            os._exit(1)
+        _say(f"stopped: {self._what_follows()}" if self._what_follows is not None else "stopped")
+        os._exit(self.exit_code())
+
     def exit_code(self) -> int:
         """Of a run that was stopped: os.EX_TEMPFAIL (75) by USR1, as a shell would say (130, 143) by INT and TERM."""
         number = self._interrupted_by or self._asked_by or signal.SIGINT
@@ -102,6 +114,7 @@ class Stops:
         self._step = self._asked_by = self._interrupted_by = None
         self._to_raise = False
         self._last_seconds = -SECONDS_OF_ONE_STOP
+        self._what_follows = None
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@ and whatever happens, the run ends soon, leaves nothing behind and says what fol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import stat
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.runs import TrainProcess, metrics
@@ -58,6 +60,16 @@ def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing
         assert not run.sessions()
     assert max(metrics(run_dir)) == step < 4
     assert_resumes_to_the_same(task, run_dir, whole_run)
+
+
+def test_a_term_to_every_process_of_a_run_ends_it(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
+    """Ray's own included, as a scheduler's that knows them by their cgroup."""
+    with TrainProcess(task, tmp_path / "run", long_step) as run:
+        run.wait_until(in_step(run, 1, "generating"))
+        for process in [run.process, *run.processes()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")
 
 
 def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Path) -> None:

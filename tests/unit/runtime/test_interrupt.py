@@ -122,3 +122,39 @@ def test_a_cluster_that_a_signal_to_all_processes_has_ended_is_a_stop_and_no_fai
     with pytest.raises(KeyboardInterrupt):
         Watch(daemons=ended()).get(["a reference that is never looked at"])
     assert STOPS.exit_code() == 143
+
+
+STUCK = """
+import os, signal, subprocess, sys, time
+import psutil
+from mcore_rl.runtime import daemons
+from mcore_rl.runtime.stops import STOPS
+
+daemons.SECONDS_BETWEEN_LOOKS = daemons.SECONDS_TO_RETURN = 0.2
+process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+guard = daemons.Guard(STOPS.give_up)
+guard.watch(daemons.Daemons({"gcs_server": psutil.Process(process.pid)}))
+with STOPS.listening(lambda: "step 3 is saved"):
+    STOPS.begin(4)
+    if sys.argv[1] == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if sys.argv[1] == "intended":
+        guard.let_end()
+    process.kill()
+    process.wait()
+    time.sleep(2)  # a call of Ray that does not return
+    print("came back")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("unasked", 1, "error: Ray's gcs_server died, and with it every process of the run"),
+        ("asked", 143, "stopped: step 3 is saved"),
+        ("intended", 0, "came back"),
+    ],
+)
+def test_a_call_of_ray_that_does_not_return_without_its_cluster_is_given_up(how: str, code: int, last: str) -> None:
+    found = subprocess.run([sys.executable, "-c", STUCK, how], capture_output=True, text=True, check=False)
+    assert (found.returncode, (found.stderr + found.stdout).splitlines()[-1]) == (code, last)
