@@ -165,8 +165,8 @@ class _Site:
         """Reward models, by the name that metrics and records give them."""
         groups, scorers = self.processes.groups, {}
         if (model := groups.get("reward_model")) is not None:
-            own = StagedScorer(model, stages, "reward_model")
-            scorers["model"] = WeightedScorer(own, self.config.reward_model.weight)
+            scorer = StagedScorer(model, stages, "reward_model")
+            scorers["model"] = WeightedScorer(scorer, self.config.reward_model.weight)
         if (judge := groups.get("judge")) is not None:
             scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
         return scorers

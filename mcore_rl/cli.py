@@ -111,9 +111,9 @@ def _keys(options: argparse.Namespace) -> int:
 
     from mcore_rl.config.catalogue import find_keys
 
-    found = find_keys(options.word)
+    keys = find_keys(options.word)
     try:
-        print(json.dumps([asdict(entry) for entry in found]) if options.json else "\n".join(e.shown() for e in found))
+        print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
         sys.stdout.flush()
     except BrokenPipeError:  # who reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

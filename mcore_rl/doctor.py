@@ -78,8 +78,8 @@ GIB = 1 << 30
 
 def version_of(distributions: Sequence[str]) -> str | None:
     """`name version` of the first of these distributions that is installed."""
-    found = installed.version_of(distributions)
-    return " ".join(found) if found else None
+    name_and_version = installed.version_of(distributions)
+    return " ".join(name_and_version) if name_and_version else None
 
 
 def has_subpackage(package: str, name: str) -> bool:
@@ -92,16 +92,16 @@ def has_subpackage(package: str, name: str) -> bool:
 def check_package(package: Package) -> Check:
     version = version_of(package.distributions)
     ok = version is not None and has_module(package.module)
-    found = version or "-"
+    state = version or "-"
     if version and not ok:
-        found = f"{version}, but its module {package.module} is gone (broken installation)"
-    return Check(package.name, ok, found, package.need, package.feature, package.remedy)
+        state = f"{version}, but its module {package.module} is gone (broken installation)"
+    return Check(package.name, ok, state, package.need, package.feature, package.remedy)
 
 
 def check_python() -> Check:
     ok = sys.version_info >= (3, 11)
-    found = f"{platform.python_version()} {sys.executable}"
-    return Check("python", ok, found, Need.BOTH, "everything", "install Python 3.11 or newer")
+    interpreter = f"{platform.python_version()} {sys.executable}"
+    return Check("python", ok, interpreter, Need.BOTH, "everything", "install Python 3.11 or newer")
 
 
 def torch_devices() -> tuple[str | None, str, int]:
@@ -120,9 +120,9 @@ def torch_devices() -> tuple[str | None, str, int]:
 
 
 def check_torch() -> list[Check]:
-    version, found, num_devices = torch_devices()
+    version, description, num_devices = torch_devices()
     return [
-        Check("torch", version is not None, found, Need.BOTH, "everything", CPU_INSTALL),
+        Check("torch", version is not None, description, Need.BOTH, "everything", CPU_INSTALL),
         Check("cuda devices", num_devices > 0, str(num_devices), Need.GPU, "training on GPUs", "an NVIDIA driver"),
     ]
 
@@ -142,9 +142,9 @@ def check_vllm() -> list[Check]:
 
 
 def check_transformer_engine() -> Check:
-    found = version_of(TRANSFORMER_ENGINE)
-    ok = found is not None and has_module("transformer_engine")
-    return Check("transformer-engine", ok, found or "-", Need.GPU, "fused and FP8 layers on GPUs", GPU_INSTALL)
+    version = version_of(TRANSFORMER_ENGINE)
+    ok = version is not None and has_module("transformer_engine")
+    return Check("transformer-engine", ok, version or "-", Need.GPU, "fused and FP8 layers on GPUs", GPU_INSTALL)
 
 
 def check_apex() -> Check:
@@ -158,8 +158,8 @@ def check_apex() -> Check:
         if has_subpackage("apex", "optimizers"):
             return Check("apex", False, f"{version or 'apex'} without amp_C (built without CUDA extensions)",
                          Need.EXTRA, feature, remedy)  # fmt: skip
-        found = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
-        return Check("apex", False, found, Need.EXTRA, feature, f"pip uninstall apex, then {remedy}")
+        explanation = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
+        return Check("apex", False, explanation, Need.EXTRA, feature, f"pip uninstall apex, then {remedy}")
     return Check("apex", False, "-", Need.EXTRA, feature, remedy)
 
 
@@ -200,8 +200,8 @@ def check_shared_memory(directory: str = "/dev/shm") -> Check:
         usage = shutil.disk_usage(directory)
     except OSError as error:
         return Check(directory, False, str(error), Need.BOTH, feature, remedy)
-    found = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
-    return Check(directory, usage.free >= GIB, found, Need.BOTH, feature, remedy)
+    space = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
+    return Check(directory, usage.free >= GIB, space, Need.BOTH, feature, remedy)
 
 
 def check_machine() -> list[Check]:

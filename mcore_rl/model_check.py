@@ -87,11 +87,11 @@ def _expected(config: Config, copies: int) -> tuple[TrajectoryBuffers, RolloutSc
         logits = transformers_logits(config.model.hf_path, sequences)
     except CheckpointError as error:
         raise ConfigError(f"model.hf_path: {error}; {KEY}=never starts all the same") from error
-    found = [
+    logp = [
         part[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
         for part, tokens in zip(logits, sequences, strict=True)
     ]
-    return _trajectories([tokens.numpy() for tokens in sequences] * copies, found * copies)
+    return _trajectories([tokens.numpy() for tokens in sequences] * copies, logp * copies)
 
 
 def _sequences(config: Config) -> list[torch.Tensor]:
@@ -145,8 +145,8 @@ def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutSc
 
 
 def _require_same(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
-    found = ranks.compare(batch)
-    mean, largest = (found[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
+    metrics = ranks.compare(batch)
+    mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
     if not mean <= TOLERANCE[config.model.dtype]:  # NaN is no agreement
         raise ConfigError(
             f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens are not those of transformers: "

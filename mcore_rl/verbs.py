@@ -163,12 +163,12 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
 
     console = Console()
     if suggest:
-        found = suggest_layouts(config)
+        suggested = suggest_layouts(config)
         if as_json:
-            print(json.dumps(found.to_json()))
+            print(json.dumps(suggested.to_json()))
         else:
-            print_suggestions(found, console)
-        return 0 if found.suggestions else 1
+            print_suggestions(suggested, console)
+        return 0 if suggested.suggestions else 1
     made = make_plan(config)
     if as_json:
         print(json.dumps(made.to_json()))

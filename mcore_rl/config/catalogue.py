@@ -78,10 +78,10 @@ def find_keys(word: str = "") -> list[KeyEntry]:
     Raises: ConfigError where there is none.
     """
     begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
-    found = [entry for entry in map(_entry, leaves(Config())) if word.lower() in entry.key or begins.search(entry.text)]
-    if not found:
+    keys = [entry for entry in map(_entry, leaves(Config())) if word.lower() in entry.key or begins.search(entry.text)]
+    if not keys:
         raise ConfigError(f"no key has {word!r} in its name or its text; `mcore-rl keys` lists all of them")
-    return found
+    return keys
 
 
 def _entry(leaf: Leaf) -> KeyEntry:
@@ -112,12 +112,12 @@ def _texts(section: type) -> dict[str, str]:
     """Fields of a class that have a string under them; only the source has these strings."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    texts = {}
     for above, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             assert isinstance(above.target, ast.Name)
-            found[above.target.id] = " ".join(str(below.value.value).split())
-    return found
+            texts[above.target.id] = " ".join(str(below.value.value).split())
+    return texts
 
 
 def _written(value: Any) -> str:

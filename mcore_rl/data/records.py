@@ -40,18 +40,18 @@ def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, An
     """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
     lines of its own."""
     with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
-        for line, own in zip(lines, fields, strict=True):
-            file.write(json.dumps([line, own], ensure_ascii=False) + "\n")
+        for line, line_fields in zip(lines, fields, strict=True):
+            file.write(json.dumps([line, line_fields], ensure_ascii=False) + "\n")
 
 
 def _take_fields(part: str) -> dict[int, dict[str, Any]]:
     """What add_fields has kept, by line."""
-    found: dict[int, dict[str, Any]] = {}
+    fields_by_line: dict[int, dict[str, Any]] = {}
     for path in Path(part).parent.glob(f"{Path(part).name}.*{FIELDS}"):
         with open(path, encoding="utf-8") as source:
-            found |= dict(map(json.loads, source))
+            fields_by_line |= dict(map(json.loads, source))
         path.unlink()
-    return found
+    return fields_by_line
 
 
 def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:

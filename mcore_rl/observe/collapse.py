@@ -97,21 +97,21 @@ class CollapseSigns:
 
     def look(self, step: int, values: Mapping[str, float | None]) -> list[str]:
         """Sentences about signs that this step shows for the first time."""
-        found = []
+        sentences = []
         for sign in self.signs:
             now = values.get(sign.figure)
             if now is None:
                 continue
             first = self._first.setdefault(sign.figure, now)
             if step > sign.after_step and sign.holds(now, first):
-                found += self._say(sign.figure, f"step {step}: {sign.text.format(now=now, first=first)}")
+                sentences += self._say(sign.figure, f"step {step}: {sign.text.format(now=now, first=first)}")
         norm = values.get(GRADIENT)
         if norm is not None:
             usual = statistics.median(self._norms) if len(self._norms) == WINDOW else norm
             if norm > 20 * usual > 0:
-                found += self._say(GRADIENT, f"step {step}: {GRADIENT_TEXT.format(now=norm, times=norm / usual)}")
+                sentences += self._say(GRADIENT, f"step {step}: {GRADIENT_TEXT.format(now=norm, times=norm / usual)}")
             self._norms.append(norm)
-        return found
+        return sentences
 
     def _say(self, figure: str, sentence: str) -> list[str]:
         if figure in self._said:

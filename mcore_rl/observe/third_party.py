@@ -60,16 +60,16 @@ def third_party_log() -> Iterator[ThirdPartyLog]:
         del file, line
         log.write(f"{filename}:{lineno}: {category.__name__}: {message}")
 
-    handler, own = _Handler(log), logging.StreamHandler()
+    handler, stream_handler = _Handler(log), logging.StreamHandler()
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in OWN_LOGGERS]
     with warnings.catch_warnings():
         warnings.showwarning = show
         root.addHandler(handler)
         for logger in loggers:
-            logger.addHandler(own)
+            logger.addHandler(stream_handler)
         try:
             yield log
         finally:
             root.removeHandler(handler)
             for logger in loggers:
-                logger.removeHandler(own)
+                logger.removeHandler(stream_handler)

@@ -244,8 +244,8 @@ def _multi_token(arguments: ModelArguments, run: Execution) -> dict[str, float]:
     """A multi-token-prediction layer: an ordinary layer behind two norms and a projection of their joined outputs."""
     sizes, hidden = arguments.transformer, arguments.transformer["hidden_size"]
     table = layer_table(sizes, run, sparse=is_sparse(sizes, sizes["num_layers"] - 1))
-    own = (3 * run.norm(hidden) + 2 * hidden * run.element_bytes) / run.scatter
-    return {"multi-token prediction": arguments.mtp_num_layers * (own + sum(kept(table, run).values()))}
+    beside_layer = (3 * run.norm(hidden) + 2 * hidden * run.element_bytes) / run.scatter
+    return {"multi-token prediction": arguments.mtp_num_layers * (beside_layer + sum(kept(table, run).values()))}
 
 
 def _widest(table: Sequence[Saved]) -> float:
@@ -306,25 +306,25 @@ def stage_activations(
     row = config.actor.tokens_per_microbatch / layout.cp
     chunks = layout.stage_layers(arguments.transformer["num_layers"])[stage]
     last = stage == layout.pp - 1
-    found = [
+    by_chunk = [
         chunk_activations(arguments, list(layers), run, last=last and index == len(chunks) - 1)
         for index, layers in enumerate(chunks)
     ]
     components: dict[str, float] = {}
     alive = in_flight(layout, stage, microbatches)
-    for chunk, count in zip(found, alive, strict=True):
+    for chunk, count in zip(by_chunk, alive, strict=True):
         _add(components, {name: value * row * count for name, value in chunk.saved.items()})
     if layout.pp > 1:
         components["stage outputs"] = sum(alive) * hidden * b / run.scatter * row
-    components["recomputed"] = max(chunk.recomputed for chunk in found) * row
-    components["gradients in flight"] = max(chunk.gradients for chunk in found) * row
+    components["recomputed"] = max(chunk.recomputed for chunk in by_chunk) * row
+    components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)
     if last and predicts_tokens:
         components["logits"] = output_projection_bytes(arguments, run, config)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients one layer's tensors live at a time, and the hidden states that it reads and writes.
-    forward = max(chunk.gradients for chunk in found) * row + 2 * hidden * b * row
+    forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
 
 

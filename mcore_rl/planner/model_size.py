@@ -68,7 +68,7 @@ def parameters_by_rank(rows: Sequence[BoundRow], layout: TrainLayout) -> np.ndar
     Raises: LayoutError listing everything that does not divide.
     """
     placement = Placement(rows, layout)
-    held = np.zeros(layout.world_size, np.int64)
+    parameters = np.zeros(layout.world_size, np.int64)
     seen: set[tuple[str, range]] = set()
     for bound in rows:
         if not is_parameter(bound):
@@ -79,5 +79,5 @@ def parameters_by_rank(rows: Sequence[BoundRow], layout: TrainLayout) -> np.ndar
             if key not in seen:
                 seen.add(key)
                 ranks = holding.ranks
-                held[ranks.start : ranks.stop : ranks.step] += prod(local_shape(bound.row, holding.num_shards))
-    return held
+                parameters[ranks.start : ranks.stop : ranks.step] += prod(local_shape(bound.row, holding.num_shards))
+    return parameters

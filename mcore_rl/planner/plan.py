@@ -178,7 +178,7 @@ def make_plan(config: Config) -> Plan:
     """
     job = Job.of(config)
     try:
-        held = parameters_by_rank([*job.rows, *job.adapters], job.layout)
+        num_parameters = parameters_by_rank([*job.rows, *job.adapters], job.layout)
     except LayoutError as error:
         raise ConfigError(f"actor.parallel: {error}") from error
     batch = batch_arithmetic(config, job.layout)
@@ -189,7 +189,7 @@ def make_plan(config: Config) -> Plan:
         chunks = stage_parameters(job.hf_config, job.layout, stage, lora=config.actor.lora)
         stages.append(planned_activations(job, stage, chunks, batch))
         ranks += planned_stage(job, stage, chunks, stages[-1], engine)
-    _check_counts([planned.state.parameters for planned in ranks], held)
+    _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.hf_config, job.rows)
     sync = weight_sync(config, job.rows, job.layout, engine.weights_bytes)
     flops = step_flops(config, job.arguments, size, batch)
@@ -218,12 +218,12 @@ def planned_stage(
 ) -> list[PlannedRank]:
     """Every rank of a stage."""
     first = stage * job.layout.stage_size
-    total, found = int(activations.total_bytes), []
+    total, ranks = int(activations.total_bytes), []
     for rank, state in enumerate(stage_state(chunks, job.layout, stage, job.numerics), first):
         beside = job.roles.at(rank)
         phases = rank_phases(job.config, state, activations, engine, shared=job.shared, beside=beside)
-        found.append(PlannedRank(rank, stage, state, total, phases))
-    return found
+        ranks.append(PlannedRank(rank, stage, state, total, phases))
+    return ranks
 
 
 def _check_counts(built: list[int], by_table: np.ndarray) -> None:

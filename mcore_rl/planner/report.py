@@ -99,11 +99,11 @@ def _stages(plan: Plan) -> list[Table]:
         for stage in range(plan.layout.pp)
     ]
     names = [name for name in PHASES if any(name in planned.phases.by_name for planned in plan.ranks)]
-    held = [(f"{planned.state.parameters / 1e9:.3f}", *map(_tenths, _parts(planned))) for planned in fullest]
+    contents = [(f"{planned.state.parameters / 1e9:.3f}", *map(_tenths, _parts(planned))) for planned in fullest]
     phases = [tuple(_tenths(getattr(planned.phases, name)) for name in names) for planned in fullest]
     columns = ("10⁹ params", "weights", "grads", "optimizer", "activations")
     return [
-        _by_stage("Held by the fullest rank of each stage, GiB", columns, held),
+        _by_stage("Held by the fullest rank of each stage, GiB", columns, contents),
         _by_stage("On its device in each phase, GiB", names, phases),
     ]
 

@@ -154,7 +154,7 @@ def role_ranks(config: Config, section: Section, num_ranks: int, *, trained: boo
         numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
         run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=engine)
         microbatches = batch_arithmetic(view, layout).most_microbatches
-        found: list[RoleRank] = []
+        ranks: list[RoleRank] = []
         for stage in range(layout.pp):
             chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel)
             activations = stage_activations(
@@ -168,10 +168,10 @@ def role_ranks(config: Config, section: Section, num_ranks: int, *, trained: boo
             )
             states = stage_state(chunks, layout, stage, numerics)
             if trained:
-                found += [_trained(section, state, activations) for state in states]
+                ranks += [_trained(section, state, activations) for state in states]
             else:
-                found += [_frozen(section, state.parameters * dtype.itemsize, activations) for state in states]
-        return tuple(found)
+                ranks += [_frozen(section, state.parameters * dtype.itemsize, activations) for state in states]
+        return tuple(ranks)
 
 
 def _trained(section: Section, state: RankState, activations: StageActivations) -> RoleRank:

@@ -158,17 +158,17 @@ def stage_state(
             bucket = max(SMALLEST_BUCKET, BUCKET_PER_RANK * dense_ranks)
         frozen += sum(parameter.elements for parameter in chunk if not parameter.trained)
         for expert, ranks, place in groups:
-            held = [parameter for parameter in chunk if parameter.trained and parameter.expert == expert]
-            if not held:
+            trained = [parameter for parameter in chunk if parameter.trained and parameter.expert == expert]
+            if not trained:
                 continue
-            buffer = lay_out(held, ranks, bucket, aligned=numerics.distributed_optimizer)
+            buffer = lay_out(trained, ranks, bucket, aligned=numerics.distributed_optimizer)
             elements += buffer.elements
             if numerics.distributed_optimizer:
-                own, parts, most = buffer.owned(ranks)
-                owned, shards = owned + own[place], shards + parts[place]
+                rank_elements, parts, most = buffer.owned(ranks)
+                owned, shards = owned + rank_elements[place], shards + parts[place]
                 largest = np.maximum(largest, most[place])
             else:
-                owned, shards = owned + buffer.elements, shards + len(held)
+                owned, shards = owned + buffer.elements, shards + len(trained)
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
     optimizer = owned * numerics.optimizer_bytes + shards * (STEP_BYTES if numerics.counts_steps else 0)
     return [

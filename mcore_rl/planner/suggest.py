@@ -83,13 +83,13 @@ class Suggestions:
             "problem": self.problem,
             "suggestions": [
                 {
-                    "overrides": list(found.overrides),
-                    "estimated_step_seconds": found.seconds,
-                    "peak_bytes": found.peak_bytes,
-                    "gives_up": list(found.gives_up),
-                    "exact": found.exact,
+                    "overrides": list(suggestion.overrides),
+                    "estimated_step_seconds": suggestion.seconds,
+                    "peak_bytes": suggestion.peak_bytes,
+                    "gives_up": list(suggestion.gives_up),
+                    "exact": suggestion.exact,
                 }
-                for found in self.suggestions
+                for suggestion in self.suggestions
             ],
         }
 
@@ -115,14 +115,14 @@ class _Search:
     @cached_property
     def by_group(self) -> dict[str, _Weights]:
         """ "embedding", "layer.<l>", "head", "mtp"."""
-        found: dict[str, _Weights] = {}
+        weights: dict[str, _Weights] = {}
         for bound in self.job.rows:
             if not is_parameter(bound) or (bound.row.copy_of_embedding and self.job.arguments.tied_embeddings):
                 continue
             elements = sum(prod(shape) for shape in bound.row.shapes)
             kind = "experts" if bound.expert is not None else "whole" if bound.row.axis == "none" else "divided"
-            found[bound.group] = found.get(bound.group, _Weights()) + replace(_Weights(), **{kind: elements})
-        return found
+            weights[bound.group] = weights.get(bound.group, _Weights()) + replace(_Weights(), **{kind: elements})
+        return weights
 
     @cached_property
     def flops(self) -> float:
@@ -152,11 +152,11 @@ class _Search:
         experts = weights.experts // (layout.ep * layout.etp)
         sharded = numerics.distributed_optimizer
         owned = dense // (layout.dp * layout.cp if sharded else 1) + experts // (layout.edp if sharded else 1)
-        held = dense + experts
+        parameters = dense + experts
         return RankState(
-            held,
-            held * numerics.weight_bytes,
-            held * 4,
+            parameters,
+            parameters * numerics.weight_bytes,
+            parameters * 4,
             owned * numerics.optimizer_bytes,
             host_bytes=owned * numerics.host_bytes,
             piece_bytes=numerics.piece_bytes(0),
@@ -168,13 +168,13 @@ class _Search:
         config, job = self.job.config, self.job
         if host_optimizer and not (job.cuda and config.actor.distributed_optimizer):
             return []
-        found = []
+        configs = []
         for recompute, modules in self.recomputations():
             for offload in (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]:
                 chosen = _with(config, recompute=recompute, modules=modules, offload=offload)
                 chosen.actor.optimizer.cpu_offload = host_optimizer
-                found.append(chosen)
-        return found
+                configs.append(chosen)
+        return configs
 
     def phases(
         self, config: Config, layout: TrainLayout, cache: dict[tuple[str, int], StageActivations]
@@ -182,7 +182,7 @@ class _Search:
         """Of the stages that can be the fullest: the first, the one behind it, and the last. `cache` is of one
         layout."""
         job = replace(self.job, config=config, spec=replace(self.job.spec, layout=layout))
-        found = []
+        phases_by_stage = []
         for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
             key = config.actor.recompute, stage
             if key not in cache:
@@ -196,8 +196,8 @@ class _Search:
                 )
             state = self.state(layout, stage, job.numerics)
             phases = rank_phases(config, state, cache[key], self.engine, shared=job.shared, beside=job.roles.widest)
-            found.append(phases)
-        return found
+            phases_by_stage.append(phases)
+        return phases_by_stage
 
     def _vocabulary(self, layout: TrainLayout) -> int:
         arguments = self.job.arguments
@@ -238,8 +238,8 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
         plan = make_plan(chosen)
         if plan.fits:
             best = replace(fitting[index][0], exact=True, peak_bytes=plan.fullest.phases.peak_bytes)
-            rest = [found for found, _ in fitting[index + 1 : index + limit]]
-            return Suggestions(tuple(_also(found, extra) for found in [best, *rest]), len(layouts))
+            rest = [suggestion for suggestion, _ in fitting[index + 1 : index + limit]]
+            return Suggestions(tuple(_also(suggestion, extra) for suggestion in [best, *rest]), len(layouts))
     problem = f"cluster.nodes={config.cluster.nodes}: none of {len(layouts)} layouts fits; raise it"
     return Suggestions((), len(layouts), problem)
 
@@ -254,8 +254,8 @@ def _fit_engines(config: Config) -> tuple[str, ...]:
     return (f"rollout.num_engines={most}",)
 
 
-def _also(found: Suggestion, overrides: tuple[str, ...]) -> Suggestion:
-    return replace(found, overrides=(*found.overrides, *overrides))
+def _also(suggestion: Suggestion, overrides: tuple[str, ...]) -> Suggestion:
+    return replace(suggestion, overrides=(*suggestion.overrides, *overrides))
 
 
 def _fitting(
@@ -263,8 +263,8 @@ def _fitting(
 ) -> list[tuple[Suggestion, Config]]:
     """The layouts that fit, fastest first."""
     variants = search.variants(host_optimizer=host_optimizer)
-    found = [best for layout in layouts if (best := _best(search, layout, variants)) is not None]
-    return sorted(found, key=lambda pair: pair[0].seconds)
+    fitting = [best for layout in layouts if (best := _best(search, layout, variants)) is not None]
+    return sorted(fitting, key=lambda pair: pair[0].seconds)
 
 
 def _best(search: _Search, layout: TrainLayout, variants: Sequence[Config]) -> tuple[Suggestion, Config] | None:
@@ -367,17 +367,17 @@ def _messages(search: _Search, layout: TrainLayout) -> dict[str, float]:
     def seconds(num_bytes: float, span: int) -> float:
         return num_bytes / (NODE_BYTES_PER_SECOND if span <= node else NETWORK_BYTES_PER_SECOND)
 
-    found = {"tensor parallelism": seconds(4 * state * (layout.tp - 1) / layout.tp, layout.tp)}
+    seconds_by_kind = {"tensor parallelism": seconds(4 * state * (layout.tp - 1) / layout.tp, layout.tp)}
     if sizes.get("num_moe_experts"):
         routed = 4 * state / layout.tp * sizes["moe_router_topk"] * ((layout.ep - 1) / layout.ep + layout.etp - 1)
-        found["expert dispatch"] = seconds(routed, layout.ep * layout.etp)
+        seconds_by_kind["expert dispatch"] = seconds(routed, layout.ep * layout.etp)
     keys = 2 * sizes["num_query_groups"] * sizes.get("kv_channels", 0) / layout.tp
     ring = 3 * tokens * layers * keys * b * (layout.cp - 1)
-    found["context parallelism"] = seconds(ring, layout.tp * layout.cp)
-    held = _held(search, layout)
-    reduced = held * (4 + b) * batch.updates if layout.dp * layout.cp > 1 else 0.0
-    found["gradient reduction"] = seconds(reduced, layout.stage_size)
-    return found
+    seconds_by_kind["context parallelism"] = seconds(ring, layout.tp * layout.cp)
+    parameters = _held(search, layout)
+    reduced = parameters * (4 + b) * batch.updates if layout.dp * layout.cp > 1 else 0.0
+    seconds_by_kind["gradient reduction"] = seconds(reduced, layout.stage_size)
+    return seconds_by_kind
 
 
 def _held(search: _Search, layout: TrainLayout) -> int:

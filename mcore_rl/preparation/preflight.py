@@ -41,13 +41,13 @@ def check_run(config: Config) -> None:
 
 def missing_files(config: Config) -> list[str]:
     """What a run would not find of its files, were it here."""
-    found = []
+    messages = []
     for check in (_check_data, _check_model, validate_judge):
         try:
             check(config)
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def has_gpu(devices: Path = DEVICES) -> bool:

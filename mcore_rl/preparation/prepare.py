@@ -64,7 +64,7 @@ def prepare(config: Config) -> Prepared:
     hf_config, layout = spec.hf_config, spec.layout
     check_implementation(config, spec)
     parameters = check_weights(config)
-    own = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
+    actor_parameters = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
     chosen, needs = _check_algorithm(config)
     critic = None
     if needs.advantages and chosen.needs.critic:
@@ -97,7 +97,7 @@ def prepare(config: Config) -> Prepared:
         reports.append(report)
     check_judge(config, needs, prompts)
     reports += _try_rewards(config, prompts)
-    trained = own if critic is None else own + parameters
+    trained = actor_parameters if critic is None else actor_parameters + parameters
     checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
         checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)

@@ -49,8 +49,8 @@ def last_boxed(text: str) -> str | None:
 
 def after_hashes(text: str) -> str | None:
     """What follows the last `####` on its line; None where there is nothing."""
-    _, found, rest = text.rpartition("####")
-    return (_first_line(rest) or None) if found else None
+    _, hashes, rest = text.rpartition("####")
+    return (_first_line(rest) or None) if hashes else None
 
 
 def is_prose(text: str) -> bool:

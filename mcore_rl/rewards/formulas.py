@@ -62,13 +62,13 @@ def last_formula(text: str) -> str | None:
     """The last formula or number of a text, by lines from its end; None where there is none."""
     head, tail = text[:-MAX_TAIL_CHARS], text[-MAX_TAIL_CHARS:]
     for line in reversed(_DISPLAY.sub(_on_one_line, _CALCULATIONS.sub("", tail)).splitlines()):
-        found = _in_line(line)
-        if found is not None:
-            return found
+        formula = _in_line(line)
+        if formula is not None:
+            return formula
     for line in reversed(head.splitlines()):
-        found = _in_line(_CALCULATIONS.sub("", line[-MAX_LINE_CHARS:]))
-        if found is not None:
-            return found
+        formula = _in_line(_CALCULATIONS.sub("", line[-MAX_LINE_CHARS:]))
+        if formula is not None:
+            return formula
     return None
 
 

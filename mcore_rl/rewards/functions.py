@@ -120,13 +120,13 @@ def failed(message: str, traceback: str | None = None) -> Score:
 
 def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
     """What else a dict holds: numbers, where they are finite, and everything else as text; None is no part."""
-    found: dict[str, float | str] = {}
+    parts: dict[str, float | str] = {}
     for key, value in result.items():
         if key in ("score", "acc") or value is None:
             continue
         name, number = _as_text(key), _number(value)
-        found[f"{name}_part" if name in TAKEN else name] = _as_text(value) if number is None else number
-    return found
+        parts[f"{name}_part" if name in TAKEN else name] = _as_text(value) if number is None else number
+    return parts
 
 
 def _as_text(value: Any) -> str:

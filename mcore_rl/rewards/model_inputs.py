@@ -78,22 +78,22 @@ class RewardInputs:
         has a token that the reward model does not have.
         """
         if not self.reencoded:
-            found = [trajectory_ids(buffers, int(row)) for row in rows]
-            for row, ids in zip(rows, found, strict=True):
+            sequences = [trajectory_ids(buffers, int(row)) for row in rows]
+            for row, ids in zip(rows, sequences, strict=True):
                 self._check_known(int(ids.max()), f"{key}, row {prompt_rows[row]}")
-            return found
+            return sequences
         assert prompts is not None
         return self._encode(transcripts(buffers, rows, prompt_rows, prompts, self._policy_tokenizer), key)
 
     def _encode(self, given: Sequence[Transcript], key: str) -> list[np.ndarray]:
         if self._tokenizer.chat_template is None:
             texts = [each.prompt.text + each.response for each in given]
-            found = encode(self._tokenizer, texts, leading_ids(self._tokenizer))
+            sequences = encode(self._tokenizer, texts, leading_ids(self._tokenizer))
         else:
-            found = encode(self._tokenizer, [self._conversation(each, key) for each in given])
-        for each, ids in zip(given, found, strict=True):
+            sequences = encode(self._tokenizer, [self._conversation(each, key) for each in given])
+        for each, ids in zip(given, sequences, strict=True):
             self._check_length(len(ids), f"{key}, row {each.prompt.row}")
-        return found
+        return sequences
 
     def _conversation(self, transcript: Transcript, key: str) -> str:
         answer = {"role": "assistant", "content": transcript.response}

@@ -128,11 +128,11 @@ def split_unit(text: str) -> tuple[str, str]:
     match = (_TEXT_UNIT.fullmatch(text) if "{" in text else None) or _PLAIN_UNIT.fullmatch(text)
     if match is None:
         return text, _measure(text)
-    found = match.groupdict()
-    unit = found["unit"] or found["letter"]
+    groups = match.groupdict()
+    unit = groups["unit"] or groups["letter"]
     if NOT_UNITS.intersection(re.split(r"[ ./-]+", unit.lower())):
         return text, ""
-    power = found["power"] or {"\u00b2": "2", "\u00b3": "3"}.get(found.get("sign") or "", "")
+    power = groups["power"] or {"\u00b2": "2", "\u00b3": "3"}.get(groups.get("sign") or "", "")
     return match["body"].strip(), _canonical(unit, power)
 
 

@@ -34,9 +34,9 @@ def split_tasks(
     owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_dp_ranks)
     of_ranks: list[list[TaskPart]] = [[] for _ in range(num_dp_ranks)]
     for task, scalars, start in zip(tasks, results, starts, strict=False):
-        own = owners[start : start + len(scalars.rewards)]
+        task_owners = owners[start : start + len(scalars.rewards)]
         for dp, of_rank in enumerate(of_ranks):
-            rows = np.flatnonzero(own == dp)
+            rows = np.flatnonzero(task_owners == dp)
             of_rank.append(TaskPart(task.prompt_set, scalars.prompt_rows, rows, rows + start))
     return of_ranks
 
@@ -52,8 +52,8 @@ def join_scores(
     ends = np.cumsum([len(scalars.rewards) for scalars in results])
     assert len(whole) == ends[-1], f"{len(whole)} scores for {ends[-1]} responses"
     joined = np.split(whole, ends[:-1])
-    for task, scalars, own in zip(tasks, results, joined, strict=True):
-        _require_finite(task, scalars, own)
+    for task, scalars, task_scores in zip(tasks, results, joined, strict=True):
+        _require_finite(task, scalars, task_scores)
     return joined
 
 

@@ -52,20 +52,20 @@ class ScoredPool:
         """As RolloutPool.run; scoring counts as grading."""
         results = self.pool.run(tasks)
         started = time.perf_counter()
-        found = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
+        scores_by_name = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
         seconds = time.perf_counter() - started
         scored = []
         for index, (chunk, scalars) in enumerate(results):
-            own = {name: np.asarray(scores[index], np.float32) for name, scores in found.items()}
-            scored.append((chunk, self._with_scores(scalars, own, seconds)))
+            task_scores = {name: np.asarray(scores[index], np.float32) for name, scores in scores_by_name.items()}
+            scored.append((chunk, self._with_scores(scalars, task_scores, seconds)))
         self.pool.amend(tasks, scored)
         return scored
 
     def _with_scores(self, scalars: RolloutScalars, scores: dict[str, np.ndarray], seconds: float) -> RolloutScalars:
         rewards = scalars.rewards.copy()
-        for name, own in scores.items():
-            assert own.shape == rewards.shape, f"{name}: {own.shape} scores for {rewards.shape} responses"
-            rewards += np.float32(self.scorers[name].weight) * own
+        for name, values in scores.items():
+            assert values.shape == rewards.shape, f"{name}: {values.shape} scores for {rewards.shape} responses"
+            rewards += np.float32(self.scorers[name].weight) * values
         return replace(
             scalars,
             rewards=rewards,

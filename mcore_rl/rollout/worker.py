@@ -103,12 +103,12 @@ def _scalars(
 def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
     """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
     names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
-    found = {name: np.full(len(scores), np.nan) for name in sorted(names)}
+    numbers = {name: np.full(len(scores), np.nan) for name in sorted(names)}
     for index, score in enumerate(scores):
         for name, value in score.parts.items():
             if isinstance(value, float):
-                found[name][index] = value
-    return found
+                numbers[name][index] = value
+    return numbers
 
 
 def _with_times(scalars: RolloutScalars, generating: float, grading: float) -> RolloutScalars:

@@ -130,9 +130,9 @@ def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]
 def _in_order(group: Any) -> list[int]:
     """Bundle indices, the driver's node first, then by name: a restarted run finds its ranks where they were."""
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
-    own = ray.get_runtime_context().get_node_id()
+    driver = ray.get_runtime_context().get_node_id()
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return sorted(node_of, key=lambda index: (node_of[index] != own, natural(names[node_of[index]]), node_of[index]))
+    return sorted(node_of, key=lambda index: (node_of[index] != driver, natural(names[node_of[index]]), node_of[index]))
 
 
 def _offers(bundle: Mapping[str, float]) -> str:

@@ -51,11 +51,11 @@ class Daemons:
     @classmethod
     def started(cls) -> Daemons:
         """Those that run now."""
-        found = {}
+        children = {}
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[child.name()] = child
-        return cls({name: found[name] for name in NAMES if name in found})
+                children[child.name()] = child
+        return cls({name: children[name] for name in NAMES if name in children})
 
     def dead(self) -> str | None:
         """The name of one that has ended."""

@@ -167,5 +167,5 @@ def _hosts(watch: Watch, ranks: list[Any], engines: list[Any]) -> list[tuple[str
     """Where every process is."""
     names = [f"trainer rank {rank}" for rank in range(len(ranks))]
     names += [f"rollout engine {index}" for index in range(len(engines))]
-    found = watch.get([handle.where.remote() for handle in [*ranks, *engines]])
-    return [(name, host) for name, (host, _) in zip(names, found, strict=True)]
+    places = watch.get([handle.where.remote() for handle in [*ranks, *engines]])
+    return [(name, host) for name, (host, _) in zip(names, places, strict=True)]

@@ -45,10 +45,10 @@ def packages() -> str | None:
     """What cannot be imported by this interpreter."""
     for name in NEEDED:
         try:
-            found = importlib.util.find_spec(name) is not None
+            is_installed = importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:
-            found = False
-        if not found:
+            is_installed = False
+        if not is_installed:
             return f"{name} is not installed for {sys.executable}; activate the environment in slurm.setup"
     return None
 
@@ -71,8 +71,8 @@ def gpus(expected: int) -> str | None:
         return f"nvidia-smi has not answered for {SECONDS_FOR_GPUS} s"
     if answer.returncode:
         return f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())}"
-    found = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
-    return None if len(found) >= expected else f"{len(found)} GPUs answer, cluster.gpus_per_node={expected} are needed"
+    uuids = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
+    return None if len(uuids) >= expected else f"{len(uuids)} GPUs answer, cluster.gpus_per_node={expected} are needed"
 
 
 def storage(attempt: Path) -> str | None:

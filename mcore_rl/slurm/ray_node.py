@@ -98,8 +98,8 @@ def _address_of(interface: str) -> str:
     """The IPv4 address by which the collectives reach this node, so that Ray takes the same network."""
     import psutil
 
-    found = psutil.net_if_addrs().get(interface, [])
-    addresses = [entry.address for entry in found if entry.family == socket.AF_INET]
+    entries = psutil.net_if_addrs().get(interface, [])
+    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
     if not addresses:
         sys.exit(f"{node_name()}: GLOO_SOCKET_IFNAME={interface} has no IPv4 address here; set it in slurm.environment")
     return addresses[0]

@@ -76,8 +76,8 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
             f"{CONFIG_NAME}"
         )
     wanted = {name for row in bound for name in row.hf}
-    found = {f"{PREFIX}{u.module}.lora_{side}.weight" for u in adapter.updates.values() for side in "AB"}
-    if wanted != found:
+    stored = {f"{PREFIX}{u.module}.lora_{side}.weight" for u in adapter.updates.values() for side in "AB"}
+    if wanted != stored:
         modules = sorted({leaf(update.module) for update in adapter.updates.values()})
         raise ConfigError(
             f"{key} has {len(adapter.updates)} modules, called {', '.join(modules)}; actor.lora.target_modules asks "

@@ -87,7 +87,7 @@ class Implementation:
     def arguments(self) -> dict[str, Any]:
         """TransformerConfig's."""
         deep_ep = self.dispatcher.value == "deepep"
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "apply_rope_fusion": self.rope.value == "fused",
             "bias_dropout_fusion": self.transformer_engine,
             "gradient_accumulation_fusion": self.gradient_accumulation.value == "fused",
@@ -96,10 +96,10 @@ class Implementation:
             "moe_token_dispatcher_type": "flex" if deep_ep else self.dispatcher.value,
         }
         if deep_ep:
-            found["moe_flex_dispatcher_backend"] = "deepep"
+            arguments["moe_flex_dispatcher_backend"] = "deepep"
         if self.fp8.value != "none":
-            found |= {"fp8": FP8_RECIPES[self.fp8.value][0], "fp8_recipe": self.fp8.value}
-        return found
+            arguments |= {"fp8": FP8_RECIPES[self.fp8.value][0], "fp8_recipe": self.fp8.value}
+        return arguments
 
 
 def wanted(

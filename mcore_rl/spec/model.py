@@ -57,9 +57,9 @@ class ModelSpec:
         Raises: ConfigError for what is asked for by name and cannot be had, recomputation included.
         """
         nodes = config.cluster.gpus_per_node
-        found = choose(installed, wanted(config.actor, config.model, self.layout, self.arguments, nodes))
-        recompute_arguments(config.actor, self.arguments, self.layout, found)
-        return found
+        chosen = choose(installed, wanted(config.actor, config.model, self.layout, self.arguments, nodes))
+        recompute_arguments(config.actor, self.arguments, self.layout, chosen)
+        return chosen
 
 
 def policy_config(config: Config) -> tuple[dict[str, Any], int]:

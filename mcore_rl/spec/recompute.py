@@ -79,8 +79,8 @@ def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout) -
     if layers > 1 and arguments.mtp_num_layers:
         raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")
     stages = layout.stage_layers(arguments.transformer["num_layers"])
-    held = {len(chunk) for chunks in stages for chunk in chunks}
-    wrong = sorted(count for count in held if count % layers)
+    layer_counts = {len(chunk) for chunks in stages for chunk in chunks}
+    wrong = sorted(count for count in layer_counts if count % layers)
     if wrong:
         raise ConfigError(
             f"{key} does not divide the {wrong[0]} layers of a pipeline stage or chunk; set it to a divisor, such as 1"

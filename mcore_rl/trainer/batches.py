@@ -85,7 +85,7 @@ def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.nda
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
         baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
-        found = compute_advantages(
+        estimates = compute_advantages(
             config.algorithm.advantage,
             token_rewards=torch.from_numpy(rewards)[:, None],
             mask=torch.ones(len(kept), 1),
@@ -94,7 +94,7 @@ def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.nda
             lengths=torch.from_numpy(kept.trained_tokens),
             **options,
         )
-        advantages: np.ndarray = found.advantages[:, 0].numpy()
+        advantages: np.ndarray = estimates.advantages[:, 0].numpy()
         return advantages
 
     return advantages_of
@@ -157,7 +157,7 @@ def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     """The mean score of every reward model, before its weight."""
     names = scalars[0].scores if scalars else ()
     values = {name: np.concatenate([part.scores[name] for part in scalars]) for name in names}
-    return {f"reward/{name}": Mean(float(own.sum(dtype=np.float64)), len(own)) for name, own in values.items()}
+    return {f"reward/{name}": Mean(float(scores.sum(dtype=np.float64)), len(scores)) for name, scores in values.items()}
 
 
 def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:

@@ -147,8 +147,10 @@ class Checkpoints:
     def _named(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():
             return []
-        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return sorted(found)
+        steps_and_paths = [
+            (int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))
+        ]
+        return sorted(steps_and_paths)
 
     def _complete(self) -> list[tuple[int, Path]]:
         return [(step, path) for step, path in self._named() if self._is_whole(path)]
@@ -179,8 +181,8 @@ def newest_step(run_dir: Path) -> int | None:
 
     Raises: as Checkpoints.latest.
     """
-    found = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
-    return None if found is None else found[0]
+    newest = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
+    return None if newest is None else newest[0]
 
 
 def _sync(path: Path) -> None:

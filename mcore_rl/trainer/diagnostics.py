@@ -42,24 +42,24 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     clipped = _every(scalars, "clipped") > 0
     if not len(tokens):
         return {}
-    found: dict[str, Metric] = {
+    metrics: dict[str, Metric] = {
         f"response_tokens/{name}": Mean(float(np.quantile(tokens, at)), 1) for name, at in LENGTH_QUANTILES.items()
     }
     for side, chosen in (("right", right), ("wrong", ~right)):
         if chosen.any():
-            found[f"response_tokens/mean_{side}"] = Mean(float(tokens[chosen].sum()), int(chosen.sum()))
-            found[f"response_tokens/clipped_fraction_{side}"] = _share(clipped[chosen])
-    return found
+            metrics[f"response_tokens/mean_{side}"] = Mean(float(tokens[chosen].sum()), int(chosen.sum()))
+            metrics[f"response_tokens/clipped_fraction_{side}"] = _share(clipped[chosen])
+    return metrics
 
 
 def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     """The mean of every number that graders gave beside their scores, over the responses that have it."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name in sorted({name for part in scalars for name in part.parts}):
         values = np.concatenate([part.parts[name] for part in scalars if name in part.parts])
         there = values[~np.isnan(values)]
-        found[f"{section}/{name}"] = Mean(float(there.sum()), len(there))
-    return found
+        metrics[f"{section}/{name}"] = Mean(float(there.sum()), len(there))
+    return metrics
 
 
 def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:

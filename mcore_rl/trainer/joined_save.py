@@ -29,9 +29,9 @@ class JoinedSave:
             for name, state in saved.items()
             for file in state.files
         ]
-        own = saved.pop("")
+        unnamed = saved.pop("")
         others = {name: state.description for name, state in saved.items()}
-        return SavedState(tuple(files), own.description | others)
+        return SavedState(tuple(files), unnamed.description | others)
 
 
 def split_files(files: Sequence[SavedFile], directory: str) -> tuple[list[SavedFile], list[SavedFile]]:

@@ -115,10 +115,10 @@ def load_latest(run: Run | SupervisedRun) -> bool:
 
     Raises: CheckpointError when it does not fit this configuration; DamagedCheckpointError saying what to remove.
     """
-    found = run.checkpoints.latest()
-    if found is None:
+    newest = run.checkpoints.latest()
+    if newest is None:
         return False
-    step, path = found
+    step, path = newest
     try:
         state, proof = run.checkpoints.read(path)
         _check_kind(run, state, path)
@@ -137,25 +137,25 @@ CRITIC = "critic"
 
 def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile]) -> None:
     """Checks and loads the files of the actor, and those of the critic."""
-    own, critics = split_files(files, CRITIC)
+    actor_files, critics = split_files(files, CRITIC)
     critic = run.critic if isinstance(run, Run) else None
     if (critic is None) != (not critics):
-        held, wanted = ("a", "none") if critics else ("no", "one")
-        raise CheckpointError(f"{path} has {held} critic, and this run {wanted}; set run.dir to a new directory")
-    run.actor.load(str(path), own)
+        there, wanted = ("a", "none") if critics else ("no", "one")
+        raise CheckpointError(f"{path} has {there} critic, and this run {wanted}; set run.dir to a new directory")
+    run.actor.load(str(path), actor_files)
     if critic is not None:
         critic.load(str(path / CRITIC), critics)
 
 
 def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
-    held, wanted = set(state["positions"]), set(run.positions)
-    if held ^ wanted == {KL_CONTROLLER}:
-        there, here = ("an", "none") if KL_CONTROLLER in held else ("no", "one")
+    saved, wanted = set(state["positions"]), set(run.positions)
+    if saved ^ wanted == {KL_CONTROLLER}:
+        there, here = ("an", "none") if KL_CONTROLLER in saved else ("no", "one")
         raise CheckpointError(
             f"{path} has {there} adaptive coefficient of the KL, and this run {here}: set algorithm.kl.controller as "
             "it was, or run.dir to a new directory"
         )
-    if held != wanted:
+    if saved != wanted:
         raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
 
 

@@ -87,9 +87,9 @@ def compare(trainer: Mapping[str, str], engine: Mapping[str, str], engine_name: 
         f"are missing from {engine_name}": sorted(trainer.keys() - engine.keys()),
         "are unknown to the trainer": sorted(engine.keys() - trainer.keys()),
     }
-    found = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
-    if found:
+    messages = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
+    if messages:
         raise WeightSyncError(
-            f"weights of {engine_name} are not the trainer's ({len(trainer)} tensors): {'; '.join(found)}"
+            f"weights of {engine_name} are not the trainer's ({len(trainer)} tensors): {'; '.join(messages)}"
         )
     return len(trainer)

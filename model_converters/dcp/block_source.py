@@ -46,18 +46,18 @@ class ChunkSource:
         """(HF name, dim, start, block of the chunk) of every slice."""
         load = self._loads[chunk.mcore_name]
         for hf_name, piece in load.sources:
-            held = run(load.shape, piece.dim, piece.local_start, piece.length)
-            common = held.overlap(chunk.local)
+            piece_box = run(load.shape, piece.dim, piece.local_start, piece.length)
+            common = piece_box.overlap(chunk.local)
             if common is None:
                 continue
-            start = _start(common, held, piece)
+            start = _start(common, piece_box, piece)
             yield hf_name, piece.dim, start, common.moved(chunk.local.offset, (0,) * len(load.shape))
 
 
-def _start(common: Box, held: Box, piece: Piece) -> int:
+def _start(common: Box, piece_box: Box, piece: Piece) -> int:
     if not common.shape:
         return 0
-    for dim, (size, whole) in enumerate(zip(common.shape, held.shape, strict=True)):
+    for dim, (size, whole) in enumerate(zip(common.shape, piece_box.shape, strict=True)):
         assert dim == piece.dim or size == whole, f"{piece.mcore_name} is cut along two dims"
     return piece.start + common.offset[piece.dim] - piece.local_start
 

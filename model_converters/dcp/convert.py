@@ -144,8 +144,8 @@ def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -
 
 def _fingerprint(directory: Path) -> dict[str, Any]:
     files = sorted({*directory.glob("*config.json"), *directory.glob("*.safetensors*")})
-    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    return {"directory": str(directory.absolute()), "files": found}
+    sizes_and_times = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {"directory": str(directory.absolute()), "files": sizes_and_times}
 
 
 def _check_space(
@@ -249,14 +249,14 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
 
     Raises: ConversionError.
     """
-    own = side_files_in(ckpt)
-    if hf is None and not (own / "config.json").is_file():
+    side_files = side_files_in(ckpt)
+    if hf is None and not (side_files / "config.json").is_file():
         read_metadata(ckpt)  # what is no checkpoint at all is refused as such
         raise ConversionError(
-            f"{own / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
+            f"{side_files / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
             "give the HF directory with --hf"
         )
-    return hf or own
+    return hf or side_files
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
@@ -291,9 +291,9 @@ def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = Fal
         raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
-        own = side_files_in(ckpt)
-        config = read_hf_config(own) if own.is_dir() else source.config
-        _check_config("--ckpt", own, config)
+        side_files = side_files_in(ckpt)
+        config = read_hf_config(side_files) if side_files.is_dir() else source.config
+        _check_config("--ckpt", side_files, config)
         checkpoint = open_checkpoint(ckpt, config)
         certificate = compare(source, checkpoint)
     if not logits or certificate.missing:

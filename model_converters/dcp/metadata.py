@@ -95,8 +95,8 @@ def _unpickle(stream: BinaryIO) -> Metadata:
 
 def _no_checkpoint(directory: Path) -> str:
     message = f"{directory} is no distributed checkpoint: it has no {METADATA_NAME}"
-    found = [*directory.glob(f"*/{METADATA_NAME}"), *directory.glob(f"*/*/{METADATA_NAME}")]
-    inside = sorted(str(file.parent.relative_to(directory)) for file in found)
+    metadata_files = [*directory.glob(f"*/{METADATA_NAME}"), *directory.glob(f"*/*/{METADATA_NAME}")]
+    inside = sorted(str(file.parent.relative_to(directory)) for file in metadata_files)
     return message + (f"; these in it have: {', '.join(inside)}" if inside else "")
 
 

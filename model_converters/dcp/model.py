@@ -109,9 +109,11 @@ class McoreCheckpoint:
         for part in parts:
             problem = self._reader.problem(part.chunk.key, part.stored)
             if problem is None and not part.chunk.padded:
-                held = self._reader.shapes[part.chunk.key]
-                if held != part.chunk.global_shape:
-                    problem = f"{part.chunk.key} is {held} in the checkpoint, {part.chunk.global_shape} in the model"
+                stored_shape = self._reader.shapes[part.chunk.key]
+                if stored_shape != part.chunk.global_shape:
+                    problem = (
+                        f"{part.chunk.key} is {stored_shape} in the checkpoint, {part.chunk.global_shape} in the model"
+                    )
             if problem is not None:
                 return problem
         return None
@@ -128,13 +130,13 @@ def _parts(row: BoundRow, part: int, chunks: Sequence[Chunk]) -> Iterator[_Part]
     for segment in segments_of(row.row, 0, 1):
         if segment.part != part:
             continue
-        held = run(whole, dim, segment.local_start, segment.length)
+        local = run(whole, dim, segment.local_start, segment.length)
         target = run(shape, dim, segment.start, segment.length)
         for chunk in chunks:
-            common = held.overlap(chunk.local)
+            common = local.overlap(chunk.local)
             if common is None:
                 continue
             stacked = len(chunk.stored.shape) - len(common.shape)
             inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
             stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)
-            yield _Part(chunk, stored, common.moved(held.offset, target.offset))
+            yield _Part(chunk, stored, common.moved(local.offset, target.offset))

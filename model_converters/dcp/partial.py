@@ -118,7 +118,7 @@ class PartialCheckpoint:
         return recorded if isinstance(recorded, dict) else None
 
     def _read_finished(self) -> dict[str, list[Span]]:
-        found: dict[str, list[Span]] = {}
+        spans_by_file: dict[str, list[Span]] = {}
         notes = self.directory / _FINISHED
         for line in notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []:
             try:
@@ -128,8 +128,8 @@ class PartialCheckpoint:
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # cut off by the kill, or its file is gone: the file is written again
             if spans and num_bytes == sum(spans[-1]):
-                found[name] = spans
-        return found
+                spans_by_file[name] = spans
+        return spans_by_file
 
 
 def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -41,19 +41,19 @@ class DcpReader:
             return f"{self.directory} has no tensor {key}"
         if len(self.shapes[key]) != len(box.shape):
             return f"{self.directory} has {key} {self.shapes[key]}"
-        found = self._overlaps(key, box)
-        covered = sum(common.volume for _, common in found)
+        overlaps = self._overlaps(key, box)
+        covered = sum(common.volume for _, common in overlaps)
         if covered != box.volume:
             return f"{self.directory} holds {covered} of the {box.volume} elements that it takes from {key}"
-        for chunk, _ in found:
+        for chunk, _ in overlaps:
             place = self._storage.get(MetadataIndex(key, chunk.offset))
             if place is None:
                 return f"{self.directory} does not say where {key} {chunk.offset} is"
-            held = self._size_of(place.relative_path)
-            if place.offset + place.length > held:
+            file_bytes = self._size_of(place.relative_path)
+            if place.offset + place.length > file_bytes:
                 return (
-                    f"{self.directory / place.relative_path} is {'missing' if held < 0 else 'truncated'}: "
-                    f"{key} {chunk.offset} ends at byte {place.offset + place.length}, the file at {max(held, 0)}"
+                    f"{self.directory / place.relative_path} is {'missing' if file_bytes < 0 else 'truncated'}: "
+                    f"{key} {chunk.offset} ends at byte {place.offset + place.length}, the file at {max(file_bytes, 0)}"
                 )
         return None
 
@@ -62,12 +62,12 @@ class DcpReader:
 
         Raises: ConversionError naming the file and the key.
         """
-        found = self._overlaps(key, box)
-        if len(found) == 1:
-            chunk, common = found[0]
+        overlaps = self._overlaps(key, box)
+        if len(overlaps) == 1:
+            chunk, common = overlaps[0]
             return common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
         out = torch.empty(box.shape, dtype=self.dtype(key))
-        for chunk, common in found:
+        for chunk, common in overlaps:
             source = common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
             common.moved(box.offset, (0,) * len(box.offset)).view(out).copy_(source)
         return out
@@ -75,22 +75,22 @@ class DcpReader:
     def _overlaps(self, key: str, box: Box) -> list[tuple[Box, Box]]:
         """(chunk, what it has of the block) for every chunk that has any."""
         if key not in self._chunks:
-            held = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
-            self._chunks[key] = sorted(held)
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
+            self._chunks[key] = sorted(boxes)
         chunks = self._chunks[key]
         if not box.shape:
             return [(chunk, chunk) for chunk in chunks]
         # Thousands of experts may be stacked in one tensor: look only where the first axis can overlap.
         longest = max((chunk.shape[0] for chunk in chunks), default=0)
         first = bisect_left(chunks, box.offset[0] - longest + 1, key=lambda chunk: chunk.offset[0])
-        found = []
+        overlaps = []
         for chunk in chunks[first:]:
             if chunk.offset[0] >= box.offset[0] + box.shape[0]:
                 break
             common = chunk.overlap(box)
             if common is not None:
-                found.append((chunk, common))
-        return found
+                overlaps.append((chunk, common))
+        return overlaps
 
     def _load(self, key: str, chunk: Box) -> torch.Tensor:
         known = self._cache.get((key, chunk.offset))
@@ -133,8 +133,8 @@ class DcpReader:
         tensor = self._unpickle(place, f"{key} {chunk.offset}")
         wanted = self.dtype(key)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != wanted or tuple(tensor.shape) != chunk.shape:
-            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
-            raise ConversionError(f"{file}: {key} {chunk.offset} is {found} instead of {wanted} {chunk.shape}")
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ConversionError(f"{file}: {key} {chunk.offset} is {actual} instead of {wanted} {chunk.shape}")
         return tensor
 
     def _size_of(self, name: str) -> int:

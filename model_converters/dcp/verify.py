@@ -133,17 +133,19 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint) -> Certificate:
     mismatched = dict.fromkeys(checkpoint.unknown, "is in the checkpoint, and has no row in the weight table")
     mismatched |= {name: f"cannot be read: {problem}" for name, problem in checkpoint.problems.items()}
     wanted = [name for name in source.shapes if name not in checkpoint.problems]
-    own = {name: checkpoint.redundant.get(name, name) for name in wanted}
-    mismatched |= {name: "is only in the HF directory" for name in wanted if own[name] not in checkpoint.shapes}
+    stored_names = {name: checkpoint.redundant.get(name, name) for name in wanted}
+    mismatched |= {
+        name: "is only in the HF directory" for name in wanted if stored_names[name] not in checkpoint.shapes
+    }
     mismatched |= {name: "is only in the checkpoint" for name in checkpoint.shapes if name not in source.shapes}
     missing = frozenset(mismatched)
     checksums, quantised = {}, set()
-    common = sorted((name for name in wanted if own[name] in checkpoint.shapes), key=source.position)
+    common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
     with ThreadPoolExecutor(2) as pool, Progress("verify", sum(sizes.values())) as progress:
         for name in common:
             try:
-                checksums[name], rounded = _same(source, checkpoint, name, own[name], pool)
+                checksums[name], rounded = _same(source, checkpoint, name, stored_names[name], pool)
                 quantised |= {name} if rounded else set()
             except _DifferenceError as difference:
                 mismatched[name] = str(difference)
@@ -170,16 +172,16 @@ def _same(
         )
     wanted = source.read(name)
     try:
-        found = checkpoint.read(stored_name)
+        stored = checkpoint.read(stored_name)
     except ConversionError as error:
         raise _DifferenceError(f"cannot be read: {error}") from error
     # hashlib releases the interpreter: the two sides are hashed at once.
-    first, second = pool.map(_checksum, (wanted, found))
+    first, second = pool.map(_checksum, (wanted, stored))
     if first == second:
         return first, False
-    if source.block is not None and is_quantised_from(found, *source.stored(name), source.block):
+    if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block):
         return second, True
-    different = int((_bits(wanted) != _bits(found)).any(1).sum())
+    different = int((_bits(wanted) != _bits(stored)).any(1).sum())
     raise _DifferenceError(f"differs in {different} of {wanted.numel()} elements: {first} and {second}")
 
 

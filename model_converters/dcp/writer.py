@@ -97,7 +97,7 @@ def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
     except (ValueError, AssertionError) as error:
         raise ConversionError(f"the ranks of this layout do not hold every tensor exactly once: {error}") from error
     stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-    untiled = [key for key, held in stored.items() if sum(prod(c.sizes) for c in held.chunks) != prod(held.size)]
+    untiled = [key for key, tensor in stored.items() if sum(prod(c.sizes) for c in tensor.chunks) != prod(tensor.size)]
     if untiled:
         raise ConversionError(f"the ranks of this layout hold only parts of {listing(untiled)}")
     _check_dtypes(files)

@@ -73,9 +73,9 @@ class LoraAdapter:
             return [*problems, f"{module}.weight {base} is not a matrix"]
         rank = self._of_module("rank_pattern", module, self.config.get("r"))
         wanted = {"A": (rank, base[1]), "B": (base[0], rank)}
-        for side, found in sides.items():
-            if found.shape != wanted[side] or not found.dtype.is_floating_point or found.dtype.itemsize < 2:
-                problems.append(f"{module}.lora_{side} {found.dtype} {found.shape} instead of {wanted[side]}")
+        for side, tensor in sides.items():
+            if tensor.shape != wanted[side] or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+                problems.append(f"{module}.lora_{side} {tensor.dtype} {tensor.shape} instead of {wanted[side]}")
         return problems
 
     def _scale(self, module: str) -> float:

@@ -20,8 +20,8 @@ _FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 def split_buffers(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """(weights, rotary frequencies)."""
-    buffers = {name: found for name, found in stored.items() if _FREQUENCIES.fullmatch(name)}
-    return {name: found for name, found in stored.items() if name not in buffers}, buffers
+    buffers = {name: tensor for name, tensor in stored.items() if _FREQUENCIES.fullmatch(name)}
+    return {name: tensor for name, tensor in stored.items() if name not in buffers}, buffers
 
 
 def check_frequencies(name: str, found: torch.Tensor, arguments: ModelArguments) -> None:

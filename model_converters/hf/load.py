@@ -49,8 +49,8 @@ def load_tensors(
 def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
     """Raises: ConversionError when a tensor that is stored a second time differs from the one that is read."""
     for own_name, piece in load.sources:
-        own, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
-        if not torch.equal(own, other):
+        source, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
+        if not torch.equal(source, other):
             why = "config.json says that they are tied; set tie_word_embeddings to false or remove the tensor"
             if hf_name not in load.bound.row.redundant:
                 why = "multi-token prediction shares one tensor with the model"

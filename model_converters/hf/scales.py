@@ -22,14 +22,14 @@ def split_scales(
     Raises: ConversionError, ONE, naming every scale without weight, weight without scale, scale of another shape or
     dtype, and every float8 tensor that is not block-quantised e4m3.
     """
-    scales = {name: found for name, found in stored.items() if name.endswith(SCALE_SUFFIX)}
-    weights = {name: found for name, found in stored.items() if name not in scales}
-    quantised = {name for name, found in weights.items() if found.dtype == FP8}
-    problems = [f"{name} is {found.dtype}" for name, found in weights.items() if _is_other_float8(found.dtype)]
+    scales = {name: tensor for name, tensor in stored.items() if name.endswith(SCALE_SUFFIX)}
+    weights = {name: tensor for name, tensor in stored.items() if name not in scales}
+    quantised = {name for name, tensor in weights.items() if tensor.dtype == FP8}
+    problems = [f"{name} is {tensor.dtype}" for name, tensor in weights.items() if _is_other_float8(tensor.dtype)]
     if (quantised or scales) and block is None:
-        found = sorted(quantised or scales)
+        names = sorted(quantised or scales)
         problems.append(
-            f"{len(found)} FP8 tensors, such as {found[0]}, but config.json has no quantization_config; "
+            f"{len(names)} FP8 tensors, such as {names[0]}, but config.json has no quantization_config; "
             "it must name their weight_block_size"
         )
     problems += [

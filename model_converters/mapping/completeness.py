@@ -51,8 +51,8 @@ def _model_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int | No
     if rank is None:
         return {b.mcore: () for b in bound if any(True for _ in placement.holdings(b))}
     at = layout.coordinates(rank)
-    held = ((b, placement.shard_at(b, at)) for b in bound)
-    return {b.mcore: local_shape(b.row, shard[1]) for b, shard in held if shard is not None}
+    shards = ((b, placement.shard_at(b, at)) for b in bound)
+    return {b.mcore: local_shape(b.row, shard[1]) for b, shard in shards if shard is not None}
 
 
 def _compare(
@@ -63,18 +63,18 @@ def _compare(
 ) -> list[str]:
     counts = Counter(iter(given))
     known = {*wanted, *optional}
-    found = {
+    problems = {
         "missing": [name for name in wanted if name not in counts],
         "unknown": [name for name in counts if name not in known],
         "claimed twice": [name for name, count in counts.items() if count > 1],
     }
     if isinstance(given, Mapping):
-        found["of another shape"] = [
+        problems["of another shape"] = [
             f"{name} {tuple(given[name])} instead of {shape}"
             for name, shape in wanted.items()
             if name in given and tuple(given[name]) != shape
         ]
-    return [f"{len(names)} {what} {kind}: {listing(names)}" for kind, names in found.items() if names]
+    return [f"{len(names)} {what} {kind}: {listing(names)}" for kind, names in problems.items() if names]
 
 
 def untiled(plans: Iterable[TensorPlan]) -> list[str]:

@@ -99,16 +99,16 @@ class Placement:
         if self.stage(bound) != at.pp or (row.copy_of_embedding and layout.pp == 1):
             return None
         if bound.expert is not None:
-            held = bound.expert // (row.num_experts // layout.ep) == at.ep
-            return (at.etp, layout.etp) if held else None
+            is_here = bound.expert // (row.num_experts // layout.ep) == at.ep
+            return (at.etp, layout.etp) if is_here else None
         return (0, 1) if row.axis == "none" else (at.tp, layout.tp)
 
     def _check_mtp(self, bound: Sequence[BoundRow]) -> None:
         placed = self.layout.num_mtp_layers
-        held = len({b.mcore.split(".")[2] for b in bound if b.mcore.startswith("mtp.layers.")})
-        if placed is not None and placed != held:
+        num_mtp_layers = len({b.mcore.split(".")[2] for b in bound if b.mcore.startswith("mtp.layers.")})
+        if placed is not None and placed != num_mtp_layers:
             raise LayoutError(
-                f"pipeline_layout places {placed} multi-token-prediction layers (m), but the model has {held}"
+                f"pipeline_layout places {placed} multi-token-prediction layers (m), but the model has {num_mtp_layers}"
             )
 
     def _check(self, rows: Iterable[Row]) -> None:

@@ -58,13 +58,13 @@ def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list
     Raises: LayoutError listing everything that does not divide.
     """
     placement = Placement(bound, layout)
-    held: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
+    shapes_by_rank: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
     for row in bound:
         for holding in placement.holdings(row):
             shape = local_shape(row.row, holding.num_shards)
             for rank in holding.ranks:
-                held[rank][row.mcore] = shape
-    return held
+                shapes_by_rank[rank][row.mcore] = shape
+    return shapes_by_rank
 
 
 def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPlan]:
@@ -113,12 +113,12 @@ def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list
     Raises: LayoutError listing everything that does not divide.
     """
     placement, at = Placement(bound, layout), layout.coordinates(rank)
-    held: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
+    rows_by_name: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
     for row in bound:
         shard = placement.shard_at(row, at)
         if shard is not None:
-            held.setdefault(row.mcore, []).append((row, shard))
-    return [_load(rank, rows) for rows in held.values()]
+            rows_by_name.setdefault(row.mcore, []).append((row, shard))
+    return [_load(rank, rows) for rows in rows_by_name.values()]
 
 
 def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> TensorLoad:

@@ -91,13 +91,13 @@ def _bindings(row: Row, dtype: torch.dtype) -> list[BoundRow]:
     layers: Sequence[int | None] = row.layers if row.place == "layer" else (None,)
     experts: Sequence[int | None] = range(row.num_experts) if row.num_experts else (None,)
     kept = row.dtype or dtype
-    found = []
+    bindings = []
     for layer in layers:
         group = row.place if layer is None else f"layer.{layer}"
         for expert in experts:
             names = [_fill(name, layer, expert) for name in (row.mcore, *row.hf)]
-            found.append(BoundRow(row, names[0], tuple(names[1:]), kept, group, layer, expert))
-    return found
+            bindings.append(BoundRow(row, names[0], tuple(names[1:]), kept, group, layer, expert))
+    return bindings
 
 
 def _fill(name: str, layer: int | None, expert: int | None) -> str:

@@ -133,15 +133,15 @@ class GroupedQKV:
         per_group = [shape[dim] // self.num_groups for shape in shapes]
         length = self.local_length(shapes, dim, num_shards)
         first, last = shard * length, (shard + 1) * length
-        found = []
+        segments = []
         for group in range(first // sum(per_group), -(-last // sum(per_group))):
             begin = group * sum(per_group)
             for part, rows in enumerate(per_group):
                 low, high = max(begin, first), min(begin + rows, last)
                 if low < high:
-                    found.append(Segment(part, group * rows + low - begin, low - first, high - low))
+                    segments.append(Segment(part, group * rows + low - begin, low - first, high - low))
                 begin += rows
-        return tuple(found)
+        return tuple(segments)
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ class Stacked:
         return sum(shape[dim] for shape in shapes)
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
-        found, start = [], 0
+        segments, start = [], 0
         for part, shape in enumerate(shapes):
-            found.append(Segment(part, 0, start, shape[dim]))
+            segments.append(Segment(part, 0, start, shape[dim]))
             start += shape[dim]
-        return tuple(found)
+        return tuple(segments)
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ def validate_judge(config: Config) -> None:
     _check_numbers(judge)
     compiled_pattern(judge)
     text = template_text(judge)
-    found = set(PLACEHOLDERS.findall(text))
+    placeholders = set(PLACEHOLDERS.findall(text))
     for name in NEEDED:
-        if name not in found:
+        if name not in placeholders:
             raise ConfigError(f"judge.template has no {{{name}}}; put it where the {name} goes: {_shown(text)}")
     if judge.parser is not None and judge.score_pattern != JudgeConfig().score_pattern:
         raise ConfigError(

@@ -159,15 +159,15 @@ class VllmEngine:
         for request in requests:
             if request.sampling not in parameters:
                 parameters[request.sampling] = _sampling_params(request.sampling, self._eos_token_ids)
-            own = copy(parameters[request.sampling])
+            sampling_params = copy(parameters[request.sampling])
             if request.sampling.temperature > 0:
-                own.seed = request.seed
+                sampling_params.seed = request.seed
             self._core.add_request(
                 EngineCoreRequest(
                     request_id=request.request_id,
                     prompt_token_ids=request.token_ids.tolist(),
                     mm_features=None,
-                    sampling_params=own,
+                    sampling_params=sampling_params,
                     pooling_params=None,
                     # Equal times: the scheduler keeps the order of adding.
                     arrival_time=0.0,
@@ -203,8 +203,8 @@ class VllmEngine:
             joined = {i: np.concatenate(entry.routing)[:, self._routed_layers] for i, entry in ended.items()}
             return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
         num_tokens = {i: len(entry.request.token_ids) + len(entry.token_ids) - 1 for i, entry in ended.items()}
-        found: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", num_tokens)[0]
-        return found
+        routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", num_tokens)[0]
+        return routing
 
     def _completion(self, entry: _Running, reason: str, routing: np.ndarray | None) -> Completion:
         if reason not in ("stop", "length", "abort") or len(entry.logp) != len(entry.token_ids):

@@ -98,10 +98,10 @@ def derived_parameters(model: torch.nn.Module) -> set[str]:
 
 def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
     """Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> kv_b_proj.weight [heads * (P + V), L]."""
-    held = {key for key, parameter in module._parameters.items() if parameter is not None}
-    if held != {"W_UK_T", "W_UV"}:
+    names = {key for key, parameter in module._parameters.items() if parameter is not None}
+    if names != {"W_UK_T", "W_UV"}:
         raise WeightSyncError(
-            f"{name}: how latent attention keeps {', '.join(sorted(held))} is not known; set weights.verify_every to 0"
+            f"{name}: how latent attention keeps {', '.join(sorted(names))} is not known; set weights.verify_every to 0"
         )
     weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
     return HeldTensor(f"{name}.weight", weight.flatten(0, 1), dim=0)

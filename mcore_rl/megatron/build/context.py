@@ -45,9 +45,9 @@ class ContextPart:
 
         Shapes: lengths int64 [sequences], padded; returns int64 [sum(lengths) / size], in the order of the rank's row.
         """
-        held = lengths // self.size
-        chunk = (held // 2).repeat_interleave(held)
-        starts = (held.cumsum(0) - held).repeat_interleave(held)
+        rank_lengths = lengths // self.size
+        chunk = (rank_lengths // 2).repeat_interleave(rank_lengths)
+        starts = (rank_lengths.cumsum(0) - rank_lengths).repeat_interleave(rank_lengths)
         place = torch.arange(len(chunk), device=lengths.device) - starts
         front, back = self.chunks()
         return place + torch.where(place < chunk, front * chunk, (back - 1) * chunk)
@@ -91,12 +91,12 @@ class _Gather(torch.autograd.Function):
         width = int(counts.max())
         sent = values.new_zeros(width, len(values))  # equal sizes, which is all that one collective takes
         sent[: values.shape[1]] = values.t()
-        found = values.new_empty(part.size * width, len(values))
-        dist.all_gather_single(found, sent, group=part.group)
+        gathered = values.new_empty(part.size * width, len(values))
+        dist.all_gather_single(gathered, sent, group=part.group)
         by_owner = owners.argsort(stable=True)
         first = (counts.cumsum(0) - counts)[owners]
         ordinal = by_owner.argsort() - first
-        return found.index_select(0, owners * width + ordinal).t().contiguous()
+        return gathered.index_select(0, owners * width + ordinal).t().contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]

@@ -84,7 +84,7 @@ def context_attention(
 @torch.inference_mode(False)
 def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> tuple[SequenceGroup, ...]:
     """Cached: every layer, forward and backward, asks for the same one."""
-    part, held = ContextPart(rank, size), sum(lengths) // size
+    part, rank_tokens = ContextPart(rank, size), sum(lengths) // size
     by_chunk: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
@@ -97,7 +97,7 @@ def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) 
         queries = first + torch.arange(2 * chunk)
         number, offset = torch.arange(2 * size).repeat_interleave(chunk), torch.arange(chunk).repeat(2 * size)
         owner = torch.minimum(number, 2 * size - 1 - number)
-        source = owner * held + (number >= size) * chunk + offset
+        source = owner * rank_tokens + (number >= size) * chunk + offset
         keys = first + source[: (part.chunks()[1] + 1) * chunk]
         blocks = blocks_of(part, chunk)
         groups.append(
@@ -123,7 +123,7 @@ class _ContextAttention(torch.autograd.Function):
         for group in plan:
             q, kv = _queries(query, group), _keys(gathered, group)
             halves = [_attend_half(q[half], kv, blocks, scale) for half, blocks in _by_half(group)]
-            _put_queries(out, group, torch.stack([found for found, _ in halves]))
+            _put_queries(out, group, torch.stack([attended for attended, _ in halves]))
             _put_queries(log_sum, group, torch.stack([total for _, total in halves]))
         ctx.save_for_backward(query, key_value, out, log_sum)
         ctx.plan, ctx.part, ctx.scale = plan, part, scale
@@ -176,7 +176,7 @@ def _attend_half(
     if len(parts) == 1:
         return parts[0]
     log_sum = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(found * torch.exp(part - log_sum)[..., None] for found, part in parts)
+    out = sum(attended * torch.exp(part - log_sum)[..., None] for attended, part in parts)
     return out.to(q.dtype), log_sum
 
 
@@ -211,6 +211,6 @@ def _gather(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
 def _reduce_scatter(whole: torch.Tensor, part: ContextPart) -> torch.Tensor:
     """The inverse of _gather, summed over ranks."""
     by_rank = whole.unflatten(1, (part.size, -1)).transpose(0, 1).contiguous()
-    own = torch.empty_like(by_rank[0])
-    dist.reduce_scatter_single(own, by_rank.flatten(0, 1), group=part.group)
-    return own
+    summed = torch.empty_like(by_rank[0])
+    dist.reduce_scatter_single(summed, by_rank.flatten(0, 1), group=part.group)
+    return summed

@@ -233,13 +233,13 @@ def _mtp_spec(
         use_policy_router(spec.layer_specs)
         if not engine:
             _use_local_modules(spec, config)
-    found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
-    for layer in found.layer_specs if found is not None else ():
+    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+    for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
         layer.module = DetachedMTPLayer
         if not engine:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
-    return found
+    return mtp_spec
 
 
 def _finish_latent_attention(

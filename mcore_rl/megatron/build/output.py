@@ -83,8 +83,8 @@ class PolicyModel(GPTModel):
         # Recomputation records a gradient only where one of its inputs asks for it.
         detached = hidden_states.detach().requires_grad_()
         given = {name: inputs.get(name) for name in _MTP_INPUTS}
-        found = self.mtp(hidden_states=detached, embedding=self.embedding, **given)
-        return found[len(hidden_states) :]
+        all_states = self.mtp(hidden_states=detached, embedding=self.embedding, **given)
+        return all_states[len(hidden_states) :]
 
     def _whole(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The whole sequence on every tensor-parallel rank, its gradient summed over them."""

@@ -91,8 +91,8 @@ class PolicyRouter(TopKRouter):
         has_loss = self.settings.aux_loss_coefficient or self.settings.z_loss_coefficient
         if row is not None and has_loss and self._trains():
             logits = _AddLoss.apply(logits, self._auxiliary_loss(logits.flatten(0, 1), row))
-        found: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
-        return found
+        routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
+        return routed
 
     def _row_of_this_pass(self) -> Row | None:
         """A recomputed pass is of the first row that waits: pipelines run backward passes in the order of the forward

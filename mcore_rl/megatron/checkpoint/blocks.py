@@ -119,11 +119,11 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
 
     Raises: ConversionError.
     """
-    found: dict[int, dict[str, Any]] = {}
+    states_by_model: dict[int, dict[str, Any]] = {}
     for index, name, entry in _objects(models):
         if reader.has_object(entry.unique_key):
-            found.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
-    for index, states in found.items():
+            states_by_model.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
+    for index, states in states_by_model.items():
         models[index].load_state_dict(states, strict=False)
 
 

@@ -25,8 +25,8 @@ def verify_files(directory: Path, files: Sequence[SavedFile]) -> None:
     Collective: all ranks.
     """
     problems = (_damage(directory, file) for file in _share(files, dist.get_rank(), dist.get_world_size()))
-    found = "; ".join(problem for problem in problems if problem)
-    agree(DamagedCheckpointError(f"{directory} is damaged: {found}") if found else None)
+    damage = "; ".join(problem for problem in problems if problem)
+    agree(DamagedCheckpointError(f"{directory} is damaged: {damage}") if damage else None)
 
 
 def _share(files: Sequence[SavedFile], rank: int, num_ranks: int) -> Iterator[SavedFile]:
@@ -56,9 +56,9 @@ def agree(problem: McoreRLError | None) -> None:
     """
     problems: list[McoreRLError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise found
+    for rank_problem in problems:
+        if rank_problem is not None:
+            raise rank_problem
 
 
 def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bool) -> None:
@@ -69,9 +69,9 @@ def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bo
     kept_there = any(key.startswith(REFERENCE) for key in stored)
     if kept_there == kept_here:
         return
-    held, wanted = ("the weights of a", "none") if kept_there else ("no", "one")
+    there, wanted = ("the weights of a", "none") if kept_there else ("no", "one")
     raise CheckpointError(
-        f"{directory} has {held} reference, and this run keeps {wanted} in its checkpoints: set algorithm.kl.in_loss, "
+        f"{directory} has {there} reference, and this run keeps {wanted} in its checkpoints: set algorithm.kl.in_loss, "
         "algorithm.kl.in_reward and reference.* as they were, or run.dir to a new directory"
     )
 
@@ -94,8 +94,8 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
     Raises: CheckpointError on every rank, ONE, listing what is wrong.
     Collective: all ranks.
     """
-    found = dict.fromkeys(problem for block in blocks if (problem := _misfit(reader, block)))
-    agree(CheckpointError(f"{reader.directory} does not fit this model: {listing(list(found))}") if found else None)
+    misfits = dict.fromkeys(problem for block in blocks if (problem := _misfit(reader, block)))
+    agree(CheckpointError(f"{reader.directory} does not fit this model: {listing(list(misfits))}") if misfits else None)
     stored = sorted(reader.shapes)
     wanted = {block.chunk.key for block in blocks}
     asked = torch.tensor([key in wanted for key in stored], dtype=torch.int32, device=device)
@@ -107,14 +107,14 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
 
 def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
     chunk = block.chunk
-    held = reader.shapes.get(chunk.key)
-    if held is None:
+    stored_shape = reader.shapes.get(chunk.key)
+    if stored_shape is None:
         return f"it has no {chunk.key}"
     if reader.dtype(chunk.key) != block.view.dtype:
         return f"{chunk.key} is {reader.dtype(chunk.key)}, here {block.view.dtype} (model.dtype)"
-    fits = held == chunk.global_shape or (chunk.padded and held[1:] == chunk.global_shape[1:])
+    fits = stored_shape == chunk.global_shape or (chunk.padded and stored_shape[1:] == chunk.global_shape[1:])
     if not fits:
-        return f"{chunk.key} is {held}, here {chunk.global_shape}"
+        return f"{chunk.key} is {stored_shape}, here {chunk.global_shape}"
     part = _stored_part(reader, block)
     return reader.problem(chunk.key, part) if part is not None else None
 

@@ -56,10 +56,10 @@ def install(*, without: Collection[str] = ()) -> bool:
 def _check_version() -> None:
     wanted = f"the CPU backend is written for megatron-core {SUPPORTED_VERSION}"
     try:
-        found = version("megatron-core")
+        installed = version("megatron-core")
     except PackageNotFoundError:
         raise ConfigError(f"megatron-core is not installed; {wanted}: pip install 'mcore-rl[cpu]'") from None
-    if found != SUPPORTED_VERSION:
+    if installed != SUPPORTED_VERSION:
         raise ConfigError(
-            f"megatron-core {found} is installed, but {wanted}: pip install megatron-core=={SUPPORTED_VERSION}"
+            f"megatron-core {installed} is installed, but {wanted}: pip install megatron-core=={SUPPORTED_VERSION}"
         )

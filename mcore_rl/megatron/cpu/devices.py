@@ -117,15 +117,15 @@ def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _functions(namespace: dict[str, Any], module: ModuleType) -> list[FunctionType]:
     """All functions defined in `module`, methods included."""
-    found: list[FunctionType] = []
+    functions: list[FunctionType] = []
     for value in namespace.values():
         if isinstance(value, type) and value.__module__ == module.__name__:
-            found += _functions(dict(vars(value)), module)
+            functions += _functions(dict(vars(value)), module)
         value = getattr(value, "__func__", value)
         value = getattr(value, "__wrapped__", value)
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-            found.append(value)
-    return found
+            functions.append(value)
+    return functions
 
 
 def _rename_tensor_types(this: Fix, module: ModuleType) -> None:

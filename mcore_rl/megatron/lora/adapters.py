@@ -182,11 +182,11 @@ def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Fact
 @contextmanager
 def base_only(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within the block the chunks are the model under the adapters."""
-    found = [adapter for _, adapter in adapters(chunks)]
-    for adapter in found:
+    attached = [adapter for _, adapter in adapters(chunks)]
+    for adapter in attached:
         adapter.enabled = False
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in attached:
             adapter.enabled = True

@@ -50,9 +50,9 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
 def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tensor]:
     """As names.canonical_tensors, with the adapters merged into what they adapt."""
-    found = dict(adapters(chunks))
+    adapters_by_name = dict(adapters(chunks))
     tensors = canonical_tensors(chunks)
-    return MergedTensors(tensors, found) if found else tensors
+    return MergedTensors(tensors, adapters_by_name) if adapters_by_name else tensors
 
 
 def attach_adapters(
@@ -67,8 +67,8 @@ def attach_adapters(
     dtype = next(chunks[0].parameters()).dtype
     bound = bound_adapters(lora, hf_config, dtype)
     placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
-    held = ((row, placement.shard_at(row, at)) for row in bound)
-    factors = {row.mcore: Factor(row, *shard) for row, shard in held if shard is not None}
+    shards = ((row, placement.shard_at(row, at)) for row in bound)
+    factors = {row.mcore: Factor(row, *shard) for row, shard in shards if shard is not None}
     files = TensorFiles()
     read = _initial(seed) if lora.path is None else _stored(check_adapter(lora, hf_config), files)
     try:

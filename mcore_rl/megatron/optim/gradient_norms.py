@@ -53,13 +53,13 @@ def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
     if not squares:
         return {}
     # One transfer for all kinds: each would wait for the device.
-    sums = torch.stack([torch.stack(found).sum(dtype=torch.float64) for found in squares.values()]).tolist()
+    sums = torch.stack([torch.stack(of_kind).sum(dtype=torch.float64) for of_kind in squares.values()]).tolist()
     return dict(zip(squares, map(Root, sums), strict=True))
 
 
 def _counted_here(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(gradient of what this rank owns, parameter), without what another rank counts."""
-    found = []
+    counted = []
     for owned in main_parameters(part):
         parameter = owned.model
         if not owned.sharded and not _is_first_replica(parameter):
@@ -69,8 +69,8 @@ def _counted_here(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not tensor_parallel.param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None)):
             continue
         stop = owned.start + owned.main.numel()
-        found.append((parameter.main_grad.view(-1)[owned.start : stop], parameter))
-    return found
+        counted.append((parameter.main_grad.view(-1)[owned.start : stop], parameter))
+    return counted
 
 
 def _is_first_replica(parameter: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ class HeldState:
 def held_state(optimizer: MegatronOptimizer) -> dict[int, HeldState]:
     """By id of the model's parameter. Moments that do not exist before the first update are made: zero."""
     _ensure_moments(optimizer)
-    found: dict[int, HeldState] = {}
+    states: dict[int, HeldState] = {}
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
         for owned in main_parameters(part):
@@ -52,8 +52,8 @@ def held_state(optimizer: MegatronOptimizer) -> dict[int, HeldState]:
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             stop = owned.start + owned.main.numel()
             assert all(tensor.numel() == stop - owned.start for tensor in flat.values()), f"unexpected: {list(flat)}"
-            found[id(owned.model)] = HeldState(owned.start, stop, owned.sharded, flat)
-    return found
+            states[id(owned.model)] = HeldState(owned.start, stop, owned.sharded, flat)
+    return states
 
 
 def updates_done(optimizer: MegatronOptimizer) -> int:

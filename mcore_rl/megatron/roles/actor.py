@@ -119,14 +119,16 @@ class MegatronActor:
         share = distinct_samples(shares, first=1)
         microbatches = self.model.microbatches(share, chunks)
         rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
-        found = self.model.infer(microbatches, self._logp, rows)
+        logp_by_batch = self.model.infer(microbatches, self._logp, rows)
         self.routing.keep(microbatches, rows)
-        bad = [sample for microbatch, logp in found for sample in non_finite_samples(microbatch, logp)]
+        bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.model.device)
-        return replace(batch, old_logp=by_sample(found)), replay | self._mismatch(found)
+        return replace(batch, old_logp=by_sample(logp_by_batch)), replay | self._mismatch(logp_by_batch)
 
-    def _mismatch(self, found: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
-        return merge_metrics([mismatch(batch, logp) for batch, logp in found]) if self.model.counts_tokens else {}
+    def _mismatch(self, logp_by_batch: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
+        return (
+            merge_metrics([mismatch(batch, logp) for batch, logp in logp_by_batch]) if self.model.counts_tokens else {}
+        )
 
     def _impose_engine(self, batch: RankBatch) -> dict[str, Metric]:
         """From now on the samples take the experts that the engine chose. When it is due, also a pass without: how far
@@ -165,12 +167,12 @@ class MegatronActor:
         """
         self.memory.load("params")
         every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
-        found = self.model.infer(self.model.microbatches(first, batch.chunks), self._logp)
+        first_logp = self.model.infer(self.model.microbatches(first, batch.chunks), self._logp)
         microbatches = self.model.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
         place = self.layout.coordinates(self.rank)
         if place.pp == self.layout.pp - 1:
-            old_logp, kind = batch.old_logp | by_sample(found), self.config.algorithm.kl.reward_kind
+            old_logp, kind = batch.old_logp | by_sample(first_logp), self.config.algorithm.kl.reward_kind
             kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.model.context)
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
         require_finite(describe_samples("KL", bad, every), self.model.device)
@@ -199,7 +201,7 @@ class MegatronActor:
         place = self.layout.coordinates(self.rank)
         if place.pp < self.layout.pp - 1:
             return batch, {}, {}
-        found = estimate_tokens(
+        estimates = estimate_tokens(
             self.estimator,
             distinct_samples(batch.shares),
             batch.chunks,
@@ -208,8 +210,8 @@ class MegatronActor:
             group=parallel_state.get_data_parallel_group(),
         )
         # Context-parallel ranks have the same whole responses, of which one counts the tokens.
-        metrics = found.describe() if self.model.counts_tokens and not place.cp else {}
-        return replace(batch, token_advantages=found.advantages), metrics, found.returns
+        metrics = estimates.describe() if self.model.counts_tokens and not place.cp else {}
+        return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
         """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
@@ -288,8 +290,8 @@ class MegatronActor:
         """
         self.memory.load("params")
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        found = self.model.infer(microbatches, self._logp, rows)
-        if not found:
+        logp_by_batch = self.model.infer(microbatches, self._logp, rows)
+        if not logp_by_batch:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
@@ -299,7 +301,7 @@ class MegatronActor:
 
         seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # another for every update
         return self.objective.choose_tokens(
-            found, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
+            logp_by_batch, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
         )
 
     def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:

@@ -62,9 +62,9 @@ class MegatronCritic:
         """
         self.trained.memory.load("params")
         share = distinct_samples(shares)
-        found = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
-        values = {sample: own for of_row in found for sample, own in of_row.items()}
-        bad = [sample for sample, own in values.items() if not np.isfinite(own).all()]
+        values_by_row = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
+        values = {sample: sample_values for of_row in values_by_row for sample, sample_values in of_row.items()}
+        bad = [sample for sample, sample_values in values.items() if not np.isfinite(sample_values).all()]
         require_finite(describe_samples("value", bad, share), self.model.device)
         return ValuedBatch(shares, chunks, values)
 

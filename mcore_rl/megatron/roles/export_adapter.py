@@ -36,13 +36,13 @@ def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
     """
     actor.gather_parameters()
     plans, lora = adapter_plan(actor), actor.config.actor.lora
-    held = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
-    own = [
+    parameters = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
+    rank_pieces = [
         (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
-        for plan, piece, tensor in export_pieces(plans, held, actor.rank)
+        for plan, piece, tensor in export_pieces(plans, parameters, actor.rank)
     ]
     gathered: list[Any] | None = [None] * actor.world_size if actor.rank == 0 else None
-    dist.gather_object(own, gathered)
+    dist.gather_object(rank_pieces, gathered)
     if gathered is None:
         return
     tensors = {plan.hf_name: torch.empty(plan.shape, dtype=plan.dtype) for plan in plans}

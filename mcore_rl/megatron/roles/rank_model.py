@@ -110,8 +110,8 @@ class RankModel:
 
     def token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """1 / (trained tokens of the update), 1 / (tokens that it computes), padding excluded; of all ranks."""
-        own = [sum(len(batch.targets) for batch in batches), sum(sum(batch.lengths) for batch in batches)]
-        counts = torch.tensor(own, dtype=torch.int64, device=self.device)
+        rank_counts = [sum(len(batch.targets) for batch in batches), sum(sum(batch.lengths) for batch in batches)]
+        counts = torch.tensor(rank_counts, dtype=torch.int64, device=self.device)
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         trained, computed = counts.tolist()
         # Context-parallel ranks share the tokens of a row, of which each counts all.

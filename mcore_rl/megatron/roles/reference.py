@@ -74,17 +74,17 @@ class FrozenPolicy:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.memory.load("params")
-        found = _logp(self.model, self.objective, share, chunks)
+        logp = _logp(self.model, self.objective, share, chunks)
         self.memory.offload()
-        return found
+        return logp
 
     def copy_from(self, policy: Sequence[PolicyModel]) -> None:
         """Becomes the policy, whose parameters are whole and in place. Not collective."""
         self.memory.load("params")
-        own, given = canonical_tensors(self.model.chunks), canonical_tensors(policy)
-        assert own.keys() == given.keys()
+        tensors, given = canonical_tensors(self.model.chunks), canonical_tensors(policy)
+        assert tensors.keys() == given.keys()
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(given[name])
         self.memory.offload()
 
@@ -116,10 +116,10 @@ def _logp(
         return batch, objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
     batches = model.microbatches(share, chunks)
-    found = model.infer(batches, logp_of, [model.routing.row(batch, free=True) for batch in batches])
-    bad = [sample for batch, logp in found for sample in non_finite_samples(batch, logp)]
+    logp_by_batch = model.infer(batches, logp_of, [model.routing.row(batch, free=True) for batch in batches])
+    bad = [sample for batch, logp in logp_by_batch for sample in non_finite_samples(batch, logp)]
     require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
-    return by_sample(found)
+    return by_sample(logp_by_batch)
 
 
 def whole_kl(
@@ -134,7 +134,7 @@ def whole_kl(
     Shapes: old_logp, ref_logp of this rank's tokens by sample; result float32 [n] of the whole response. Units: nats.
     Collective: the context-parallel group.
     """
-    found: dict[int, np.ndarray] = {}
+    kl_by_sample: dict[int, np.ndarray] = {}
     for batch in batches:
         if not batch.samples:
             continue
@@ -143,5 +143,5 @@ def whole_kl(
         if context.size > 1 and len(batch.owners):
             kl = context.gather(kl[None], batch.owners)[0]
         ends = np.cumsum(batch.whole_counts, dtype=np.int64)
-        found |= zip(batch.samples, np.split(kl.float().cpu().numpy(), ends[:-1]), strict=True)
-    return found
+        kl_by_sample |= zip(batch.samples, np.split(kl.float().cpu().numpy(), ends[:-1]), strict=True)
+    return kl_by_sample

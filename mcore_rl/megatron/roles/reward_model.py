@@ -67,9 +67,9 @@ class MegatronRewardModel:
         self.memory.load("params")
         numbers = list(sequences)
         share, chunk = _as_share(numbers, [self._read_part(sequences[number]) for number in numbers])
-        found = self.model.infer(self.model.microbatches(share, [chunk]), self._scores)
+        scores_by_batch = self.model.infer(self.model.microbatches(share, [chunk]), self._scores)
         self.memory.offload()
-        return {sample: score for batch in found for sample, score in batch.items()}
+        return {sample: score for batch in scores_by_batch for sample, score in batch.items()}
 
     def shutdown(self) -> None:
         """Leaves the process groups."""

@@ -32,16 +32,16 @@ class TokenEstimates:
 
     def describe(self) -> dict[str, Metric]:
         """Figures of these samples' tokens."""
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for name, by_sample in (("advantages", self.advantages), ("returns", self.returns)):
             flat = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float64)
             if len(flat):
-                found[f"{name}/mean"] = Mean(float(flat.sum()), len(flat))
-                found[f"{name}/std"] = Deviation(float(flat.sum()), float(flat @ flat), len(flat))
-                found[f"{name}/max"] = Max(float(flat.max()))
-                found[f"{name}/min"] = Min(float(flat.min()))
-                found[f"{name}/abs_max"] = Max(float(np.abs(flat).max()))
-        return found
+                metrics[f"{name}/mean"] = Mean(float(flat.sum()), len(flat))
+                metrics[f"{name}/std"] = Deviation(float(flat.sum()), float(flat @ flat), len(flat))
+                metrics[f"{name}/max"] = Max(float(flat.max()))
+                metrics[f"{name}/min"] = Min(float(flat.min()))
+                metrics[f"{name}/abs_max"] = Max(float(np.abs(flat).max()))
+        return metrics
 
 
 def estimate_tokens(
@@ -76,11 +76,11 @@ def estimate_tokens(
 
 def trained_tokens(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> np.ndarray:
     """Of every sample, int64 [b]."""
-    found = np.zeros(len(share.samples), np.int64)
+    counts = np.zeros(len(share.samples), np.int64)
     for index, (chunk, row) in enumerate(zip(share.chunk_ids, share.rows, strict=True)):
         offsets = chunks[chunk].response_offsets
-        found[index] = np.count_nonzero(chunks[chunk].trained[offsets[row] : offsets[row + 1]])
-    return found
+        counts[index] = np.count_nonzero(chunks[chunk].trained[offsets[row] : offsets[row + 1]])
+    return counts
 
 
 def _row_blocks(counts: np.ndarray) -> Iterator[np.ndarray]:
@@ -119,12 +119,12 @@ def _flat(by_sample: Mapping[int, np.ndarray], samples: Sequence[int]) -> np.nda
     return np.concatenate([by_sample[sample] for sample in samples])
 
 
-def _over_ranks(own: Moments, group: dist.ProcessGroup | None) -> Moments:
+def _over_ranks(rank_moments: Moments, group: dist.ProcessGroup | None) -> Moments:
     if group is None or group.size() == 1:
-        return own
+        return rank_moments
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     rows = torch.zeros(group.size(), 3, dtype=torch.float64, device=device)
-    rows[group.rank()] = own.as_tensor()
+    rows[group.rank()] = rank_moments.as_tensor()
     dist.all_reduce(rows, group=group)
     return Moments.merged(rows.cpu())
 

@@ -21,9 +21,9 @@ def require_finite(problem: str | None, device: torch.device) -> None:
 
     Collective: all ranks.
     """
-    found = torch.tensor([problem is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if not found.item():
+    any_problem = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(any_problem, op=dist.ReduceOp.MAX)
+    if not any_problem.item():
         return
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

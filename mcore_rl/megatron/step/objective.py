@@ -193,8 +193,8 @@ class Objective:
             for batch, logp in parts
         ]
         keys = [token_keys(*_names(batch, self.context), seed) for batch, _ in parts]
-        found = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
-        return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, found, strict=True))
+        choices = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
+        return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, choices, strict=True))
 
     def _inputs(
         self,
@@ -231,9 +231,9 @@ class Objective:
             return result
         assert inputs.old_logp is not None
         assert inputs.rollout_logp is not None
-        found = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
-        metrics = {f"correction/{name}": metric for name, metric in found.metrics.items()}
-        loss = result.loss * found.weights if self.applies_correction else result.loss
+        correction = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
+        metrics = {f"correction/{name}": metric for name, metric in correction.metrics.items()}
+        loss = result.loss * correction.weights if self.applies_correction else result.loss
         return PolicyLossResult(loss, result.metrics | metrics)
 
     def _of_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
@@ -251,8 +251,8 @@ class Objective:
             joined["chosen"] = joined["chosen"] > 0
         rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)
         result = self._corrected(rows)
-        own = _flat(result.loss, batch)[batch.owners == self.context.rank]
-        return PolicyLossResult(own, result.metrics if self.context.rank == 0 else {})
+        rank_loss = _flat(result.loss, batch)[batch.owners == self.context.rank]
+        return PolicyLossResult(rank_loss, result.metrics if self.context.rank == 0 else {})
 
 
 def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,8 +262,8 @@ def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch
     samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     positions = torch.arange(len(samples), device=device) - starts
-    own = slice(None) if context.size == 1 else batch.owners == context.rank
-    return samples[own], positions[own]
+    rank_tokens = slice(None) if context.size == 1 else batch.owners == context.rank
+    return samples[rank_tokens], positions[rank_tokens]
 
 
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:

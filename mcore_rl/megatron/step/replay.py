@@ -106,8 +106,8 @@ class RoutingStore:
                 (self._recorded(batch, row), self._stored(batch)[:, :-1])
                 for batch, row in zip(batches, rows, strict=True)
             ]
-            found, stored = (torch.cat(parts, 1).sort(-1).values for parts in zip(*pairs, strict=True))
-            differ = (found != stored).any(-1)
+            recorded, stored = (torch.cat(parts, 1).sort(-1).values for parts in zip(*pairs, strict=True))
+            differ = (recorded != stored).any(-1)
         anywhere = differ.any(0).to(torch.int32)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         if pipeline.size() > 1 and tokens:
@@ -124,10 +124,10 @@ class RoutingStore:
     def _recorded(self, batch: MicroBatch, row: Row) -> torch.Tensor:
         """What a row has recorded, taken out of it, of all ranks that share it: [layers, tokens of all samples, k]."""
         sequence, place = self._places(batch)
-        found = torch.stack([row.found.pop(index) for index in range(len(self.layers))])
+        recorded = torch.stack([row.found.pop(index) for index in range(len(self.layers))])
         # int32: no collective of NCCL or gloo takes int16. Every token is on one rank.
-        whole = torch.zeros(len(self.layers), sum(batch.lengths), self.topk, dtype=torch.int32, device=found.device)
-        whole[:, place[sequence >= 0]] = found[:, sequence >= 0].to(torch.int32)
+        whole = torch.zeros(len(self.layers), sum(batch.lengths), self.topk, dtype=torch.int32, device=recorded.device)
+        whole[:, place[sequence >= 0]] = recorded[:, sequence >= 0].to(torch.int32)
         group = parallel_state.get_tensor_and_context_parallel_group()
         if group.size() > 1:
             dist.all_reduce(whole, group=group)
@@ -136,18 +136,18 @@ class RoutingStore:
     def _places(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token that this rank routes: its sequence, -1 for padding, and its place among the tokens of all
         samples, the number of these for padding. Shapes: int64 [t] each."""
-        held = batch.sequences.cu_seqlens_q.diff().to(torch.int64)
-        number = torch.arange(len(held), device=held.device).repeat_interleave(held // self.context.size)
-        position = self.context.positions(held)
+        padded = batch.sequences.cu_seqlens_q.diff().to(torch.int64)
+        number = torch.arange(len(padded), device=padded.device).repeat_interleave(padded // self.context.size)
+        position = self.context.positions(padded)
         # What pads a row is one more sequence.
-        padding = len(held) - len(batch.lengths)
-        lengths = torch.tensor([*batch.lengths, *[0] * padding], dtype=torch.int64, device=held.device)
+        padding = len(padded) - len(batch.lengths)
+        lengths = torch.tensor([*batch.lengths, *[0] * padding], dtype=torch.int64, device=padded.device)
         real = position < lengths[number]
         place = torch.where(real, (lengths.cumsum(0) - lengths)[number] + position, sum(batch.lengths))
         size = len(number) // self.split
         rank = parallel_state.get_tensor_model_parallel_rank() if self.split > 1 else 0
-        own = slice(rank * size, (rank + 1) * size)
-        return torch.where(real, number, -1)[own], place[own]
+        rank_slice = slice(rank * size, (rank + 1) * size)
+        return torch.where(real, number, -1)[rank_slice], place[rank_slice]
 
     def _stored(self, batch: MicroBatch) -> torch.Tensor:
         """Shapes: [layers, tokens of all samples + 1, k]; the last is padding's."""
@@ -163,7 +163,7 @@ def engine_routing(shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffe
 
     Raises: McoreRLError for trajectories without it.
     """
-    found: dict[int, np.ndarray] = {}
+    experts_by_sample: dict[int, np.ndarray] = {}
     for share in shares:
         for sample, chunk, row in zip(share.samples.tolist(), share.chunk_ids, share.rows, strict=True):
             buffers = chunks[chunk]
@@ -173,5 +173,5 @@ def engine_routing(shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffe
                 )
             start = int(buffers.token_offsets[row])
             experts = buffers.routed_experts[start : start + computed_tokens(buffers, row)]
-            found[sample] = experts.swapaxes(0, 1)
-    return found
+            experts_by_sample[sample] = experts.swapaxes(0, 1)
+    return experts_by_sample

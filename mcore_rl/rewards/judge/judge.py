@@ -84,8 +84,8 @@ class Judge:
         ]
         written = self._generate(requests)
         for index in asked:
-            own = [written[f"{index}.{nth}"] for nth in range(self._config.samples)]
-            verdicts[index] = self._verdict([self._answer(transcripts[index].prompt, each) for each in own])
+            replies = [written[f"{index}.{nth}"] for nth in range(self._config.samples)]
+            verdicts[index] = self._verdict([self._answer(transcripts[index].prompt, each) for each in replies])
         return verdicts
 
     def _seeds(self, group: int, sample: int) -> list[int]:

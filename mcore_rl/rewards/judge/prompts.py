@@ -46,7 +46,7 @@ class JudgePrompts:
 
     def _filled(self, values: Mapping[str, str]) -> str:
         # In one pass: what is put in is not looked at again.
-        return PLACEHOLDERS.sub(lambda found: self._without_controls(values[found[1]]), self._template)
+        return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._template)
 
     def _without_controls(self, text: str) -> str:
         # Again and again: what is left may close up to another.

@@ -87,7 +87,7 @@ def _read_by_function(spec: str) -> Reader:
     def read(written: Written) -> float:
         prompt = written.prompt
         try:
-            found: Any = function(
+            score: Any = function(
                 answer=written.text,
                 finish_reason=written.finish_reason,
                 data_source=prompt.data_source,
@@ -96,8 +96,8 @@ def _read_by_function(spec: str) -> Reader:
             )
         except Exception as error:  # whatever the user's code raises of a text that nobody foresaw
             raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
-        if not isinstance(found, Real) or not math.isfinite(found):
-            raise NoScoreError(f"{KEY} returned {found!r}, which is no finite number"[:MAX_MESSAGE_CHARS])
-        return float(found)
+        if not isinstance(score, Real) or not math.isfinite(score):
+            raise NoScoreError(f"{KEY} returned {score!r}, which is no finite number"[:MAX_MESSAGE_CHARS])
+        return float(score)
 
     return read

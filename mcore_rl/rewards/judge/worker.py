@@ -66,8 +66,8 @@ class JudgeWorker:
         scores: dict[int, float] = {}
         left = iter(verdicts)
         for share in given:
-            own = [next(left) for _ in share.part.rows]
-            scores |= {int(n): verdict.score for n, verdict in zip(share.part.numbers, own, strict=True)}
+            share_verdicts = [next(left) for _ in share.part.rows]
+            scores |= {int(n): verdict.score for n, verdict in zip(share.part.numbers, share_verdicts, strict=True)}
             if share.records is not None:
-                add_fields(share.records, share.part.rows.tolist(), [verdict.record() for verdict in own])
+                add_fields(share.records, share.part.rows.tolist(), [verdict.record() for verdict in share_verdicts])
         return scores, describe(verdicts)

@@ -20,11 +20,11 @@ def traceback_of(error: BaseException) -> str:
     if isinstance(error, deadline.DeadlineExceeded) and error.__cause__ is not None:
         error = error.__cause__  # where a coroutine was waiting (event_loop)
         error.__context__ = None
-    found = TracebackException.from_exception(error)
-    frames = [frame for frame in found.stack if frame.filename != deadline.__file__]
+    traceback = TracebackException.from_exception(error)
+    frames = [frame for frame in traceback.stack if frame.filename != deadline.__file__]
     users = list(dropwhile(_is_around, frames))
-    found.stack = StackSummary.from_list(users or frames)
-    return "\n".join(_shortened("".join(found.format()).splitlines()))
+    traceback.stack = StackSummary.from_list(users or frames)
+    return "\n".join(_shortened("".join(traceback.format()).splitlines()))
 
 
 def _is_around(frame: FrameSummary) -> bool:

@@ -196,7 +196,7 @@ class RankGroup:
         """Results of a method of all ranks, each with its own arguments."""
         given = arguments if arguments is not None else [()] * len(self.handles)
         calls = zip(self.handles, given, strict=True)
-        return self.watch.get([getattr(handle, method).remote(*own) for handle, own in calls])
+        return self.watch.get([getattr(handle, method).remote(*rank_arguments) for handle, rank_arguments in calls])
 
     def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
         """Every rank plans its files, and copies what goes into them if `snapshot`; then all write, and rank 0 gathers

@@ -83,7 +83,10 @@ class CriticGroup(RankGroup):
     def values(self, batch: Batch) -> TokenRefs:
         """Of every trained token, in the object store; the batch stays on the ranks for its updates."""
         key, arguments = next(batch_keys), self.shares_of(self.own_batch(batch))
-        calls = [handle.values.remote(key, *own) for handle, own in zip(self.handles, arguments, strict=True)]
+        calls = [
+            handle.values.remote(key, *rank_arguments)
+            for handle, rank_arguments in zip(self.handles, arguments, strict=True)
+        ]
         self.watch.get([done for done, _ in calls])
         return TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers), key)
 
@@ -94,7 +97,7 @@ class CriticGroup(RankGroup):
         """
         size = len(self.ranks.speakers)
         columns = [returns.overlapping(dp, size) for dp in self.ranks.dp_rank_of]
-        reports = self.on_every_rank("update", [(values.key, *own) for own in columns])
+        reports = self.on_every_rank("update", [(values.key, *rank_returns) for rank_returns in columns])
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
 

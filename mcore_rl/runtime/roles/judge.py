@@ -47,9 +47,9 @@ class JudgeProcess(RunProcess):
         with self.spans.span("judge"):
             for part in ("weights", "kv_cache"):
                 engine.wake_up(part)
-            found = self.worker.score(given, chunks)
+            scores_and_metrics = self.worker.score(given, chunks)
             engine.sleep(keep_weights=True)
-        return found
+        return scores_and_metrics
 
 
 @dataclass
@@ -72,8 +72,8 @@ class JudgeGroup:
             if given
         ]
         scores: dict[int, float] = {}
-        for found, figures in self.watch.get(calls):
-            scores |= found
+        for engine_scores, figures in self.watch.get(calls):
+            scores |= engine_scores
             if all(task.prompt_set == "train" for task in tasks):
                 self._figures = merge_metrics([self._figures, figures])
         return join_scores(tasks, scalars, scores)

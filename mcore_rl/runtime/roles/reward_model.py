@@ -72,8 +72,8 @@ class RewardModelGroup:
             handle.score.remote(parts[dp], *chunks)
             for handle, dp in zip(self.handles, self.ranks.dp_rank_of, strict=True)
         ]
-        found = self.watch.get(calls)
-        scores = {number: score for speaker in self.ranks.speakers for number, score in found[speaker].items()}
+        scores_by_rank = self.watch.get(calls)
+        scores = {number: score for speaker in self.ranks.speakers for number, score in scores_by_rank[speaker].items()}
         return join_scores(tasks, [scalars for _, scalars in results], scores)
 
     def spans(self) -> list[Span]:

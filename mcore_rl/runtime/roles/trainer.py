@@ -64,7 +64,7 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("kl penalties"):
             batch, metrics = self.actor.kl_penalties(self._held.of(key), coefficient)
         self._held.keep(key, batch)
-        return metrics, {sample: float(own.sum(dtype=np.float64)) for sample, own in batch.penalties.items()}
+        return metrics, {sample: float(penalty.sum(dtype=np.float64)) for sample, penalty in batch.penalties.items()}
 
     def refresh_reference(self) -> None:
         with self.spans.span("refresh reference"):
@@ -165,12 +165,12 @@ class TrainerGroup(RankGroup):
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for
         `estimate`; here the sums over responses. Shapes: float32 [B]."""
-        found = self.on_every_rank("kl_penalties", [(handle.key, coefficient)] * len(self.handles))
+        results = self.on_every_rank("kl_penalties", [(handle.key, coefficient)] * len(self.handles))
         sums = np.zeros(len(handle.batch), np.float32)
         for speaker in self.ranks.speakers:
-            for sample, total in found[speaker][1].items():
+            for sample, total in results[speaker][1].items():
                 sums[sample] = total
-        return with_metrics(handle, [metrics for metrics, _ in found]), sums
+        return with_metrics(handle, [metrics for metrics, _ in results]), sums
 
     def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
         """The batch with other advantages; what the ranks have found of its tokens stays."""
@@ -189,8 +189,11 @@ class TrainerGroup(RankGroup):
         the returns too."""
         sent, size = self._sent(handle), len(self.ranks.speakers)
         columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
-        calls = [rank.estimate.remote(sent.key, *own) for rank, own in zip(self.handles, columns, strict=True)]
-        metrics = self.watch.get([found for found, _ in calls])
+        calls = [
+            rank.estimate.remote(sent.key, *rank_values)
+            for rank, rank_values in zip(self.handles, columns, strict=True)
+        ]
+        metrics = self.watch.get([metrics_ref for metrics_ref, _ in calls])
         returns = TokenRefs(tuple(calls[speaker][1] for speaker in self.ranks.speakers), sent.key)
         return with_metrics(sent, metrics), returns
 
@@ -201,14 +204,14 @@ class TrainerGroup(RankGroup):
         Raises: NonFiniteError before a non-finite step.
         """
         brought = [()] * len(self.handles) if handle.is_sent else self.shares_of(handle.batch)
-        reports = self.on_every_rank("update", [(handle.key, *own) for own in brought])
+        reports = self.on_every_rank("update", [(handle.key, *rank_arguments) for rank_arguments in brought])
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
     def _sent(self, handle: BatchHandle) -> BatchHandle:
         """The batch on the ranks, with the policy's log-probabilities."""
         if handle.is_sent:
             return handle
-        arguments = [(handle.key, *own) for own in self.shares_of(handle.batch)]
+        arguments = [(handle.key, *rank_arguments) for rank_arguments in self.shares_of(handle.batch)]
         return with_metrics(replace(handle, is_sent=True), self.on_every_rank("recompute_logp", arguments))
 
     def export_hf(self, directory: str, source: str) -> None:
