@@ -19,7 +19,7 @@ demo: setup ## warm-start a tiny MoE, improve it with DAPO, accuracy before and 
 	@$(PY) scripts/demo.py $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
-	@$(PY) -m pytest -q -n 2 --dist loadscope $(ARGS)
+	@$(PY) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: setup ## ruff: rules and format
 	@$(PY) -m ruff check .

@@ -19,8 +19,8 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.build.oracle import transformers_logits
 from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
-from model_converters.dcp.logits import too_large
 from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.size import too_large
 
 KEY = "model.check_logits"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}

@@ -13,10 +13,11 @@ from typing import Any, get_args
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.dcp.convert import to_hf, to_mcore, verify
-from model_converters.dcp.logits import COMPARED_PARAMETERS, Compare
+from model_converters.dcp.logits import Compare
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config, weights_dtype
+from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 from model_converters.show import as_json, as_table

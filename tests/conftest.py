@@ -26,6 +26,8 @@ import pytest
 SESSION_VARIABLE = "MCORE_RL_TEST_SESSION"
 SESSION = f"{os.getpid()}-{time.time_ns()}"
 SHARED_MEMORY = Path("/dev/shm")
+EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
+ROOMS = ("e2e", "contract", "dist", "architecture", "unit")
 GRACE_SECONDS = float(os.environ.get("MCORE_RL_TEST_GRACE_SECONDS", "15"))
 """How long what a test started may take to go once the test is over; Ray's daemons need a few seconds."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -35,6 +37,9 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "slow: takes more than about 20 seconds")
+    config.addinivalue_line(
+        "markers", "on_demand: run with MCORE_RL_EVERY_TEST=1 only; what it covers, others do in part"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _has_cuda():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    # The longest first, so that no process is left with one of them when the others have nothing more to do.
+    items.sort(key=lambda item: next((place for place, room in enumerate(ROOMS) if room in item.path.parts), -1))
+    if not EVERY_TEST:
+        for item in items:
+            if item.get_closest_marker("on_demand"):
+                item.add_marker(pytest.mark.skip(reason="on demand: MCORE_RL_EVERY_TEST=1"))
 
 
 def _has_cuda() -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
+from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
@@ -16,7 +17,6 @@ from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.step.objective import Objective
 from mcore_rl.preparation.models import (
     check_adapters,
     check_implementation,
@@ -116,7 +116,7 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
         )
     check_mode(algorithm.loss_aggregation)
     response_filter(algorithm)
-    return chosen_estimator, Objective.from_config(config, None).loss.needs
+    return chosen_estimator, configured_loss(algorithm).needs
 
 
 def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.daemons import Daemons, Guard, signals_kept_from_ray
+from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
 from mcore_rl.runtime.placement import natural
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
@@ -94,15 +94,16 @@ def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.Ex
 def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
     for attempt in range(ATTEMPTS_TO_START):
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                object_store_memory=int(config.cluster.object_store_gib * 2**30),
-                log_to_driver=False,
-                logging_level="ERROR",
-                _temp_dir=str(directory),
-            )
+            with services_kept_from_ray():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=int(config.cluster.object_store_gib * 2**30),
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _temp_dir=str(directory),
+                )
             return
         except Exception as error:
             if "timed out during startup" not in str(error) or attempt == ATTEMPTS_TO_START - 1:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 from ray._private import services
 from ray._private import utils as ray_utils
+from ray._private.node import Node
 
 NAMES = ("gcs_server", "raylet")
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -40,6 +41,23 @@ def signals_kept_from_ray() -> Iterator[None]:
         services.ConsolePopen, ray_utils.set_sigterm_handler = popen, set_handler
         for number in HANDLED:
             signal.signal(number, signal.getsignal(number))  # the same again, but over what Ray has put below Python
+
+
+@contextlib.contextmanager
+def services_kept_from_ray() -> Iterator[None]:
+    """In the block a cluster starts without what a run never asks: the server of dashboard and jobs (with a port of
+    its own, even without dashboard), the autoscaler, and the reader of the logs that stay where they are. Each is a
+    Python process that starts, and is waited for, before the first of the run's. Ray (2.60) has no option for it.
+    """
+    names = ("start_api_server", "start_monitor", "start_log_monitor")
+    starts = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(Node, name, start)
 
 
 @dataclass

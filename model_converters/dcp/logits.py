@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from model_converters.dcp.verify import LogitDifference
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.size import too_large
 
 Compare = Literal["auto", "always", "never"]
-# What "auto" runs twice: some tens of seconds on a CPU.
-COMPARED_PARAMETERS = 2 * 10**9
-# Weights in float32: transformers', megatron's, and what the reader holds on the way.
-_COPIES = 3
 
 
 def is_compared(source: HFCheckpoint, logits: Compare, lora: Path | None) -> bool:
@@ -40,22 +34,6 @@ def is_compared(source: HFCheckpoint, logits: Compare, lora: Path | None) -> boo
     if reason is not None:
         print(f"logits are not compared: {reason}", file=sys.stderr)
     return reason is None
-
-
-def too_large(source: HFCheckpoint) -> str | None:
-    """Why a model is not run a second time unless that is asked for; None: it is small."""
-    parameters = sum(map(prod, source.shapes.values()))
-    needed = _COPIES * torch.float32.itemsize * parameters
-    if parameters > COMPARED_PARAMETERS:
-        return f"the model has {parameters / 1e9:.1f} billion parameters"
-    if needed > _available_bytes() / 2:
-        return f"{needed / 2**30:.1f} GiB are more than half of the free memory"
-    return None
-
-
-def _available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def require_same_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> None:

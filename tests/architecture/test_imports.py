@@ -172,6 +172,11 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
         ("mcore_rl.doctor", ["torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
+        # The driver, which builds no model: that is seconds of every start.
+        (
+            "mcore_rl.assembly, mcore_rl.preparation.prepare",
+            ["megatron", "numba", "vllm", "torch.distributed.checkpoint"],
+        ),
     ],
 )
 def test_importing_is_light(module: str, heavy: list[str]) -> None:

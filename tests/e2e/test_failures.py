@@ -63,7 +63,8 @@ def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *over
 @pytest.mark.parametrize(
     ("victim", "named", "step", "phase"),
     [
-        ("ray::TrainerProcess", "trainer rank", 3, "updating"),
+        # test_critic_run kills a rank too.
+        pytest.param("ray::TrainerProcess", "trainer rank", 3, "updating", marks=pytest.mark.on_demand),
         ("ray::EngineProcess", "rollout engine 0", 3, "generating"),
     ],
 )
@@ -87,7 +88,10 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
 @pytest.mark.parametrize(
     ("step", "phase", "overrides"),
     # In the background: step 3 goes on while the checkpoint of step 2 is written.
-    [(2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")), (4, "updating", ())],
+    [
+        (2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")),
+        pytest.param(4, "updating", (), marks=pytest.mark.on_demand),
+    ],
 )
 def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str, overrides: tuple[str, ...]

@@ -150,6 +150,7 @@ def test_validation_is_judged_as_well(
     assert not list((judged_run / "rollouts").glob(".*"))
 
 
+@pytest.mark.on_demand
 def test_a_killed_judge_ends_the_run_by_name(task: Path, judge: Path, tmp_path: Path) -> None:
     pattern = r"judge.score_pattern='([0-9])'"
     with TrainProcess(task, tmp_path / "run", (*OVERRIDES, pattern, f"judge.hf_path={judge}")) as run:

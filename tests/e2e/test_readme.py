@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
 
 from tests.readme import ROOT, commands, readme
 
@@ -38,6 +39,7 @@ class Case:
     needs: tuple[str, ...] = ()
     codes: frozenset[int] = frozenset({0})
     says: str = ""
+    on_demand: bool = False
 
 
 CASES = {
@@ -51,7 +53,7 @@ CASES = {
     ),
     "make demo": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo"),
     "python scripts/demo.py --task think2": Case(
-        add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think"
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think", on_demand=True
     ),
     "python scripts/compare_algorithms.py": Case(
         add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
@@ -175,7 +177,15 @@ def write_what_a_reader_has(path: Path) -> None:
     (path / "configs" / "my.yaml").write_text(yaml.safe_dump(mine))
 
 
-@pytest.mark.parametrize("command", commands(readme()), ids=lambda command: command[:60])
+def _commands() -> list[ParameterSet]:
+    on_demand = {command for command, case in CASES.items() if case.on_demand}
+    return [
+        pytest.param(command, id=command[:60], marks=[pytest.mark.on_demand] * (command in on_demand))
+        for command in commands(readme())
+    ]
+
+
+@pytest.mark.parametrize("command", _commands())
 def test_a_command_of_the_readme(command: str, clone: Clone) -> None:
     if command in NOT_RUN:
         checked = (

@@ -101,6 +101,7 @@ def test_figures_and_timeline_show_the_reward_model(run_beside_a_rule: Path) -> 
     assert {"reward model rank 0", "reward model rank 1"} < tracks
 
 
+@pytest.mark.on_demand
 def test_alone_it_reads_the_conversation_in_its_own_template(task: Path) -> None:
     from transformers import AutoTokenizer
 

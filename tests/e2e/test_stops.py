@@ -52,6 +52,7 @@ def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing
     with TrainProcess(task, run_dir, ("checkpoint.every_steps=0",)) as run:
         run.wait_until(in_step(run, 2, "generating"))
         assert run.listens_at() == {"127.0.0.1"}
+        assert not [name for name in ("dashboard.py", "monitor.py") if run.processes(name)]
         assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
         os.killpg(run.process.pid, signal.SIGTERM)
         said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))

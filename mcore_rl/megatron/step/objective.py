@@ -16,20 +16,17 @@ from mcore_rl.algorithms import (
     PolicyLossInputs,
     PolicyLossResult,
     kl_penalty,
-    policy_loss,
-    policy_loss_options,
 )
+from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.build.context import ALONE, ContextPart
 from mcore_rl.megatron.build.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.types import Correlation, Max, Mean, Metric
-
-PROVIDED = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection"}
 
 
 @dataclass(frozen=True)
@@ -65,20 +62,8 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
-        """Raises: ConfigError for an unknown loss or option, one that needs what the actor does not have, or a
-        correction of a loss that leaves no place for it."""
-        section = config.algorithm.policy_loss
-        loss = policy_loss(section.name, **policy_loss_options(section))
-        lacking = [name for name, needed in vars(loss.needs).items() if needed and name not in PROVIDED]
-        if lacking:
-            raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(lacking)}: not available")
-        kind = config.algorithm.correction.kind
-        # A loss that reads what the engine sampled with has a weight of its own; one without advantages, no engine.
-        if kind != "none" and (loss.needs.rollout_logp or not loss.needs.advantages):
-            raise ConfigError(
-                f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} has no place for it; set "
-                "it to none"
-            )
+        """Raises: ConfigError as configured_loss."""
+        loss = configured_loss(config.algorithm)
         return cls(
             loss=loss,
             correction=Correction.from_config(config.algorithm.correction),
