@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config import num_trainer_ranks
+from mcore_rl.config import num_trainer_ranks, read_hf_config
 from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.implementation import Implementation, choose, wanted
@@ -14,7 +14,6 @@ from mcore_rl.spec.layout import check_experts, model_arguments, train_layout
 from mcore_rl.spec.recompute import recompute_arguments
 from model_converters.errors import ConversionError
 from model_converters.families import ModelArguments, family_for
-from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.hf.value_head import value_model_config
 from model_converters.mapping.layout import TrainLayout
@@ -69,8 +68,8 @@ def policy_config(config: Config) -> tuple[dict[str, Any], int]:
     Raises: ConfigError for one that cannot be read, of no known family, or without the layers that were asked for.
     """
     directory, coefficient = config.model.hf_path, config.actor.mtp_loss_coefficient
+    hf_config = read_hf_config(config)
     try:
-        hf_config = read_hf_config(directory)
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)
     except ConversionError as error:
@@ -91,8 +90,8 @@ def value_config(view: Config) -> dict[str, Any]:
 
     Raises: ConfigError for one that cannot be read, or of no known family.
     """
+    hf_config = read_hf_config(view)
     try:
-        hf_config = read_hf_config(view.model.hf_path)
         family_for(hf_config)
         return value_model_config(hf_config)
     except ConversionError as error:

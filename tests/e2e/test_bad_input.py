@@ -57,9 +57,9 @@ def rows(tmp_path: Path, text: str) -> str:
 
 
 def test_multi_token_prediction_of_a_model_without_it(refused: Callable[..., str]) -> None:
-    assert "actor.mtp_loss_coefficient=0.1, but there are no multi-token-prediction layers" in refused(
-        "actor.mtp_loss_coefficient=0.1"
-    )
+    message = refused("actor.mtp_loss_coefficient=0.1")
+    assert message.startswith("error: actor.mtp_loss_coefficient=0.1, but model.hf_path=")
+    assert "has no multi-token-prediction layers" in message
 
 
 def test_unknown_key(refused: Callable[..., str]) -> None:
@@ -196,7 +196,7 @@ def test_a_reward_model_that_has_no_score(refused: Callable[..., str], base: Pat
     assert "set reward_model.hf_path to a sequence classification checkpoint with one label" in message
     assert "algorithm.policy_loss.name=sft is supervised" in refused(f"reward_model.hf_path={policy}", *SFT)
     unknown = model_with(base, tmp_path, model_type="gpt_oss")
-    assert "reward_model.hf_path: model_type 'gpt_oss'" in refused(f"reward_model.hf_path={unknown}")
+    assert f"reward_model.hf_path={unknown}: model_type 'gpt_oss'" in refused(f"reward_model.hf_path={unknown}")
 
 
 @pytest.fixture(scope="module")
