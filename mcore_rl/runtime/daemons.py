@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 from ray._private import services
@@ -27,13 +28,23 @@ def signals_kept_from_ray() -> Iterator[None]:
     """In the block Ray starts or is joined so that a signal to the run is the run's own matter.
 
     The processes that Ray starts get sessions of their own: `timeout`, schedulers and terminals send their signals to
-    a whole process group, and without its cluster a run can neither finish its step nor end in order. The kernel still
-    ends them with this process (Ray sets PR_SET_PDEATHSIG). And Ray's own handlers of TERM, which end this process, do
-    not stay in the place of ours: one of Python's, and one below it that prints a trace and aborts. Ray (2.60) has no
-    option for any of this.
+    a whole process group, and without its cluster a run can neither finish its step nor end in order. TERM is held back
+    from them and from theirs, the ranks and engines: a scheduler that knows them by their cgroup sends it to each. The
+    kernel still ends them with this process (Ray sets PR_SET_PDEATHSIG). And Ray's own handlers of TERM, which end this
+    process, do not stay in the place of ours: one of Python's, and one below it that prints a trace and aborts. Ray
+    (2.60) has no option for any of this.
     """
     popen, set_handler = services.ConsolePopen, ray_utils.set_sigterm_handler
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+
+    def start(*args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            if preexec_fn is not None:
+                preexec_fn()  # Ray's own holds INT back in the same way
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        return popen(*args, preexec_fn=prepare, start_new_session=True, **options)
+
+    services.ConsolePopen = start
     ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield

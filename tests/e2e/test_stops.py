@@ -45,32 +45,25 @@ def long_step(tmp_path: Path) -> tuple[str, ...]:
     return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
 
 
-def test_a_term_to_the_whole_group_in_a_step_saves_it_and_resume_repeats_nothing(
+def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path
 ) -> None:
+    """Ray's and the graders' included, as a scheduler's that knows them by their cgroup."""
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("checkpoint.every_steps=0",)) as run:
         run.wait_until(in_step(run, 2, "generating"))
         assert run.listens_at() == {"127.0.0.1"}
         assert not [name for name in ("dashboard.py", "monitor.py") if run.processes(name)]
         assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
-        os.killpg(run.process.pid, signal.SIGTERM)
+        for process in [run.process, *run.processes()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
         said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))
         step = int(said[1])  # steps are short: it may be the one after
         assert_ended(run, 143, f"stopped as asked: step {step} is saved; the same command goes on from there")
         assert not run.sessions()
     assert max(metrics(run_dir)) == step < 4
     assert_resumes_to_the_same(task, run_dir, whole_run)
-
-
-def test_a_term_to_every_process_of_a_run_ends_it(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
-    """Ray's own included, as a scheduler's that knows them by their cgroup."""
-    with TrainProcess(task, tmp_path / "run", long_step) as run:
-        run.wait_until(in_step(run, 1, "generating"))
-        for process in [run.process, *run.processes()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
-        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")
 
 
 def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Path) -> None:
