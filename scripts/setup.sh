@@ -92,6 +92,13 @@ uv_from_pip() {
 
 overrides() { if [[ $extra == cpu ]]; then echo scripts/overrides.txt; else echo /dev/null; fi; }
 
+# Its extension comes as a source package, which needs nvcc. Left alone, pip builds it against the newest torch.
+TRANSFORMER_ENGINE="transformer-engine[pytorch,core_cu13]==2.11.0"
+install_transformer_engine() {
+  [[ $extra == gpu ]] || return 0
+  pip_install setuptools wheel packaging pybind11 ninja && pip_install --no-build-isolation "$TRANSFORMER_ENGINE"
+}
+
 install_packages() {
   if pip_install uv; then
     uv_from_pip
@@ -114,6 +121,7 @@ say 2/4 "installing PyTorch (about 200 MB)"
 install_torch || fail "PyTorch could not be installed: is a package index reachable? (pip config list)"
 say 3/4 "installing vLLM, Megatron-Core, Ray and the rest (extra '$extra', about 1 GB)"
 install_packages || fail "the packages could not be installed, see above; running it again starts over"
+install_transformer_engine || fail "TransformerEngine could not be built: it needs nvcc of CUDA 13 on the PATH"
 say 4/4 "checking what is installed"
 "$venv/bin/python" -m mcore_rl.doctor --missing || echo "      note: something is missing; all of it: mcore-rl doctor"
 rm -f "$unfinished"

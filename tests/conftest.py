@@ -27,7 +27,7 @@ SESSION_VARIABLE = "MCORE_RL_TEST_SESSION"
 SESSION = f"{os.getpid()}-{time.time_ns()}"
 SHARED_MEMORY = Path("/dev/shm")
 EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
-ROOMS = ("e2e", "contract", "dist", "architecture", "unit")
+ROOMS = ("e2e", "contract", "dist", "te", "architecture", "unit")
 GRACE_SECONDS = float(os.environ.get("MCORE_RL_TEST_GRACE_SECONDS", "15"))
 """How long what a test started may take to go once the test is over; Ray's daemons need a few seconds."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -92,5 +92,5 @@ class JudgeConfig:
     """As in rollout, for judges."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """As in rollout."""
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     """As in rollout."""

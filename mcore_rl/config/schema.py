@@ -108,8 +108,8 @@ class RolloutConfig:
     """Memory of one engine rank's KV cache (CPU; on GPUs gpu_memory_fraction decides)."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """Share of a GPU's memory that an engine rank takes for weights, workspace and KV cache."""
-    enforce_eager: bool = True
-    """The engine runs without CUDA graphs and compilation: it starts sooner and decodes slower."""
+    enforce_eager: bool = False
+    """The engine runs without CUDA graphs and compilation, as it does on CPU: it starts sooner and decodes slower."""
 
 
 @dataclass

@@ -23,18 +23,30 @@ from mcore_rl.runtime.stops import STOPS
 PROCESS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # A step's activations stay with the process: faulting them in anew costs more than the passes that fill them.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 29),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+ON_CPU = {
+    # It would start a C++ compiler at the first call. On GPUs vLLM's graphs and megatron's fusions are made with it.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ON_GPUS = {
+    # Kernels start in the order in which they are called: tensor and sequence parallelism overlap on that.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 ATTEMPTS_TO_START = 3
 """Ray (2.60) gives its own processes 30 seconds to come up, which are too few on a host that is very busy."""
 SECONDS_TO_RESERVE = 60.0
 """How long a cluster's nodes may take to be free; one that was joined has them already."""
+
+
+def process_environment(*, on_gpus: bool) -> dict[str, str]:
+    """Variables that the processes of a run have unless the user's shell says otherwise."""
+    return PROCESS_ENVIRONMENT | (ON_GPUS if on_gpus else ON_CPU)
 
 
 def uses_cuda(cluster: ClusterConfig) -> bool:
@@ -58,7 +70,7 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in PROCESS_ENVIRONMENT.items():
+    for name, value in process_environment(on_gpus=uses_cuda(config.cluster)).items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
     session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)
     try:
@@ -83,7 +95,9 @@ def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.Ex
             address=config.cluster.address,
             log_to_driver=False,
             logging_level="ERROR",
-            runtime_env={"env_vars": {name: os.environ[name] for name in PROCESS_ENVIRONMENT}},
+            runtime_env={
+                "env_vars": {name: os.environ[name] for name in process_environment(on_gpus=uses_cuda(config.cluster))}
+            },
         )
     except ConnectionError as error:
         raise ConfigError(

@@ -311,12 +311,13 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_with_cuda_nothing_is_touched() -> None:
+def test_with_cuda_and_transformer_engine_nothing_is_touched() -> None:
     out = _python(
         "import sys, torch\n"
         "torch.cuda.is_available = lambda: True\n"
         "before = (list(sys.meta_path), torch.Tensor.cuda)\n"
         "from mcore_rl.megatron import cpu\n"
+        "cpu.has_module = lambda name: True\n"
         "print(cpu.install(), before == (list(sys.meta_path), torch.Tensor.cuda))"
     )
     assert out.split() == ["False", "True"]
@@ -341,3 +342,29 @@ def test_megatron_imported_too_early_is_refused(tmp_path: Path) -> None:
 def test_the_package_imports_nothing_of_megatron_by_itself() -> None:
     out = _python("import sys, mcore_rl.megatron; print('torch' in sys.modules, 'megatron.core' in sys.modules)")
     assert out.split() == ["False", "False"]
+
+
+# ---- with CUDA ----
+
+ON_CUDA = """
+import importlib.util, sys
+import torch
+torch.cuda.is_available = lambda: True
+from mcore_rl.megatron import cpu
+if sys.argv[1] == "with":
+    cpu.has_module = lambda name: True
+assert cpu.install() is False
+import megatron.core.transformer.moe.moe_utils as moe
+import megatron.core.transformer.multi_latent_attention as latent
+assert moe.torch is torch, "CUDA has torch as it is"
+print(getattr(moe, "te_general_gemm", "unbound"), latent.HAVE_TE)
+"""
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("without", "None False"), ("with", "unbound True")])
+def test_on_cuda_only_what_is_wrong_without_transformer_engine_is_mended(engine: str, expected: str) -> None:
+    """TransformerEngine is not here in either case: with it believed to be, nothing is mended."""
+    command = [sys.executable, "-W", "ignore", "-c", ON_CUDA, engine]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[-2] == expected

@@ -72,6 +72,20 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
         canonical_name(model, "decoder.layers.0.mlp.experts.weight1")
 
 
+def test_what_is_counted_without_memory_is_counted_where_a_gpu_would_build_from_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its layers cannot be made on the meta device; `plan` and the converters count the local ones everywhere."""
+    from mcore_rl.megatron.build import model
+    from mcore_rl.megatron.build.sharded import rank_state
+    from mcore_rl.spec.installed import planned_machine
+    from model_converters.mapping.layout import TrainLayout
+
+    here = rank_state(tiny_fields("qwen3_moe"), TrainLayout(1), 0)
+    monkeypatch.setattr(model, "here", lambda: planned_machine(cuda=True))
+    assert rank_state(tiny_fields("qwen3_moe"), TrainLayout(1), 0).shapes == here.shapes
+
+
 # ---- loading ----
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,9 +142,11 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
         return held_modules(self._bucket_model)
 
     def held_weights(self, module: str) -> list[HeldTensor]:
-        """What this rank's kernels compute with in one module, as shards of HF tensors."""
+        """What this rank's kernels compute with in one module, as shards of HF tensors, in host memory: a tensor of a
+        device is pickled with that device, and those of several cannot be joined."""
         with self._bucket_context():
-            return held_tensors(self._bucket_model, module)
+            held = held_tensors(self._bucket_model, module)
+        return [replace(shard, tensor=shard.tensor.cpu()) for shard in held]
 
     @property
     def _bucket_model(self) -> torch.nn.Module:

@@ -35,13 +35,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_mtp_block_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MultiTokenPredictionBlockSubmodules,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
@@ -55,6 +56,7 @@ def build_model(
     *,
     gpus_per_node: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
+    installed: Installed | None = None,
 ) -> list[PolicyModel]:
     """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
 
@@ -62,13 +64,14 @@ def build_model(
     otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
 
     gpus_per_node: decides whether experts are spread over nodes; None: they are not. kind: the class of the chunks.
+    installed: what to build from, if not from what this process has.
 
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
     """
     arguments = model_arguments(hf_config)
     check_experts(actor_config.moe, arguments.transformer)
-    implementation = choose(here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
+    implementation = choose(installed or here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
     config = transformer_config(arguments, actor_config, model_config, layout, implementation)
     stages = [None] if layout.vpp is None else range(layout.vpp)
     return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
@@ -246,7 +249,9 @@ def _finish_latent_attention(
     attention: MultiLatentAttention, config: TransformerConfig, norm_epsilon: float | None
 ) -> None:
     """megatron 0.16.1 gives the latent norms, which TransformerEngine fuses into the projections behind them, the
-    model's epsilon, and the replicated projections torch's initial values."""
+    model's epsilon, and the replicated projections torch's initial values. TransformerEngine (2.11) marks the weights
+    of the latter as divided over the tensor-parallel ranks, and a gradient norm would count them once for each.
+    """
     for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
         module: Any = getattr(attention, name, None)
         if hasattr(module, "eps") and norm_epsilon is not None:
@@ -255,6 +260,8 @@ def _finish_latent_attention(
         projection = getattr(attention, name, None)
         if isinstance(projection, Linear):
             config.init_method(projection.weight)
+        elif projection is not None and projection.parallel_mode is None:  # TransformerEngine's, "duplicated"
+            projection.weight.tensor_model_parallel = False
 
 
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
@@ -267,6 +274,7 @@ def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConf
         parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = SDPACoreAttention
+        parts.sharded_state_dict_keys_map = _keys_of_transformer_engine(parts, config)
         if config.multi_latent_attention:
             attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
             # A column-parallel one is gathered, and the gradient of the key's shared part is then that of one rank's
@@ -274,3 +282,18 @@ def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConf
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+
+
+def _keys_of_transformer_engine(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
+    """Of a local layer's tensors in a checkpoint: those that TransformerEngine's layer gives the same ones, by prefix.
+    It fuses a norm into the projection behind it, where that is one, so that hosts with and without read each other's
+    checkpoints."""
+    keys: dict[str, str] = {}
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            keys[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
+        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return keys

@@ -17,6 +17,7 @@ from mcore_rl.megatron.build.attention import pack_sequences
 from mcore_rl.megatron.build.model import build_model
 from mcore_rl.megatron.build.oracle import transformers_logits
 from mcore_rl.megatron.build.output import PolicyModel, logits_emitted
+from mcore_rl.spec.installed import Installed
 from model_converters.families.parts.mtp import without_mtp
 from model_converters.mapping.layout import TrainLayout
 
@@ -55,10 +56,12 @@ def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequence
         try:
             # Logits are those of the next token only.
             settings = ModelConfig(hf_path="", dtype="float32")
-            (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout)
+            # No attention of TransformerEngine's takes packed rows in float32.
+            local = Installed(cuda=device == "cuda")
+            (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout, installed=local)
             _load(model, checkpoint)
             tokens = torch.cat(sequences)[None].to(device)
-            packed = pack_sequences([len(sequence) for sequence in sequences])
+            packed = pack_sequences([len(sequence) for sequence in sequences], device)
             with torch.no_grad(), logits_emitted([model]):
                 return model(tokens, None, None, packed_seq_params=packed)[0].float().cpu()
         finally:

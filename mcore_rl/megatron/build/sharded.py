@@ -23,6 +23,7 @@ from mcore_rl.megatron.build import parallel
 from mcore_rl.megatron.build.model import build_model
 from mcore_rl.megatron.build.names import canonical_tensors
 from mcore_rl.megatron.build.output import PolicyModel
+from mcore_rl.spec.installed import Installed
 from mcore_rl.spec.layout import train_layout
 from model_converters.dcp.blocks import Box, Chunk, Naming, RankState, StateObject
 from model_converters.mapping.layout import TrainLayout
@@ -75,7 +76,8 @@ def meta_model(
     with _counted_world(layout, rank):
         with torch.device("meta"):
             model = ModelConfig(hf_path="", dtype="bfloat16")
-            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind)
+            # TransformerEngine cannot build without memory; keys and shapes are the same.
+            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed())
         yield chunks
 
 

@@ -3,7 +3,8 @@
 Upstream assumes CUDA in three ways, and each has its remedy here: calls into torch.cuda and device="cuda" literals
 (`proxy`, `devices`: megatron.core modules see a torch of their own), collectives that gloo lacks (`collectives`),
 and single functions that are wrong without a GPU or TransformerEngine (`modules`). Every remedy is a named fix with
-a regression test that fails without it. With CUDA present nothing at all is touched.
+a regression test that fails without it. With CUDA present nothing is touched but what megatron-core gets wrong where
+TransformerEngine is missing; with both, nothing at all.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.cpu import collectives, devices, fused, modules  # noqa: F401  (they register the fixes)
 from mcore_rl.megatron.cpu.hook import MegatronFinder
 from mcore_rl.megatron.cpu.registry import FIXES
+from mcore_rl.spec.installed import has_module
 
 SUPPORTED_VERSION = "0.16.1"
 
 _installed = False
+_mended = False
 
 
 def install(*, without: Collection[str] = ()) -> bool:
-    """Makes `import megatron.core` work on a machine without CUDA; idempotent. Call it before that import.
+    """Makes `import megatron.core` work on a machine without CUDA, or without TransformerEngine; idempotent. Call it
+    before that import.
 
     `without` names fixes to leave out, for tests.
 
-    Returns: whether the CPU backend is in place; False where CUDA is present, and then nothing was changed.
+    Returns: whether the CPU backend is in place; False where CUDA is present.
     Raises: ConfigError when megatron-core is missing or of another version than the fixes were written for;
         McoreRLError when megatron.core was imported before.
     """
-    global _installed
-    if _installed or torch.cuda.is_available():
+    global _installed, _mended
+    on_cuda = torch.cuda.is_available()
+    if _installed or _mended or (on_cuda and has_module("transformer_engine")):
         return _installed
     unknown = set(without) - set(FIXES)
     assert not unknown, f"no fix is called {sorted(unknown)}"
@@ -45,12 +50,13 @@ def install(*, without: Collection[str] = ()) -> bool:
             f"{early[0]} was imported before mcore_rl.megatron.cpu.install(): call install() first in the process, "
             "otherwise the CPU backend cannot reach modules that are already loaded"
         )
-    for fix in FIXES.values():
-        if fix.module is None and fix.name not in without:
+    fixes = [fix for fix in FIXES.values() if fix.name not in without and (fix.on_cuda or not on_cuda)]
+    for fix in fixes:
+        if fix.module is None:
             fix.apply(fix, None)
-    sys.meta_path.insert(0, MegatronFinder(frozenset(without)))
-    _installed = True
-    return True
+    sys.meta_path.insert(0, MegatronFinder(frozenset(fix.name for fix in fixes), rebinds=not on_cuda))
+    _installed, _mended = not on_cuda, True
+    return _installed
 
 
 def _check_version() -> None:

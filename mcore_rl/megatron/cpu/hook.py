@@ -14,29 +14,27 @@ _PACKAGE = "megatron.core"
 
 
 class _Loader(SourceFileLoader):
-    """Executes a module as usual, then rebinds its torch and applies the fixes that name it."""
+    """Executes a module as usual, then rebinds its torch, if it is to, and applies the fixes that name it."""
 
-    def __init__(self, fullname: str, path: str, skipped: frozenset[str]) -> None:
+    def __init__(self, fullname: str, path: str, fixes: frozenset[str], rebinds: bool) -> None:
         super().__init__(fullname, path)
-        self._skipped = skipped
+        self._fixes, self._rebinds = fixes, rebinds
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        rebind(module)
+        if self._rebinds:
+            rebind(module)
         for fix in FIXES.values():
-            if (
-                fix.module is not None
-                and module.__name__ == f"{_PACKAGE}.{fix.module}"
-                and fix.name not in self._skipped
-            ):
+            if fix.module is not None and module.__name__ == f"{_PACKAGE}.{fix.module}" and fix.name in self._fixes:
                 fix.apply(fix, module)
 
 
 class MegatronFinder(MetaPathFinder):
-    """Finds megatron.core modules where they are, and loads them through _Loader."""
+    """Finds megatron.core modules where they are, and loads them through _Loader, which applies `fixes` and, if it
+    `rebinds`, gives each module a torch of its own."""
 
-    def __init__(self, skipped: frozenset[str]) -> None:
-        self._skipped = skipped
+    def __init__(self, fixes: frozenset[str], *, rebinds: bool) -> None:
+        self._fixes, self._rebinds = fixes, rebinds
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,5 +43,5 @@ class MegatronFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._skipped)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, self._fixes, self._rebinds)
         return spec

@@ -36,7 +36,7 @@ def _generator_state(this: Fix, module: ModuleType) -> None:
     logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-@fix("checkpoint_without_output", "tensor_parallel.random")
+@fix("checkpoint_without_output", "tensor_parallel.random", on_cuda=True)
 def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
     """Recomputing norms asks for no FP8 by fp8=False, which counts as FP8 (`fp8 is not None`): it then calls
     TransformerEngine, a NameError without it. And it releases storages that our kernels have seen."""
@@ -51,7 +51,7 @@ def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
     this.patch(module.CheckpointWithoutOutput, "__init__", initialize)
 
 
-@fix("router_gemm", "transformer.moe.moe_utils")
+@fix("router_gemm", "transformer.moe.moe_utils", on_cuda=True)
 def _router_gemm(this: Fix, module: ModuleType) -> None:
     """moe_router_dtype=fp32 tests `te_general_gemm is not None`, a name that is only bound when TransformerEngine
     can be imported: NameError without it."""
@@ -70,7 +70,7 @@ def _split_sizes(this: Fix, module: ModuleType) -> None:
     this.patch(module, "maybe_move_tensor_to_cpu", to_cpu)
 
 
-@fix("latent_attention", "transformer.multi_latent_attention")
+@fix("latent_attention", "transformer.multi_latent_attention", on_cuda=True)
 def _latent_attention(this: Fix, module: ModuleType) -> None:
     """Without TransformerEngine TELinear is a mock, which isinstance refuses, and HAVE_TE is True all the same."""
     this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))

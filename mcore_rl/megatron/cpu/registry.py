@@ -22,6 +22,8 @@ class Fix:
     name: str
     module: str | None
     apply: Callable[[Fix, ModuleType | None], None]
+    on_cuda: bool = False
+    """Whether it mends what is wrong without TransformerEngine, so with CUDA as well."""
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
     def patch(self, owner: Any, attribute: str, value: Any) -> None:
@@ -35,12 +37,14 @@ class Fix:
 FIXES: dict[str, Fix] = {}
 
 
-def fix(name: str, module: str | None = None) -> Callable[[Callable[[Fix, Any], None]], Callable[[Fix, Any], None]]:
+def fix(
+    name: str, module: str | None = None, *, on_cuda: bool = False
+) -> Callable[[Callable[[Fix, Any], None]], Callable[[Fix, Any], None]]:
     """Registers a function as the fix called `name`."""
 
     def register(apply: Callable[[Fix, Any], None]) -> Callable[[Fix, Any], None]:
         assert name not in FIXES, f"two fixes are called {name!r}"
-        FIXES[name] = Fix(name, module, apply)
+        FIXES[name] = Fix(name, module, apply, on_cuda)
         return apply
 
     return register

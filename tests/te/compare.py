@@ -1,0 +1,109 @@
+"""Models built from TransformerEngine's layers, simulated, beside those of the local ones: `python -m tests.te.compare
+FAMILY...` prints a line of JSON for each. A process of its own, since megatron is imported under the simulation."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.te.simulation import VERSION, install
+
+install()
+
+import torch  # noqa: E402
+
+from mcore_rl.config.models import ActorConfig, ParallelConfig  # noqa: E402
+from mcore_rl.config.schema import ModelConfig  # noqa: E402
+from mcore_rl.megatron.build import parallel  # noqa: E402
+from mcore_rl.megatron.build.attention import pack_sequences  # noqa: E402
+from mcore_rl.megatron.build.loading import load_hf  # noqa: E402
+from mcore_rl.megatron.build.model import build_model  # noqa: E402
+from mcore_rl.megatron.build.names import canonical_name  # noqa: E402
+from mcore_rl.megatron.build.output import PolicyModel, logits_emitted  # noqa: E402
+from mcore_rl.spec.installed import Installed  # noqa: E402
+from mcore_rl.spec.layout import train_layout  # noqa: E402
+from model_converters.families.parts.hf_config import read_hf_config  # noqa: E402
+from tests.tiny_models import write_tiny_model  # noqa: E402
+
+LOCAL = Installed()
+ENGINE = Installed(cuda=True, capability=(9, 0), transformer_engine=VERSION, flash_attention=True)
+LENGTHS = [5, 12, 1, 6]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """`keys` are those of a checkpoint; `divided` the undivided projections that a gradient norm would count once per
+    tensor-parallel rank."""
+
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    keys: set[str]
+    layers: set[str]
+    divided: list[str]
+
+
+def compute(directory: str, installed: Installed) -> Computed:
+    hf_config = read_hf_config(directory)
+    layout = train_layout(ParallelConfig(), 1, hf_config)
+    with tempfile.TemporaryDirectory() as store:
+        method = f"file://{store}/store"
+        parallel.initialize(layout, rank=0, init_method=method, device="cpu", timeout_seconds=30, seed=0)
+        try:
+            settings = ModelConfig(hf_path="", dtype="float32")
+            (model,) = build_model(hf_config, ActorConfig(), settings, layout, installed=installed)
+            load_hf([model], directory, layout)
+            return _measured(model)
+        finally:
+            parallel.destroy()
+
+
+def _measured(model: PolicyModel) -> Computed:
+    tokens = torch.randint(0, 90, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    with logits_emitted([model]):
+        logits = model(tokens, None, None, packed_seq_params=pack_sequences(LENGTHS))
+    logits.float().log_softmax(-1)[..., 7].sum().backward()
+    named = {canonical_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return Computed(
+        logits.detach(),
+        {name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in named.items()},
+        # Extra states are TransformerEngine's own, empty without FP8.
+        {entry.key for entry in model.sharded_state_dict().values() if not entry.key.endswith("_extra_state")},
+        {type(module).__name__ for module in model.modules()},
+        [
+            name
+            for name, parameter in named.items()
+            if "_down_proj" in name and getattr(parameter, "tensor_model_parallel", False)
+        ],
+    )
+
+
+def compare(family: str) -> dict[str, Any]:
+    """Differences of the two; those of gradients relative to a tensor's largest entry."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(Path(directory), family, seed=3)
+        local, engine = compute(directory, LOCAL), compute(directory, ENGINE)
+    gradients = {name: _relative(local.gradients[name], engine.gradients[name]) for name in local.gradients}
+    return {
+        "family": family,
+        "logits": float((local.logits - engine.logits).abs().max()),
+        "gradients": max(gradients.values()),
+        "parameters": sorted(local.gradients.keys() ^ engine.gradients.keys()),
+        "keys": sorted(local.keys ^ engine.keys),
+        "layers": sorted(name for name in engine.layers if name.startswith("TE")),
+        "divided": engine.divided,
+    }
+
+
+def _relative(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return float((one - other).abs().max() / (one.abs().max() + 1e-9))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print(json.dumps(compare(each)), flush=True)

@@ -1,0 +1,168 @@
+"""TransformerEngine's real Python on the CPU, with stand-ins for its extension, under the real megatron-core.
+
+`install` comes before anything imports megatron. Models can then be built as on a GPU: TransformerEngine's layer
+specification, its linear layers with fused norms, grouped GEMM. What stays untested: which backend of attention it
+picks (SDPA stands in), the fused permutation (ours for the CPU stands in), FP8, CUDA graphs, streams, and the kernels
+themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+FOLDER = Path(__file__).parents[2] / ".peers" / "te"
+"""Where scripts/setup_te.sh puts the package."""
+VERSION = "2.11.0"
+_NAME = "transformer_engine"
+_FACTORIES = "arange empty empty_like empty_strided full ones tensor zeros".split()
+
+
+class _View(types.ModuleType):
+    """A module with some names replaced, and the rest of it."""
+
+    def __init__(self, real: types.ModuleType, **names: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(names, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Loader(SourceFileLoader):
+    """Executes a module, then lets it see a torch with a GPU."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # Classes and decorators of these modules ask for devices while they load.
+        super().exec_module(module)
+        for name, value in list(vars(module).items()):
+            if value is torch:
+                setattr(module, name, _TORCH)
+            elif value is torch.cuda:
+                setattr(module, name, _CUDA)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _NAME and not name.startswith(f"{_NAME}."):
+            return None
+        spec = PathFinder.find_spec(name, path if path is not None else [str(FOLDER)], target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _on_cpu(factory: Callable[..., Any], *args: Any, device: Any = None, **options: Any) -> Any:
+    """TransformerEngine allocates on cuda by name and by number; a meta device, and none, stay."""
+    if device is not None and (isinstance(device, int) or "cuda" in str(device)):
+        device = "cpu"
+    return factory(*args, **options) if device is None else factory(*args, device=device, **options)
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+_PROPERTIES = types.SimpleNamespace(
+    major=9, minor=0, multi_processor_count=132, name="NVIDIA H100", total_memory=80 << 30
+)
+_CUDA = _View(
+    torch.cuda,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 8,
+    get_device_properties=lambda *_: _PROPERTIES,
+    get_device_capability=lambda *_: (9, 0),
+    is_current_stream_capturing=lambda: False,
+    synchronize=lambda *_: None,
+    Stream=_Stream,
+    Event=_Stream,
+    current_stream=lambda *_: _Stream(),
+)
+_TORCH = _View(torch, cuda=_CUDA, **{name: partial(_on_cpu, getattr(torch, name)) for name in _FACTORIES})
+
+
+def is_there() -> bool:
+    """Whether the package has been fetched."""
+    return (FOLDER / _NAME).is_dir()
+
+
+def install() -> None:
+    """In this process, for good; once is enough."""
+    if "transformer_engine_torch" in sys.modules:
+        return
+    assert is_there(), f"{FOLDER} is missing: scripts/setup_te.sh"
+    assert "megatron.core" not in sys.modules, "megatron.core was imported before TransformerEngine"
+    from tests.te.extension import Extension
+    from tests.te.kernels import KERNELS
+
+    sys.path.append(str(FOLDER))  # its metadata say the version
+    sys.meta_path.insert(0, _Finder())
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it looks for no library of its own
+    extension = Extension(KERNELS | {"get_cudnn_version": lambda: 91600})
+    sys.modules["transformer_engine_torch"] = extension
+    for name in ("onnx", "onnxscript"):  # for an export that nobody asks for
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
+    _show_cuda_tensors()
+    import transformer_engine.common as common
+
+    common.load_framework_extension = lambda framework: None
+    import transformer_engine.pytorch.cpp_extensions as names
+    import transformer_engine.pytorch.cpp_extensions.gemm as gemm
+
+    names.__getattr__ = extension.__getattr__  # it takes all names of the extension, which has them when asked
+    gemm.get_cublas_workspace = lambda device, ub, grouped: [torch.empty(1)] if grouped else torch.empty(1)
+    _attend_on_cpu()
+
+
+def _show_cuda_tensors() -> None:
+    """TransformerEngine refuses tensors that are not on a GPU; to its own code, and no other, all are."""
+    real = torch.Tensor.is_cuda
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return caller.startswith(_NAME) or bool(real.__get__(tensor))
+
+    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
+
+
+def _attend_on_cpu() -> None:
+    """Our attention in the place of TransformerEngine's kernels, in megatron's adapter of it."""
+    from mcore_rl.megatron import cpu
+
+    cpu.install()
+    import megatron.core.extensions.transformer_engine as adapter
+
+    from mcore_rl.megatron.build.attention import SDPACoreAttention
+    from mcore_rl.megatron.build.context import ALONE, ContextPart
+
+    assert adapter.HAVE_TE, "megatron does not see the simulated TransformerEngine"
+
+    def attend(
+        self: Any, query: Any, key: Any, value: Any, mask: Any, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> Any:
+        size = self.config.context_parallel_size
+        ours = SDPACoreAttention.__new__(SDPACoreAttention)
+        torch.nn.Module.__init__(ours)
+        ours.context = ALONE if size == 1 else ContextPart(self.cp_group.rank(), size, self.cp_group)
+        ours.scale = self.unfused_attention.softmax_scale
+        return SDPACoreAttention.forward(ours, query, key, value, None, packed_seq_params)
+
+    adapter.TEDotProductAttention.forward = attend

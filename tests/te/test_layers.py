@@ -1,0 +1,57 @@
+"""Under TransformerEngine's layers, simulated, a model computes what it computes from the local ones, and its
+checkpoint has the same keys: hosts with and without GPUs read each other's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.readme import ROOT
+from tests.te.simulation import is_there
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"),
+]
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, dict[str, Any]]:
+    """By family, in one process: megatron's import is most of it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.te.compare", *FAMILIES],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["family"]: line for line in lines}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_the_local_layers(compared: dict[str, dict[str, Any]], family: str) -> None:
+    assert compared[family]["logits"] < 2e-5
+    assert compared[family]["gradients"] < 1e-5
+    assert compared[family]["parameters"] == []
+    assert {"TEDotProductAttention", "TERowParallelLinear"} <= set(compared[family]["layers"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_a_checkpoint_have_the_same_keys(compared: dict[str, dict[str, Any]], family: str) -> None:
+    assert compared[family]["keys"] == []
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_undivided_projections_count_once_in_a_gradient_norm(compared: dict[str, dict[str, Any]], family: str) -> None:
+    """TransformerEngine marks them as divided, and tp ranks would count each its whole one."""
+    assert compared[family]["divided"] == []
