@@ -99,8 +99,8 @@ def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict
     held = launch(role_bytes, 2, cases)
     for index, (directory, parallel, _) in enumerate(cases):
         config = role_config(directory, parallel, dtype)
-        trained = role_ranks(config, config.critic, "critic", 2, trained=True, cuda=False)
-        frozen = role_ranks(config, config.reward_model, "reward_model", 2, trained=False, cuda=False)
+        trained = role_ranks(config, config.critic, 2, trained=True, cuda=False)
+        frozen = role_ranks(config, config.reward_model, 2, trained=False, cuda=False)
         planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
         assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
         assert all(rank.working > rank.resident for rank in (*trained, *frozen))
