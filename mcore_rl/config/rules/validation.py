@@ -181,8 +181,7 @@ def _check_row(config: Config) -> None:
     if parallel.cp > 1 and budget % (2 * parallel.cp):
         raise ConfigError(
             f"{role_key('actor.tokens_per_microbatch')}={budget} must be a multiple of 2 x "
-            f"{role_key('actor.parallel.cp')} = {2 * parallel.cp}, to "
-            "which sequences are padded"
+            f"{role_key('actor.parallel.cp')} = {2 * parallel.cp}, to which sequences are padded"
         )
 
 

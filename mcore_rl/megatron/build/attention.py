@@ -146,8 +146,7 @@ class SDPACoreAttention(MegatronModule):
             if torch.cuda.is_available():
                 raise ConfigError(
                     f"{role_key('actor.parallel.cp')} is {config.context_parallel_size}: on CUDA context parallelism "
-                    "needs "
-                    f"TransformerEngine; install it or set {role_key('actor.parallel.cp')}=1"
+                    f"needs TransformerEngine; install it or set {role_key('actor.parallel.cp')}=1"
                 )
             group = pg_collection.cp
             self.context = ContextPart(group.rank(), group.size(), group)
