@@ -104,8 +104,9 @@ install_packages() {
     uv_from_pip
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)
-    "$venv/bin/uv" pip install "${quiet[@]}" --python "$venv/bin/python" --override "$(overrides)" -e ".[$extra,dev]" &&
-      return
+    # Byte code once, here: else every process of a run compiles what it imports, where none may be written later.
+    "$venv/bin/uv" pip install "${quiet[@]}" --compile-bytecode --python "$venv/bin/python" \
+      --override "$(overrides)" -e ".[$extra,dev]" && return
     echo "      uv did not manage, trying pip (slower)"
   fi
   pip_install -e ".[$extra,dev]"

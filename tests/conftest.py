@@ -19,6 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Hundreds of processes follow: each would compile the project anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import psutil
 import pytest
