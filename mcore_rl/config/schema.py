@@ -35,8 +35,9 @@ class ModelConfig:
     """HF directory with config.json and safetensors; also where the tokenizer is, unless tokenizer_path is set."""
     tokenizer_path: str | None = setting(None, path=True)
     """Directory or tokenizer.json file."""
-    dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer)."""
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
+    """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer); auto: bfloat16 on
+    GPUs, float32 on CPU."""
     random_init: bool = False
     """Initialise from config.json alone, with run.seed, ignoring weights (for tests and throughput runs)."""
     check_logits: str = setting("auto", choices=("auto", "always", "never"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.config import Config, validate
 from mcore_rl.config.rules.available import cannot_run
+from mcore_rl.config.rules.defaults import settle_dtype
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.build.model import DTYPES
@@ -133,6 +134,8 @@ class Job:
         """Raises: ConfigError for what cannot work on any machine."""
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
+        config = replace(config, model=replace(config.model))
+        settle_dtype(config, cuda=cuda)
         spec = ModelSpec.policy(config)
         implementation = spec.implementation(config, planned_machine(cuda=cuda))
         dtype, lora = DTYPES[config.model.dtype], config.actor.lora

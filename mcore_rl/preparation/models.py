@@ -16,6 +16,7 @@ from mcore_rl.config import (
     validate_critic,
 )
 from mcore_rl.config.names import role_key, role_keys
+from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text, uses_judge
 from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.data.prompts import PromptSet
@@ -38,8 +39,7 @@ from model_converters.mapping.table import bind
 
 def check_implementation(config: Config, spec: ModelSpec) -> None:
     """What trainer ranks could not be built from; they run on this machine or on one with the same packages."""
-    device = config.cluster.device
-    spec.implementation(config, look(cuda=torch.cuda.is_available() if device == "auto" else device == "cuda"))
+    spec.implementation(config, look(cuda=uses_cuda(config.cluster)))
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:

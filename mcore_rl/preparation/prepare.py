@@ -8,6 +8,7 @@ from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.config import Config
+from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
@@ -56,10 +57,12 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks what `preflight.check_run` had to leave, and loads the data; writes nothing.
+    """Checks what `preflight.check_run` had to leave, settles what this machine decides, and loads the data; writes
+    nothing.
 
     Raises: ConfigError, DataError for the first thing that cannot work.
     """
+    settle_dtype(config, cuda=uses_cuda(config.cluster))
     spec = ModelSpec.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
     check_implementation(config, spec)

@@ -12,7 +12,8 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.config.rules.defaults import uses_cuda
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
 from mcore_rl.runtime.placement import natural
@@ -47,15 +48,6 @@ SECONDS_TO_RESERVE = 60.0
 def process_environment(*, on_gpus: bool) -> dict[str, str]:
     """Variables that the processes of a run have unless the user's shell says otherwise."""
     return PROCESS_ENVIRONMENT | (ON_GPUS if on_gpus else ON_CPU)
-
-
-def uses_cuda(cluster: ClusterConfig) -> bool:
-    """Whether ranks and engines run on GPUs."""
-    if cluster.device != "auto":
-        return cluster.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @contextlib.contextmanager

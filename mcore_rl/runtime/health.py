@@ -19,6 +19,8 @@ from mcore_rl.weights.transports.hosts import this_host
 # After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death to explain it.
 SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
+# Processes that still run have so long to say what they wait in.
+SECONDS_TO_SAY = 2.0
 # While results are awaited, deaths of processes that owe none are looked for this often.
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -29,10 +31,12 @@ class Watch:
 
     names: dict[Any, str] = field(default_factory=dict)
     daemons: Daemons = field(default_factory=Daemons)
+    handles: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, handle: Any) -> None:
         """`handle.watch` must block for ever, in a concurrency group of its own."""
         self.names[handle.watch.remote()] = name
+        self.handles[name] = handle
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
         """Results of `refs`, in order.
@@ -43,9 +47,12 @@ class Watch:
         """
         try:
             return self._results(refs)
-        except WorkerDiedError:
+        except ClusterDiedError:
             STOPS.end()
             raise
+        except WorkerDiedError as error:
+            STOPS.end()
+            raise WorkerDiedError("\n".join([str(error), *self._meanwhile()])) from None
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
         pending, results = list(dict.fromkeys(refs)), {}
@@ -79,6 +86,16 @@ class Watch:
         except RayError as error:
             self._blame_the_dead()
             raise WorkerDiedError(f"a process died: {_first_line(error)}") from None
+
+    def _meanwhile(self) -> list[str]:
+        """What the processes that still run are waiting in, of their collectives, and which of them do not answer."""
+        calls = {handle.pending_collectives.remote(): name for name, handle in self.handles.items()}
+        answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_TO_SAY) if calls else ([], [])
+        lines = []
+        for call in answered:
+            with contextlib.suppress(RayError):  # it is dead
+                lines += [f"{calls[call]} waits in {collective}" for collective in ray.get(call)]
+        return lines + [f"{calls[call]} does not answer" for call in silent]
 
     def _blame_the_dead(self) -> None:
         if not self.names:

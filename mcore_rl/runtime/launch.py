@@ -9,12 +9,13 @@ from typing import Any
 
 import ray
 
+from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.cluster import ray_cluster, uses_cuda
+from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.phases import shares_device
-from mcore_rl.runtime.placement import Placement, place
+from mcore_rl.runtime.placement import Placement, place, visible_devices
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
 from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
@@ -69,8 +70,9 @@ def launch(
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         around = Surroundings(config, references, watch)
+        of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if on_gpus else []
         starting = [
-            engine.setup.remote(config, slot.devices, references)
+            engine.setup.remote(config, visible_devices(placement, slot, of_ranks), references)
             for engine, slot in zip(engines, placement.engines, strict=True)
         ]
         pool = EnginePool(engines, watch) if engines else None
@@ -82,7 +84,8 @@ def launch(
             say(f"{_count(len(engines), 'rollout engine')} ready")
         for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
             section = role.guests.section
-            of_role = role.set_up(around, started.beside[section], placement.guests[section])
+            visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
+            of_role = role.set_up(around, started.beside[section], visible)
             if (takes_turns or on_gpus) and role.guests.tp is not None:
                 watch.get(of_role)  # disaggregated, they share the GPUs of the ranks all the same
             starting += of_role

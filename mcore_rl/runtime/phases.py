@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.cluster import uses_cuda
 from mcore_rl.types import Metric, Total
 
 ALL_STATE = ("params", "grads", "optimizer")

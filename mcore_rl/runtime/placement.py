@@ -14,11 +14,11 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a process that is no trainer rank runs. `devices` are the GPUs of the node that it shares with trainer
-    ranks; None when it has GPUs of its own, or none."""
+    """Where a process that is no trainer rank runs. `places` are those of the node's trainer ranks, counted from 0,
+    whose GPUs it shares; None when it has GPUs of its own, or none."""
 
     node: int
-    devices: tuple[int, ...] | None
+    places: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ class Placement:
     """By section."""
     bundle: dict[str, float]
     """What every node has to offer, in Ray's words: the same, since nobody knows which of them will be the first."""
+
+
+def visible_devices(placement: Placement, slot: Slot, of_ranks: Sequence[str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a process on `slot`; None: Ray sees to that. `of_ranks[r]` is that of trainer rank r: Ray
+    hands a node's GPUs out in an order of its own, and of those that the node itself was given."""
+    if slot.places is None:
+        return None
+    here = [device for node, device in zip(placement.ranks, of_ranks, strict=True) if node == slot.node]
+    return ",".join(here[place] for place in slot.places)
 
 
 def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> Placement:
@@ -77,7 +86,7 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
 def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:
     slots = config.cluster.gpus_per_node
     if guests.tp is not None:
-        return tuple(_engine_slot(config, guests, guests.tp, engine, on_gpus) for engine in range(guests.num))
+        return tuple(_engine_slot(config, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
     if guests.num > num_ranks:
         raise ConfigError(
             f"{guests.section}.num_ranks={guests.num} ranks share the slots of the {num_ranks} trainer ranks; lower it"
@@ -85,18 +94,19 @@ def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool)
     return tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(guests.num))
 
 
-def _engine_slot(config: Config, guests: Guests, tp: int, engine: int, on_gpus: bool) -> Slot:
-    slots, nodes, num = config.cluster.gpus_per_node, config.cluster.nodes, guests.num
+def _engine_slot(config: Config, guests: Guests, engine: int, num_ranks: int, on_gpus: bool) -> Slot:
+    slots, nodes, num, tp = config.cluster.gpus_per_node, config.cluster.nodes, guests.num, guests.tp or 1
     node = engine * nodes // num
     if not on_gpus:
         return Slot(node, None)
     first_here = -(-node * num // nodes)
     first = (engine - first_here) * tp
-    if first + tp > slots:
+    if first + tp > min(slots, num_ranks - node * slots):
         section = guests.section
         raise ConfigError(
-            f"{section}.num_engines={num} of {section}.tp={tp} do not fit on cluster.nodes={nodes} x "
-            f"cluster.gpus_per_node={slots}, an engine within one node; lower {section}.num_engines or {section}.tp"
+            f"{section}.num_engines={num} of {section}.tp={tp} do not fit on the GPUs of {num_ranks} trainer ranks on "
+            f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}, an engine within one node; lower "
+            f"{section}.num_engines or {section}.tp"
         )
     return Slot(node, tuple(range(first, first + tp)))
 

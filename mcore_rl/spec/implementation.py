@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.names import role_key
+from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.errors import ConfigError
+from mcore_rl.spec.attention import Heads, pick
 from mcore_rl.spec.installed import Installed
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ FP8_RECIPES = {
 """Source: megatron.core.fp8_utils (0.16.1), TransformerEngine's release notes."""
 
 
+USUAL_HEADS = Heads(128, 128)
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a configuration asks for, and what of the model and its layout decides. `expert_ranks` hold all experts
@@ -39,12 +44,14 @@ class Wanted:
     experts: bool = False
     adapters: bool = False
     latent_attention: bool = False
+    heads: Heads = USUAL_HEADS
     dtype: str = "bfloat16"
     fp8: str = "none"
     dispatcher: str = "auto"
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
     expert_ranks: int = 1
     gpus_per_node: int | None = None
 
@@ -110,19 +117,28 @@ def wanted(
     gpus_per_node: int | None = None,
 ) -> Wanted:
     """What a configuration wants for a model in a layout."""
+    sizes = arguments.transformer
     return Wanted(
-        experts=bool(arguments.transformer.get("num_moe_experts")),
+        experts=bool(sizes.get("num_moe_experts")),
         adapters=actor.lora.rank > 0,
-        latent_attention=bool(arguments.transformer.get("multi_latent_attention")),
+        latent_attention=bool(sizes.get("multi_latent_attention")),
+        heads=_heads(sizes),
         dtype=model.dtype,
         fp8=actor.fp8,
         dispatcher=actor.moe.dispatcher,
         tp=layout.tp,
         pp=layout.pp,
         ep=layout.ep,
+        cp=layout.cp,
         expert_ranks=layout.ep * layout.etp,
         gpus_per_node=gpus_per_node,
     )
+
+
+def _heads(sizes: dict[str, Any]) -> Heads:
+    if sizes.get("multi_latent_attention"):
+        return Heads(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
+    return Heads(sizes["kv_channels"], sizes["kv_channels"])
 
 
 def row_multiple(fp8: str) -> int:
@@ -139,7 +155,7 @@ def choose(installed: Installed, wanted: Wanted) -> Implementation:
     engine = layers.value == "TransformerEngine"
     return Implementation(
         layers=layers,
-        attention=_attention(installed, engine),
+        attention=_attention(installed, engine, wanted),
         norm=Choice("TransformerEngine", "comes with its layers")
         if engine
         else Choice("torch RMSNorm", "local layers"),
@@ -162,14 +178,18 @@ def _layers(installed: Installed, wanted: Wanted) -> Choice:
     return Choice("TransformerEngine", f"transformer-engine {installed.transformer_engine} is installed")
 
 
-def _attention(installed: Installed, engine: bool) -> Choice:
-    if not engine:
-        return Choice("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
-    if installed.flash_attention:
-        return Choice(
-            "flash or fused", "TransformerEngine picks by shape: flash-attn is installed, cuDNN's comes with it"
+def _attention(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
+    if engine:
+        backend = pick(installed, settled_dtype(wanted.dtype, cuda=True), wanted.heads)
+        return Choice(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
+    if installed.cuda and wanted.cp > 1:
+        key, lora = role_key("actor.parallel.cp"), role_key("actor.lora.rank")
+        remedy = f"set {lora}=0 or {key}=1" if wanted.adapters else f"install transformer-engine or set {key}=1"
+        whose = "those of a model with adapters are megatron's local ones" if wanted.adapters else "it is not installed"
+        raise ConfigError(
+            f"{key}={wanted.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; {remedy}"
         )
-    return Choice("fused", "cuDNN's comes with TransformerEngine; flash-attn is not installed")
+    return Choice("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
 
 
 def _rope(engine: bool, wanted: Wanted) -> Choice:
@@ -253,8 +273,6 @@ def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
             f"{key} needs a GPU of compute capability {_dotted(capability)} or newer, but this one has "
             f"{_dotted(installed.capability)}; set {role_key('actor.fp8')} to another recipe or none"
         )
-    if wanted.dtype != "bfloat16":
-        raise ConfigError(f"{key} needs model.dtype=bfloat16, but it is {wanted.dtype}")
     return Choice(wanted.fp8, key)
 
 

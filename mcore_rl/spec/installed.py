@@ -1,13 +1,18 @@
-"""What of the packages that megatron can use is installed, without importing any of them. Standard library only, so
-that `mcore-rl doctor` can ask on a machine that has nothing yet."""
+"""What of the packages that megatron can use is installed; of a process with a GPU also whether TransformerEngine
+imports. Standard library only, so that `mcore-rl doctor` can ask on a machine that has nothing yet."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.errors import ConfigError
+
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+FLASH_ATTENTION_3 = ("flash-attn-3", "flash_attn_3")
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transformer_engine")
 
 
@@ -31,28 +36,61 @@ def has_module(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Installed:
-    """Facts that decide what a model is built from. `transformer_engine` is its version; `capability` that of the
-    CUDA device, None where it is not known; `gradient_fusion` the kernel of NVIDIA's apex."""
+    """Facts that decide what a model is built from. Versions of packages, None where they are absent; `cudnn` is None
+    too where it is none of a Python package. `capability` is that of the CUDA device, None where it is not known;
+    `gradient_fusion` the kernel of NVIDIA's apex."""
 
     cuda: bool = False
     capability: tuple[int, int] | None = None
     transformer_engine: str | None = None
-    flash_attention: bool = False
+    flash_attention: str | None = None
+    flash_attention_3: str | None = None
+    cudnn: str | None = None
     gradient_fusion: bool = False
     deep_ep: bool = False
 
 
 def look(*, cuda: bool, capability: tuple[int, int] | None = None) -> Installed:
-    """What this Python has, for processes that have a CUDA device or not."""
-    engine = version_of(TRANSFORMER_ENGINE) if has_module("transformer_engine") else None
+    """What this Python has, for processes that have a CUDA device or not.
+
+    Raises: ConfigError for a TransformerEngine that is there, is to be used and cannot be imported.
+    """
     return Installed(
         cuda=cuda,
         capability=capability,
-        transformer_engine=engine[1] if engine else None,
-        flash_attention=has_module("flash_attn"),
+        transformer_engine=transformer_engine(imported=cuda),
+        flash_attention=_version("flash_attn", ("flash-attn",)),
+        flash_attention_3=_version("flash_attn_3", FLASH_ATTENTION_3),
+        cudnn=_version("nvidia", CUDNN),
         gradient_fusion=has_module("fused_weight_gradient_mlp_cuda"),
         deep_ep=has_module("deep_ep"),
     )
+
+
+def transformer_engine(*, imported: bool) -> str | None:
+    """Its version; None where it is not installed. `imported`: it has to be of use as well. A library that is missing
+    or was built for another torch shows only then, and megatron passes over some of these errors.
+
+    Raises: ConfigError where it is installed and cannot be imported.
+    """
+    version = _version("transformer_engine", TRANSFORMER_ENGINE)
+    if version is None or not imported:
+        return version
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # ImportError, OSError, RuntimeError: whatever the loader of its libraries meets
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise ConfigError(
+            f"transformer-engine {version} is installed, but transformer_engine.pytorch cannot be imported "
+            f"({type(error).__name__}: {reason}); build it anew against the torch that is here (make setup EXTRA=gpu "
+            "does), or uninstall it: models are then built from megatron's local layers"
+        ) from error
+    return version
+
+
+def _version(module: str, distributions: Sequence[str]) -> str | None:
+    name_and_version = version_of(distributions) if has_module(module) else None
+    return name_and_version[1] if name_and_version else None
 
 
 def planned_machine(*, cuda: bool) -> Installed:
@@ -60,4 +98,6 @@ def planned_machine(*, cuda: bool) -> Installed:
     scripts/setup.sh installs for them, and deep_ep for those who ask for it by name."""
     if not cuda:
         return Installed()
-    return Installed(cuda=True, transformer_engine="2.11", flash_attention=True, gradient_fusion=True, deep_ep=True)
+    return Installed(
+        cuda=True, transformer_engine="2.11.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True
+    )

@@ -25,9 +25,16 @@ def _lacks_grouped_gemm(sizes: dict[str, Any], implementation: Implementation) -
     return "" if implementation.grouped_gemm else f"it needs grouped GEMM, but {implementation.experts.why}"
 
 
+def _lacks_norms(sizes: dict[str, Any], implementation: Implementation) -> str:
+    apart = sizes.get("num_moe_experts") or sizes.get("multi_latent_attention")
+    if apart or not implementation.transformer_engine:
+        return ""
+    return "TransformerEngine computes the model's norms within the projections behind them, so nothing is kept of them"
+
+
 MODULES: dict[str, Missing] = {
     "core_attn": _needs(lambda sizes: True, "attention"),
-    "layernorm": _needs(lambda sizes: True, "norms"),
+    "layernorm": _lacks_norms,
     "mlp": _needs(lambda sizes: not all(sizes.get("moe_layer_freq", [0])), "dense feed-forward layers"),
     "moe": _needs(lambda sizes: sizes.get("num_moe_experts"), "experts"),
     "moe_act": _lacks_grouped_gemm,

@@ -5,6 +5,7 @@ Processes fork from one server that has imported megatron.core already, so a lau
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
+SIMULATED_ENGINE = "tests.te.everywhere"
+_preloaded_first = [SIMULATED_ENGINE] if os.environ.get("MCORE_RL_TE") else []
 _context.set_forkserver_preload(
     [
+        *_preloaded_first,
         "pytest",
         "mcore_rl.megatron.build.model",
         "megatron.core.dist_checkpointing",
@@ -103,6 +107,8 @@ def _run(
 
     os.setsid()
     torch.set_num_threads(1)
+    if _preloaded_first:  # the fork server passes over what it cannot import
+        importlib.import_module(SIMULATED_ENGINE)
     try:
         dist.init_process_group(
             "gloo",

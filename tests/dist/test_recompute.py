@@ -101,7 +101,7 @@ def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None
     from mcore_rl.spec.implementation import FP8_RECIPES, Wanted, choose
     from mcore_rl.spec.installed import Installed
 
-    everything = Installed(True, (10, 0), "2.8.0", flash_attention=True, gradient_fusion=True, deep_ep=True)
+    everything = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
     spread = Wanted(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)
     known = {field.name for field in fields(TransformerConfig)}
     for recipe in FP8_RECIPES:

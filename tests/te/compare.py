@@ -10,27 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.te.simulation import VERSION, install
+from tests.te.everywhere import ENGINE  # first: before anything imports megatron
 
-install()
+# isort: split
+import torch
 
-import torch  # noqa: E402
-
-from mcore_rl.config.models import ActorConfig, ParallelConfig  # noqa: E402
-from mcore_rl.config.schema import ModelConfig  # noqa: E402
-from mcore_rl.megatron.build import parallel  # noqa: E402
-from mcore_rl.megatron.build.attention import pack_sequences  # noqa: E402
-from mcore_rl.megatron.build.loading import load_hf  # noqa: E402
-from mcore_rl.megatron.build.model import build_model  # noqa: E402
-from mcore_rl.megatron.build.names import canonical_name  # noqa: E402
-from mcore_rl.megatron.build.output import PolicyModel, logits_emitted  # noqa: E402
-from mcore_rl.spec.installed import Installed  # noqa: E402
-from mcore_rl.spec.layout import train_layout  # noqa: E402
-from model_converters.families.parts.hf_config import read_hf_config  # noqa: E402
-from tests.tiny_models import write_tiny_model  # noqa: E402
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.schema import ModelConfig
+from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.build.attention import pack_sequences
+from mcore_rl.megatron.build.loading import load_hf
+from mcore_rl.megatron.build.model import build_model
+from mcore_rl.megatron.build.names import canonical_name
+from mcore_rl.megatron.build.output import PolicyModel, logits_emitted
+from mcore_rl.spec.installed import Installed
+from mcore_rl.spec.layout import train_layout
+from model_converters.families.parts.hf_config import read_hf_config
+from tests.tiny_models import write_tiny_model
 
 LOCAL = Installed()
-ENGINE = Installed(cuda=True, capability=(9, 0), transformer_engine=VERSION, flash_attention=True)
 LENGTHS = [5, 12, 1, 6]
 
 

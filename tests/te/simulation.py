@@ -115,6 +115,7 @@ def install() -> None:
     sys.path.append(str(FOLDER))  # its metadata say the version
     sys.meta_path.insert(0, _Finder())
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it looks for no library of its own
+    _interpret_triton()
     extension = Extension(KERNELS | {"get_cudnn_version": lambda: 91600})
     sys.modules["transformer_engine_torch"] = extension
     for name in ("onnx", "onnxscript"):  # for an export that nobody asks for
@@ -130,6 +131,18 @@ def install() -> None:
     names.__getattr__ = extension.__getattr__  # it takes all names of the extension, which has them when asked
     gemm.get_cublas_workspace = lambda device, ub, grouped: [torch.empty(1)] if grouped else torch.empty(1)
     _attend_on_cpu()
+    _sort_without_triton()
+
+
+def _interpret_triton() -> None:
+    """Of its permutations, which are Triton's: one line after the other, in the first of their configurations."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime.autotuner import Autotuner
+
+    def run(tuner: Any, *args: Any, **options: Any) -> Any:
+        return tuner.fn.run(*args, **options, **tuner.configs[0].all_kwargs())
+
+    Autotuner.run = run
 
 
 def _show_cuda_tensors() -> None:
@@ -152,6 +165,7 @@ def _attend_on_cpu() -> None:
 
     from mcore_rl.megatron.build.attention import SDPACoreAttention
     from mcore_rl.megatron.build.context import ALONE, ContextPart
+    from mcore_rl.spec import attention, implementation
 
     assert adapter.HAVE_TE, "megatron does not see the simulated TransformerEngine"
 
@@ -166,3 +180,20 @@ def _attend_on_cpu() -> None:
         return SDPACoreAttention.forward(ours, query, key, value, None, packed_seq_params)
 
     adapter.TEDotProductAttention.forward = attend
+    implementation.pick = lambda *_: attention.BACKENDS[0]  # it takes float32 and heads of any size
+
+
+def _sort_without_triton() -> None:
+    """Chunks of tokens in the order of experts, in megatron's adapter: interpreted kernels take a second each.
+    test_permutation has TransformerEngine's own."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def sort(tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        chunks = tokens.split(sizes.tolist())
+        return torch.cat([chunks[index] for index in order.tolist()])
+
+    moe_utils.fused_sort_chunks_by_index = sort
+    moe_utils.fused_sort_chunks_by_index_with_probs = lambda tokens, probs, sizes, order: (
+        sort(tokens, sizes, order),
+        sort(probs, sizes, order),
+    )

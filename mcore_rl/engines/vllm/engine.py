@@ -283,9 +283,9 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     except ValueError as error:
         # Only its message tells a cache that is too small from other mistakes.
         if "cache" in str(error):
-            raise ConfigError(
-                f"{role_key('rollout.kv_cache_gib')} ({config.kv_cache_gib:g}) is too small: {error}"
-            ) from error
+            name = "gpu_memory_fraction" if torch.cuda.is_available() else "kv_cache_gib"
+            size = f"{role_key(f'rollout.{name}')} ({getattr(config, name):g})"
+            raise ConfigError(f"{size} is too small: {error}") from error
         raise ConfigError(f"vLLM cannot run this model with this {role_key('rollout')} section: {error}") from error
 
 

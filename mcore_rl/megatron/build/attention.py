@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.config.names import role_key
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.build.context import ALONE, ContextPart
 from mcore_rl.megatron.build.context_attention import context_attention
@@ -125,10 +123,8 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
 
 
 class SDPACoreAttention(MegatronModule):
-    """core_attention of a local layer spec: causal self-attention, grouped queries, THD and BSHD.
-
-    Raises: ConfigError for context parallelism on CUDA.
-    """
+    """core_attention of a local layer spec: causal self-attention, grouped queries, THD and BSHD; over
+    context-parallel ranks on the CPU only."""
 
     def __init__(
         self,
@@ -143,11 +139,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config)
         self.context = ALONE
         if config.context_parallel_size > 1:
-            if torch.cuda.is_available():
-                raise ConfigError(
-                    f"{role_key('actor.parallel.cp')} is {config.context_parallel_size}: on CUDA context parallelism "
-                    f"needs TransformerEngine; install it or set {role_key('actor.parallel.cp')}=1"
-                )
+            assert not torch.cuda.is_available(), "spec.implementation refuses it: the kernels are those of the CPU"
             group = pg_collection.cp
             self.context = ContextPart(group.rank(), group.size(), group)
         assert not config.attention_dropout, "the model builder turns dropout off"

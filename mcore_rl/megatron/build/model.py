@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.names import role_key
+from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
@@ -139,7 +140,7 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
 
 
 def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
-    dtype = DTYPES.get(model_config.dtype)
+    dtype = DTYPES.get(settled_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
     if dtype is None:
         raise ConfigError(f"model.dtype is {model_config.dtype!r}; known: {', '.join(DTYPES)}")
     return {

@@ -19,7 +19,7 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.cpu import collectives, devices, fused, modules  # noqa: F401  (they register the fixes)
 from mcore_rl.megatron.cpu.hook import MegatronFinder
 from mcore_rl.megatron.cpu.registry import FIXES
-from mcore_rl.spec.installed import has_module
+from mcore_rl.spec.installed import transformer_engine
 
 SUPPORTED_VERSION = "0.16.1"
 
@@ -34,13 +34,16 @@ def install(*, without: Collection[str] = ()) -> bool:
     `without` names fixes to leave out, for tests.
 
     Returns: whether the CPU backend is in place; False where CUDA is present.
-    Raises: ConfigError when megatron-core is missing or of another version than the fixes were written for;
+    Raises: ConfigError when megatron-core is missing or of another version than the fixes were written for, or
+        TransformerEngine, which megatron would import, cannot be;
         McoreRLError when megatron.core was imported before.
     """
     global _installed, _mended
-    on_cuda = torch.cuda.is_available()
-    if _installed or _mended or (on_cuda and has_module("transformer_engine")):
+    if _installed or _mended:
         return _installed
+    on_cuda = torch.cuda.is_available()
+    if on_cuda and transformer_engine(imported=True):
+        return False
     unknown = set(without) - set(FIXES)
     assert not unknown, f"no fix is called {sorted(unknown)}"
     _check_version()

@@ -18,6 +18,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port
+from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
@@ -36,14 +37,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests, Slot
+from mcore_rl.runtime.placement import Guests
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
 
-def see_only(devices: tuple[int, ...] | None) -> None:
+def see_only(devices: str | None) -> None:
     """Hides the node's other GPUs from this process, before torch is imported in it; None: Ray has done so."""
     if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
 
 class RunProcess:
@@ -65,12 +66,21 @@ class RunProcess:
         """Host and process id."""
         return this_host(), os.getpid()
 
+    @ray.method(concurrency_group="watch")
+    def pending_collectives(self) -> list[Collective]:
+        """What this process waits for its peers in."""
+        return pending_collectives()
+
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
 
 
 class RankProcess(RunProcess):
     """One rank of a process group."""
+
+    def visible_devices(self) -> str:
+        """The GPU that Ray gave this process, by the name that CUDA takes."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
 
     def free_address(self) -> str:
         """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
@@ -236,15 +246,16 @@ class Surroundings:
     watch: Watch
 
 
-SetUp = Callable[[Surroundings, list[Any], Sequence[Slot]], list[Any]]
+SetUp = Callable[[Surroundings, list[Any], Sequence[str | None]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Role:
     """Processes of the Ray actor class `process`, in whose messages each is `name` and its number.
 
-    `set_up` starts the set-up of all and returns references of its end; by then they have left the device if they are
-    to leave it at all. `group` makes of the handles what the run knows them by.
+    `set_up` starts the set-up of all, each with the GPUs that it may see (`see_only`), and returns references of its
+    end; by then they have left the device if they are to leave it at all. `group` makes of the handles what the run
+    knows them by.
     """
 
     name: str
@@ -254,10 +265,10 @@ class Role:
     group: Callable[[list[Any], Watch], Any]
 
 
-def set_up_ranks(around: Surroundings, handles: list[Any], slots: Sequence[Slot], *more: Any) -> list[Any]:
+def set_up_ranks(around: Surroundings, handles: list[Any], visible: Sequence[str | None], *more: Any) -> list[Any]:
     """Ranks of one process group, which meet where the first of them is; `more` is what their set-up takes besides."""
     address = around.watch.get([handles[0].free_address.remote()])[0]
     return [
-        handle.setup.remote(around.config, rank, len(handles), address, slot.devices, *more)
-        for rank, (handle, slot) in enumerate(zip(handles, slots, strict=True))
+        handle.setup.remote(around.config, rank, len(handles), address, devices, *more)
+        for rank, (handle, devices) in enumerate(zip(handles, visible, strict=True))
     ]

@@ -42,9 +42,7 @@ class CriticProcess(TrainedRankProcess):
         super().__init__(name, logs)
         self._held: Held[ValuedBatch] = Held()
 
-    def setup(
-        self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: tuple[int, ...] | None
-    ) -> None:
+    def setup(self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: str | None) -> None:
         see_only(visible_devices)
         from mcore_rl.megatron.roles.critic import MegatronCritic
 

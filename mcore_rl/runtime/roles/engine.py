@@ -40,7 +40,7 @@ class EngineProcess(RunProcess):
     def setup(
         self,
         config: Config,
-        visible_devices: tuple[int, ...] | None,
+        visible_devices: str | None,
         prompts: dict[str, Any],
     ) -> None:
         see_only(visible_devices)

@@ -23,7 +23,7 @@ from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests, Slot
+from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
@@ -33,7 +33,7 @@ class JudgeProcess(RunProcess):
     """One judge engine. It sleeps but while it scores: on GPUs others need the memory, and everywhere an engine that
     remembers no earlier prefixes answers a resumed run as it answers an uninterrupted one."""
 
-    def setup(self, config: Config, visible_devices: tuple[int, ...] | None, prompts: Mapping[str, Any]) -> None:
+    def setup(self, config: Config, visible_devices: str | None, prompts: Mapping[str, Any]) -> None:
         see_only(visible_devices)
 
         with self.spans.span("setup"):
@@ -97,10 +97,10 @@ def judge_role(config: JudgeConfig) -> Role:
     )
 
 
-def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
+def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | None]) -> list[Any]:
     return [
-        handle.setup.remote(around.config, slot.devices, around.prompts)
-        for handle, slot in zip(handles, slots, strict=True)
+        handle.setup.remote(around.config, devices, around.prompts)
+        for handle, devices in zip(handles, visible, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests, Slot
+from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
@@ -28,7 +28,7 @@ class RewardModelProcess(RankProcess):
         rank: int,
         world_size: int,
         init_method: str,
-        visible_devices: tuple[int, ...] | None,
+        visible_devices: str | None,
         prompts: Mapping[str, Any],
     ) -> None:
         see_only(visible_devices)
@@ -90,8 +90,8 @@ def reward_model_role(ranks: RankMap) -> Role:
     )
 
 
-def _set_up(around: Surroundings, handles: list[Any], slots: Sequence[Slot]) -> list[Any]:
-    return set_up_ranks(around, handles, slots, around.prompts)
+def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | None]) -> list[Any]:
+    return set_up_ranks(around, handles, visible, around.prompts)
 
 
 if TYPE_CHECKING:

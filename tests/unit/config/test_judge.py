@@ -88,7 +88,7 @@ def test_shared_code_sees_the_judge_where_it_looks_for_the_model_and_its_engines
     assert (view.rollout.tp, view.rollout.max_prompt_tokens, view.rollout.kv_cache_gib) == (2, 99, 3)
     assert view.rollout.temperature == 0.5
     assert (view.model.hf_path, view.model.tokenizer_path) == (config.judge.hf_path, None)
-    assert (view.model.dtype, view.model.random_init) == ("float32", False)
+    assert (view.model.dtype, view.model.random_init) == ("auto", False)
     config.judge.dtype = "bfloat16"
     assert as_policy(config).model.dtype == "bfloat16"
-    assert (config.rollout.tp, config.model.dtype, config.model.tokenizer_path) == (1, "float32", "/policy")
+    assert (config.rollout.tp, config.model.dtype, config.model.tokenizer_path) == (1, "auto", "/policy")

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.addresses import EPHEMERAL, free_port
-from mcore_rl.runtime.placement import Guests, natural, place
+from mcore_rl.runtime.placement import Guests, natural, place, visible_devices
 from mcore_rl.weights.transports.hosts import Host, check_one_host, this_host
 
 
@@ -26,7 +26,7 @@ def test_consecutive_ranks_fill_a_node_and_every_gpu_is_asked_for_once() -> None
 
 def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
     found = place(config(2, 8, tp=4), on_gpus=True, num_engines=4)
-    assert [(slot.node, slot.devices) for slot in found.engines] == [
+    assert [(slot.node, slot.places) for slot in found.engines] == [
         (0, (0, 1, 2, 3)),
         (0, (4, 5, 6, 7)),
         (1, (0, 1, 2, 3)),
@@ -38,13 +38,13 @@ def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
 def test_fewer_engines_than_gpus_spread_over_the_nodes() -> None:
     found = place(config(4, 8, tp=2), on_gpus=True, num_engines=6)
     assert [slot.node for slot in found.engines] == [0, 0, 1, 2, 2, 3]
-    assert [slot.devices for slot in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
+    assert [slot.places for slot in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
 
 
 def test_disaggregated_engines_take_the_gpus_after_the_ranks() -> None:
     found = place(config(2, 8, tp=2, placement="disaggregated", ranks=9), on_gpus=True, num_engines=3)
     assert [slot.node for slot in found.engines] == [1, 1, 1]
-    assert [slot.devices for slot in found.engines] == [None] * 3
+    assert [slot.places for slot in found.engines] == [None] * 3
     assert found.bundle["GPU"] == 8.0
 
 
@@ -65,18 +65,35 @@ def test_engines_that_fit_nowhere_are_refused(made: Config, num_engines: int, ke
 
 def test_on_cpu_slots_are_processes_and_no_gpu_is_asked_for() -> None:
     found = place(config(2, 1), on_gpus=False, num_engines=1)
-    assert [slot.devices for slot in found.engines] == [None]
+    assert [slot.places for slot in found.engines] == [None]
     assert found.bundle == {"CPU": 2.0}
 
 
 def test_guests_share_the_gpus_of_the_trainers_and_bring_their_own_cpus() -> None:
     guests = [Guests("critic", 5), Guests("reward_model", 2), Guests("judge", 3, tp=2)]
     found = place(config(2, 4, tp=4), on_gpus=True, num_engines=2, guests=guests)
-    assert [(slot.node, slot.devices) for slot in found.guests["critic"]] == [*((0, (i,)) for i in range(4)), (1, (0,))]
-    assert [(slot.node, slot.devices) for slot in found.guests["reward_model"]] == [(0, (0,)), (0, (1,))]
-    assert [(slot.node, slot.devices) for slot in found.guests["judge"]] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1))]
+    assert [(slot.node, slot.places) for slot in found.guests["critic"]] == [*((0, (i,)) for i in range(4)), (1, (0,))]
+    assert [(slot.node, slot.places) for slot in found.guests["reward_model"]] == [(0, (0,)), (0, (1,))]
+    assert [(slot.node, slot.places) for slot in found.guests["judge"]] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1))]
     # Of the first node: its trainer ranks, an engine, four critics, two reward models and two judges.
     assert found.bundle == {"CPU": 4.0 + 4 + 4 + 2 + 2 * 2, "GPU": 4.0}
+
+
+def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
+    """Ray hands them out in no order, and of an inherited CUDA_VISIBLE_DEVICES=4,5,6,7 as on the first node."""
+    placed = place(config(2, 4, tp=2), on_gpus=True, num_engines=4)
+    of_ranks = ["5", "4", "7", "6", "GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+    seen = [visible_devices(placed, slot, of_ranks) for slot in placed.engines]
+    assert seen == ["5,4", "7,6", "GPU-a,GPU-b", "GPU-c,GPU-d"]
+    own = place(config(1, 4, placement="disaggregated", ranks=2), on_gpus=True, num_engines=1)
+    assert visible_devices(own, own.engines[0], ["0", "1"]) is None
+
+
+def test_colocated_engines_stay_on_the_gpus_of_the_ranks() -> None:
+    """Those of a node beyond them are nobody's in Ray's books."""
+    assert place(config(1, 4, ranks=2), on_gpus=True, num_engines=2).engines[1].places == (1,)
+    with pytest.raises(ConfigError, match=r"rollout\.num_engines=3 .* GPUs of 2 trainer ranks"):
+        place(config(1, 4, ranks=2), on_gpus=True, num_engines=3)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 
 NOTHING = Installed()
-EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention=True, gradient_fusion=True, deep_ep=True)
+EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
 SPREAD = Wanted(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
 
 
@@ -70,7 +70,8 @@ def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
         ({"transformer_engine": "2.0.0"}, "permute", "unfused", "2.1"),
         ({"transformer_engine": "1.8.0"}, "experts", "one by one", "1.9"),
         ({"transformer_engine": "1.13.0"}, "experts", "grouped GEMM", "TransformerEngine"),
-        ({"flash_attention": False}, "attention", "fused", "flash-attn is not installed"),
+        ({"flash_attention": None}, "attention", "FusedAttention", "cuDNN"),
+        ({"capability": (8, 0)}, "attention", "FlashAttention 2", "flash-attn 2.1.1 to 2.8.3"),
         ({"gradient_fusion": False}, "gradient accumulation", "unfused", "apex"),
         ({"deep_ep": False}, "dispatcher", "alltoall", "deep_ep is not installed"),
         ({"cuda": False}, "dispatcher", "alltoall", "CUDA"),
@@ -116,7 +117,9 @@ def test_latent_attention_keeps_its_rope_unfused() -> None:
         ({"transformer_engine": "2.1.0"}, {"fp8": "blockwise"}, r"transformer-engine 2\.3 or newer, but 2\.1\.0"),
         ({"capability": (8, 0)}, {"fp8": "delayed"}, r"compute capability 8\.9 or newer, but this one has 8\.0"),
         ({"capability": (9, 0)}, {"fp8": "mxfp8"}, r"compute capability 10\.0"),
-        ({}, {"fp8": "delayed", "dtype": "float32"}, r"actor\.fp8=delayed needs model\.dtype=bfloat16"),
+        ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
+        ({"transformer_engine": None}, {"cp": 2}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
+        ({}, {"cp": 2, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
         ({}, {"fp8": "int8"}, r"actor\.fp8=int8 must be one of none, delayed"),
     ],
 )

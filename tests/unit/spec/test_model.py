@@ -22,7 +22,7 @@ CPU = Installed()
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return _config(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    return _config(tmp_path, "deepseek_v3", num_nextn_predict_layers=1, v_head_dim=16)  # attention on GPUs takes it
 
 
 def _config(directory: Path, family: str, overrides: tuple[str, ...] = (), **changes: Any) -> Config:

@@ -1,0 +1,56 @@
+"""spec/attention.py says of every pretended GPU what TransformerEngine's own Python says there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.spec.attention import BACKENDS, Heads
+from mcore_rl.spec.installed import Installed
+from tests.readme import ROOT
+from tests.te.backends import Asked, cases
+from tests.te.simulation import is_there
+
+pytestmark = pytest.mark.skipif(
+    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"
+)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[Asked, dict[str, bool]]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.te.backends"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(zip(cases(), map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def _takes(asked: Asked) -> dict[str, bool]:
+    """What the table says, by backend."""
+    installed = Installed(True, asked.capability, "2.11.0", asked.flash, asked.flash_3)
+    bfloat16 = asked.dtype == "bfloat16"
+    return {each.name: bfloat16 and not each.lacks(installed, Heads(*asked.heads)) for each in BACKENDS}
+
+
+def test_flash_attention_takes_what_the_table_says(answers: list[tuple[Asked, dict[str, bool]]]) -> None:
+    wrong = []
+    for asked, found in answers:
+        ours = _takes(asked)
+        if found["flash"] != (ours["FlashAttention 2"] or ours["FlashAttention 3"]):
+            wrong.append((asked, found))
+    assert wrong == []
+    assert 50 < sum(found["flash"] for _, found in answers) < len(answers) / 2
+
+
+def test_the_table_gives_cudnn_nothing_that_is_refused_before_it(answers: list[tuple[Asked, dict[str, bool]]]) -> None:
+    assert [asked for asked, found in answers if _takes(asked)["FusedAttention"] and not found["fused"]] == []
+    assert any(_takes(asked)["FusedAttention"] for asked, _ in answers)
