@@ -15,6 +15,7 @@ from mcore_rl.spec.implementation import FP8_RECIPES, GROUPED_GEMM_VERSION, PERM
 from tests.contract.cuda.packages import MEGATRON, OURS, TRANSFORMER_ENGINES, needs, sources
 from tests.contract.cuda.sources import Definition, Sources
 from tests.contract.cuda.uses import Call, Use, keys_of, uses
+from tests.readme import ROOT
 
 pytestmark = needs(*TRANSFORMER_ENGINES.values())
 
@@ -194,6 +195,15 @@ def test_grouped_gemm_and_fused_permutation_have_the_versions_that_megatron_asks
     fused = re.search(r"fused permutation is not available. Please install TE >= (\d+)\.(\d+)", config)
     assert fused is not None
     assert tuple(map(int, fused.groups())) == PERMUTE_FUSION_VERSION
+
+
+def test_flash_attention_is_pinned_to_the_newest_that_transformer_engine_takes() -> None:
+    engine = sources(TRANSFORMER_ENGINES["2.11.0"])
+    limits = definition(engine, "pytorch.attention.dot_product_attention.utils.FlashAttentionUtils.max_version").node
+    assert isinstance(limits, ast.Assign)
+    newest = re.search(r"'([\d.]+)'", ast.unparse(limits.value))
+    assert newest is not None
+    assert f"flash-attn=={newest[1]}\n" in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def _text(file: Path) -> str:
