@@ -11,7 +11,13 @@ extra=${EXTRA:-cpu}
 venv=.venv
 stamp=$venv/.mcore-rl-ready
 unfinished=$venv/.mcore-rl-unfinished
-wanted="$PWD $extra $(cat pyproject.toml scripts/overrides.txt scripts/setup.sh | cksum)"
+inputs=(pyproject.toml scripts/overrides.txt scripts/setup.sh)
+packages=(-e ".[$extra,dev]")
+if [[ $extra == gpu ]]; then
+  inputs+=(locks/gpu.txt)
+  packages=(-r locks/gpu.txt -e .) # the lock's versions and no others; refused where pyproject.toml asks for more
+fi
+wanted="$PWD $extra $(cat "${inputs[@]}" | cksum)"
 
 is_ready() { [[ -f $stamp && "$(<"$stamp")" == "$wanted" && -x $venv/bin/python ]]; }
 is_ready && exit 0
@@ -106,10 +112,10 @@ install_packages() {
     [[ -t 1 ]] || quiet=(--quiet)
     # Byte code once, here: else every process of a run compiles what it imports, where none may be written later.
     "$venv/bin/uv" pip install "${quiet[@]}" --compile-bytecode --python "$venv/bin/python" \
-      --override "$(overrides)" -e ".[$extra,dev]" && return
+      --override "$(overrides)" "${packages[@]}" && return
     echo "      uv did not manage, trying pip (slower)"
   fi
-  pip_install -e ".[$extra,dev]"
+  pip_install "${packages[@]}"
   if [[ $extra == cpu ]]; then
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
   fi

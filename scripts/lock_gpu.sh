@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Makes locks/gpu.txt anew: versions that fit together on a machine with NVIDIA GPUs (Linux, x86_64). Needs .venv, of any
+# extra, for its uv. What is in the lock already stays where it fits; `scripts/lock_gpu.sh --upgrade` takes the newest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+pip=(.venv/bin/python -m pip config get)
+index=${PIP_INDEX_URL:-$("${pip[@]}" global.index-url 2>/dev/null || true)}
+cert=${PIP_CERT:-$("${pip[@]}" global.cert 2>/dev/null || true)}
+[[ -n $index ]] && export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
+[[ -n $cert ]] && export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}
+
+# One lock for Python 3.11 and newer. It names no index: whoever installs has one of their own.
+UV_CUSTOM_COMPILE_COMMAND=scripts/lock_gpu.sh .venv/bin/uv pip compile --quiet --universal --python-version 3.11 \
+  --extra gpu --extra dev --no-emit-index-url --no-annotate --output-file locks/gpu.txt "$@" pyproject.toml locks/gpu.in

