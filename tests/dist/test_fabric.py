@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.doctor.fabric.board import Address, listen
@@ -128,6 +129,21 @@ def test_two_commands_are_two_nodes_and_the_first_reports() -> None:
     assert len(report["nodes"]) == len(set(report["nodes"])) == 2
     ranks = [figure["ranks"] for figure in report["figures"] if figure["stage"].startswith("all-reduce")]
     assert ranks == [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]]
+
+
+def test_ranks_end_with_their_supervisor_however_that_ends() -> None:
+    node = start("--slots", "2")
+    supervisor = psutil.Process(node.pid)
+    try:
+        # Python's helper of spawned processes is a child too.
+        while len(ranks := [p for p in supervisor.children() if "spawn_main" in " ".join(p.cmdline())]) < 2:
+            assert node.poll() is None, node.communicate()
+            time.sleep(0.05)
+    finally:
+        node.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert alive == []
+    node.communicate()
 
 
 def test_a_node_without_the_first_says_where_it_looked_for_it() -> None:
