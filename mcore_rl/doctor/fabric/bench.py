@@ -61,13 +61,11 @@ class Bench:
         Raises: WrongResultError.
         """
         rows, generator = self.sizes.rows, torch.Generator(self.device).manual_seed(1)
-        shape = {"size": (rows, rows), "generator": generator, "device": self.device}
-        a, b = (torch.randn(**shape).to(self.sizes.dtype) for _ in range(2))
+        shape = (rows, rows)
+        a, b = (torch.randn(shape, generator=generator, device=self.device).to(self.sizes.dtype) for _ in range(2))
         product = torch.empty_like(a)
         seconds = self._median_seconds(lambda: torch.matmul(a, b, out=product))
-        # One entry in eight is 1 or -1, so every sum on the way is an integer that bfloat16 holds, in any order.
-        draws = (torch.randint(0, 16, **shape) for _ in range(2))
-        a, b = ((drawn.eq(1).int() - drawn.eq(0).int()).to(self.sizes.dtype) for drawn in draws)
+        a, b = (sparse_signs(shape, generator).to(self.sizes.dtype) for _ in range(2))
         torch.matmul(a, b, out=product)
         # Freivalds: a single wrong entry changes its row's sum, whatever the signs are.
         signs = torch.randint(0, 2, (rows,), generator=generator, device=self.device).double() * 2 - 1
@@ -145,6 +143,13 @@ class Bench:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def sparse_signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Integers, one in eight of which is 1 or -1, the others 0: sums of thousands of their products stay below 256 on
+    the way and at the end, so that bfloat16 holds them exactly, in any order."""
+    drawn = torch.randint(0, 16, shape, generator=generator, device=generator.device)
+    return drawn.eq(1).int() - drawn.eq(0).int()
 
 
 def _seconds_between(earlier: torch.cuda.Event | float, later: torch.cuda.Event | float) -> float:
