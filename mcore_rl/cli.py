@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_rl import __version__
+from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
+from mcore_rl.doctor.command import run as run_doctor
 from mcore_rl.errors import McoreRLError, storage_error
 
 
@@ -57,8 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with it in their name or text")
     keys.add_argument("--json", action="store_true", help="a list of objects")
     keys.set_defaults(run=_keys)
-    doctor = verbs.add_parser("doctor", help="versions, devices, engines found, and what is missing for what")
-    doctor.set_defaults(run=_doctor)
+    text = "versions, devices, engines found, and what is missing for what; --node: a test of devices and network"
+    doctor = verbs.add_parser("doctor", help=text, description=text)
+    add_doctor_arguments(doctor)
+    doctor.set_defaults(run=run_doctor)
     return parser
 
 
@@ -118,12 +122,6 @@ def _keys(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # who reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from mcore_rl.doctor import main as doctor
-
-    return int(doctor())
 
 
 if __name__ == "__main__":

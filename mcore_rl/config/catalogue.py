@@ -34,6 +34,7 @@ UNITS = {
     "layers": "layers",
     "mib": "MiB",
     "nodes": "nodes",
+    "percent": "%",
     "pp": "stages",
     "ranks": "ranks",
     "requests": "sequences",

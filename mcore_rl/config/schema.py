@@ -196,7 +196,11 @@ class SlurmConfig:
     grace_seconds: int = setting(600, minimum=0)
     """Before the time limit SLURM sends USR1: the run saves a checkpoint within this time and is queued again."""
     start_timeout_seconds: int = setting(600, minimum=1)
-    """Nodes that have not passed their check, or not joined the Ray cluster, within this time are excluded."""
+    """Nodes that have not passed their check or test, or not joined the Ray cluster, within this time are excluded."""
+    fabric_test: bool = False
+    """Before Ray starts, every device, node and link between nodes is measured, as by `mcore-rl doctor --node`."""
+    fabric_slow_percent: int = setting(80, minimum=0, maximum=100)
+    """A node that reaches less than this share of the others' median is excluded; 0: only one that fails."""
     cpus_per_node: int | None = setting(None, minimum=1)
     """null: whole nodes, shared with no other job."""
     exclude: str | None = None

@@ -111,6 +111,31 @@ exclude() {
   exit 1
 }
 
+# `examine WHAT DIRECTORY ADVICE COMMAND...` runs a command on every node, which puts its name into the directory if it can
+# take part. Nodes that do not are named with the last words of their log, and the job is queued again without them.
+examine() {
+  local what=$1 directory=$attempt/$2 advice=$3 log=$attempt/${1%% *}- step bad host
+  shift 3
+  on "$num_nodes" "$log" "$@" --attempt "$attempt" &
+  step=$!
+  if ! all_in "$directory" "$step" && [[ -z $preempted_at ]]; then
+    kill -TERM "$step" 2>/dev/null || true
+    bad=$(missing "$directory")
+    for host in $bad; do
+      say "node $host failed its $what: $(tail -n 1 -- "$log$host.log" 2>/dev/null || echo 'no answer')"
+    done
+    # Other nodes would fail in the same way, and a job that has excluded them all waits for ever.
+    if ((num_nodes > 1)) && [[ $(wc -w <<<"$bad") -eq $num_nodes ]]; then
+      say "every node failed its $what, so none is excluded: $advice"
+      exit 1
+    fi
+    # shellcheck disable=SC2086 # one word per node
+    requeue $bad
+  fi
+  await "$step" || true
+  [[ -z $preempted_at ]] || requeue
+}
+
 for name in "${passed[@]}"; do
   if [[ ! -v $name ]]; then
     say "slurm.pass_environment: $name is not set; export it in the shell that calls sbatch, and submit again"
@@ -124,7 +149,7 @@ newest_at_start=$(newest_checkpoint)
 [[ -d $run_dir ]] || { mkdir -p -- "$(dirname -- "$run_dir")" && mkdir -m 700 -- "$run_dir"; }
 (
   umask 077
-  mkdir -p -- "$attempt/checked" "$attempt/joined"
+  mkdir -p -- "$attempt/checked" "$attempt/sound" "$attempt/joined"
   # Tasks read their environment from a file: all users of a node can list command lines.
   printf '%s\n' "$enter" >"$attempt/enter"
   # Ray's processes accept each other by this secret; another job on the same node has another.
@@ -134,24 +159,14 @@ say "start $restart on ${hosts[*]}; logs of the nodes: $attempt"
 unset RAY_AUTH_TOKEN # which would count in its place
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$attempt/token
 
-on "$num_nodes" "$attempt/check-" "${check[@]}" --attempt "$attempt" &
-step=$!
-if ! all_in "$attempt/checked" "$step" && [[ -z $preempted_at ]]; then
-  kill -TERM "$step" 2>/dev/null || true
-  bad=$(missing "$attempt/checked")
-  for host in $bad; do
-    say "node $host failed its check: $(tail -n 1 -- "$attempt/check-$host.log" 2>/dev/null || echo 'no answer')"
+examine check checked "set up the environment of a task with slurm.setup" "${check[@]}"
+if ((${#fabric[@]})); then
+  examine 'fabric test' sound "the report is in $attempt/fabric-${hosts[0]}.log" "${fabric[@]}"
+  # What no node could be blamed for, such as a slow link.
+  { grep -E '^(slow|failing): ' "$attempt/fabric-${hosts[0]}.log" || true; } | while read -r line; do
+    say "fabric test: $line"
   done
-  # Other nodes would fail in the same way, and a job that has excluded them all waits for ever.
-  if ((num_nodes > 1)) && [[ $(wc -w <<<"$bad") -eq $num_nodes ]]; then
-    say "every node failed its check, so none is excluded: set up the environment of a task with slurm.setup"
-    exit 1
-  fi
-  # shellcheck disable=SC2086 # one word per node
-  requeue $bad
 fi
-await "$step" || true
-[[ -z $preempted_at ]] || requeue
 
 on "$num_nodes" "$attempt/node-" "${node[@]}" --attempt "$attempt" &
 cluster_pid=$!

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from mcore_rl.runtime.session import private_directory
+from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
 
 SECONDS_TO_END = 25
@@ -42,14 +43,14 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
         deadline = time.monotonic() + options.timeout_seconds
         while True:
             ray = subprocess.Popen(_command(options, temporary, deadline))
-            address = _wait_for(temporary / "ray_current_cluster", deadline, ray)
+            address = wait_for(temporary / "ray_current_cluster", deadline, ray)
             if address is not None:
                 break
             # Ray (2.60) gives its node 30 seconds to come up, too few for a host that is busy.
             print(f"{node_name()}: ray start failed with exit code {ray.returncode}, trying again", flush=True)
             time.sleep(2)
-        if _is_head():
-            _publish(address, options.attempt / "address")
+        if is_first():
+            publish(address, options.attempt / "address")
         put_name(options.attempt / "joined")
         print(f"{node_name()}: joined {address}", flush=True)
         while not (options.attempt / "stop").exists():
@@ -61,20 +62,16 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
         _end(ray)
 
 
-def _is_head() -> bool:
-    return os.environ["SLURM_NODEID"] == "0"
-
-
 def _command(options: argparse.Namespace, temporary: Path, deadline: float) -> list[str]:
-    if _is_head():
+    if is_first():
         # The port of Ray's client server cannot be 0 (2.60); nothing here connects to it.
         role = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
     else:
-        role = [f"--address={_wait_for(options.attempt / 'address', deadline)}"]
+        role = [f"--address={wait_for(options.attempt / 'address', deadline)}"]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
-        *([f"--node-ip-address={_address_of(interface)}"] if interface else []),
+        *([f"--node-ip-address={address_of(interface)}"] if interface else []),
         f"--node-name={node_name()}",
         f"--temp-dir={temporary}",
         f"--num-cpus={options.cpus}",
@@ -92,34 +89,6 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address by which the collectives reach this node, so that Ray takes the same network."""
-    import psutil
-
-    entries = psutil.net_if_addrs().get(interface, [])
-    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    if not addresses:
-        sys.exit(f"{node_name()}: GLOO_SOCKET_IFNAME={interface} has no IPv4 address here; set it in slurm.environment")
-    return addresses[0]
-
-
-def _wait_for(path: Path, deadline: float, ray: subprocess.Popen[bytes] | None = None) -> str | None:
-    """What the file holds, once it holds something; None when Ray has ended before."""
-    while time.monotonic() < deadline:
-        if path.exists() and (content := path.read_text(encoding="utf-8").strip()):
-            return content
-        if ray is not None and ray.poll() is not None:
-            return None
-        time.sleep(0.2)
-    sys.exit(f"{node_name()}: waited in vain for {path.name}")
-
-
-def _publish(address: str, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(address, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _end(ray: subprocess.Popen[bytes] | None) -> None:

@@ -83,9 +83,25 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"passed=({shlex.join(slurm.pass_environment)})",
         f"container=({_container(slurm, on_gpus=gpus > 0)})",
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
+        f"fabric=({shlex.join(_fabric_test(config))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
         f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_of_the_run(overrides)])})",
     ]
+
+
+def _fabric_test(config: Config) -> list[str]:
+    """The program of every node that tests devices and network; none where the job does without."""
+    slurm, cluster = config.slurm, config.cluster
+    if not slurm.fabric_test:
+        return []
+    options = {
+        "--nodes": cluster.nodes,
+        "--slots": cluster.gpus_per_node,
+        # One stage that hangs is over, and its ranks named, before the time of the whole test is.
+        "--timeout-seconds": max(1, slurm.start_timeout_seconds // 8),
+        "--slow-percent": slurm.fabric_slow_percent,
+    }
+    return ["python", "-m", "mcore_rl.slurm.fabric_node", *_flat(options)]
 
 
 def _of_the_run(overrides: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "runtime": {"types", "config", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
-    "slurm": {"config", "runtime"},
+    "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
     "doctor": {"spec"},
 }
@@ -169,7 +169,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
     [
         ("mcore_rl.config", ["torch", "transformers", "ray", "vllm", "megatron", "numpy"]),
         ("mcore_rl.cli", ["torch", "transformers", "ray", "vllm", "megatron"]),
-        ("mcore_rl.doctor", ["torch", "transformers", "ray", "vllm", "megatron"]),
+        ("mcore_rl.doctor", ["mcore_rl.doctor.checks", "torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
         # The driver, which builds no model: that is seconds of every start.

@@ -82,6 +82,7 @@ CASES = {
     ),
     "python scripts/tiny_checkpoint.py deepseek_v3 DIR": Case(where={"DIR": "deepseek"}, says="wrote deepseek"),
     "mcore-rl doctor": Case(says="torch"),
+    "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
     "make bench": Case(add="advantages", says="advantages"),
 }

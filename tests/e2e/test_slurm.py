@@ -36,6 +36,8 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
     words = [
         *("slurm", "--force", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
         *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
+        # Three nodes of one busy machine: none may be taken for slow.
+        *("slurm.fabric_test=true", "slurm.fabric_slow_percent=0"),
     ]
     done = subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -66,6 +68,9 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     # The run has begun, and long before its first step is over it is asked to stop.
     slurm.wait(lambda: (run_dir / "config.yaml").exists() or says("the run ended"), "the run to begin", log)
     assert slurm.state(job)["NodeList"] == "n[1,3]"
+    reports = [path.read_text() for path in (run_dir / "slurm" / f"{job}.1").glob("fabric-n*.log")]
+    assert sorted(text.splitlines()[-1] for text in reports) == ["n1: sound", "n3: sound"]
+    assert "nodes: 2, slots per node: 1" in "".join(reports)
     slurm.call("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(lambda: restarts() == 2 or says("the run ended"), "the job to be queued again", log)
     assert says("stopped as asked: step 1 is saved"), log.read_text()

@@ -29,6 +29,7 @@ printf '%s=%s|%s|%s\\n' "$2" "$MY_TOKEN" "$PLAIN" "$(stat -c %a "$RAY_AUTH_TOKEN
 attempt=${RAY_AUTH_TOKEN_PATH%/*}
 case $2 in
   *node_check) touch "$attempt/checked/n1" ;;
+  *fabric_node) echo "slow: a link"; [[ $FABRIC == bad ]] || touch "$attempt/sound/n1"; echo "n1: $FABRIC" ;;
   *ray_node) echo 127.0.0.1:1 >"$attempt/address"; touch "$attempt/joined/n1"
     until [[ -e $attempt/stop ]]; do sleep 0.1; done ;;
   *cli) exit 7 ;;
@@ -36,7 +37,9 @@ esac
 """
 
 
-def submit(directory: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def submit(
+    directory: Path, variables: dict[str, str], *, fabric_test: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Runs a job in whose configuration MY_TOKEN is passed on and PLAIN has a value."""
     programs = directory / "bin"
     programs.mkdir()
@@ -44,7 +47,7 @@ def submit(directory: Path, variables: dict[str, str]) -> subprocess.CompletedPr
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     config = Config()
-    config.run.dir, config.cluster.device = "runs/x", "cpu"
+    config.run.dir, config.cluster.device, config.slurm.fabric_test = "runs/x", "cpu", fabric_test
     config.slurm.pass_environment, config.slurm.environment = ["MY_TOKEN"], {"PLAIN": PLAIN}
     overrides = ["slurm.pass_environment=[MY_TOKEN]", f"slurm.environment.PLAIN={PLAIN}", "trainer.steps=3"]
     script = render_job(config, "c.yaml", overrides)
@@ -73,6 +76,22 @@ def test_tasks_get_the_environment_and_no_command_line_shows_it(tmp_path: Path) 
     kept = [path.read_text() for path in run_dir.rglob("*") if path.is_file()]
     assert not [text for text in kept if SECRET in text or "plain value" in text]
     assert not list(run_dir.rglob("token"))
+
+
+def test_the_fabric_is_tested_before_ray_starts_and_a_link_that_is_slow_is_said(tmp_path: Path) -> None:
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "sound"}, fabric_test=True)
+    assert done.returncode == 7, done.stdout + done.stderr
+    tasks = [line.partition("=")[0] for line in (tmp_path / "tasks").read_text().splitlines()]
+    assert tasks == [f"mcore_rl.{task}" for task in ("slurm.node_check", "slurm.fabric_node", "slurm.ray_node", "cli")]
+    assert "mcore-rl job 5: fabric test: slow: a link\n" in done.stdout
+
+
+def test_a_node_to_blame_for_the_fabric_is_named_and_excluded(tmp_path: Path) -> None:
+    done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "bad"}, fabric_test=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node n1 failed its fabric test: n1: bad\n" in done.stdout
+    assert "excluded from now on: n1\n" in done.stdout
+    assert "ray_node" not in (tmp_path / "tasks").read_text()
 
 
 def test_a_variable_that_sbatch_did_not_have_ends_the_job_by_its_name(tmp_path: Path) -> None:

@@ -74,6 +74,14 @@ def test_the_script_is_shell_and_every_word_arrives_as_it_was(tmp_path: Path) ->
     assert done.stdout == f"{NASTY} {NASTY}"
 
 
+def test_the_fabric_test_is_of_all_slots_and_leaves_time_to_name_who_hangs(tmp_path: Path) -> None:
+    assert printed(render_job(config(), "c.yaml"), '"${fabric[@]}"', tmp_path) == [""]
+    made = config(fabric_test=True, fabric_slow_percent=70, start_timeout_seconds=1200)
+    assert printed(render_job(made, "c.yaml"), '"${fabric[@]}"', tmp_path)[3:] == (
+        "--nodes 64 --slots 8 --timeout-seconds 150 --slow-percent 70".split()
+    )
+
+
 def test_a_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
     enter = printed(render_job(config(setup=["source absent.sh"]), "c.yaml"), '"$enter"', tmp_path)[0]
     assert subprocess.run(["bash", "-c", enter, "name", "true"], cwd=tmp_path, check=False).returncode != 0
@@ -131,6 +139,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
         ({"extra": ["constraint=x"]}, "slurm.extra"),
         ({"cpus_per_node": 0}, "slurm.cpus_per_node"),
         ({"start_timeout_seconds": 0}, "slurm.start_timeout_seconds"),
+        ({"fabric_slow_percent": 101}, "slurm.fabric_slow_percent"),
     ],
 )
 def test_what_cannot_become_a_job_is_refused_by_its_key(change: dict[str, object], key: str) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl import doctor
-from mcore_rl.doctor import Check, Need
+from mcore_rl.doctor import checks as machine
+from mcore_rl.doctor import main, report
+from mcore_rl.doctor.checks import Check, Need
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -35,21 +36,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def test_versions_are_those_that_pip_reports() -> None:
-    found = {check.name: check.found for check in doctor.report()}
+    found = {check.name: check.found for check in machine.report()}
     for name in ("megatron-core", "ray", "omegaconf"):
         assert importlib.metadata.version(name) in found[name]
 
 
 def test_apex_absent() -> None:
-    if doctor.has_module("apex"):
+    if machine.has_module("apex"):
         pytest.skip("apex is installed here")
-    check = doctor.check_apex()
+    check = machine.check_apex()
     assert (check.ok, check.found) == (False, "-")
 
 
 def test_unrelated_apex_is_recognised_and_said_to_be_so(install: Callable[..., None]) -> None:
     install("apex", "0.9.10.dev0", "apex/__init__.py")
-    check = doctor.check_apex()
+    check = machine.check_apex()
     assert not check.ok
     assert "unrelated" in check.found
     assert "pip uninstall apex" in check.remedy
@@ -57,12 +58,12 @@ def test_unrelated_apex_is_recognised_and_said_to_be_so(install: Callable[..., N
 
 def test_nvidia_apex_is_recognised(install: Callable[..., None]) -> None:
     install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py")
-    assert doctor.check_apex().ok
+    assert machine.check_apex().ok
 
 
 def test_apex_built_without_its_extensions_does_not_serve(install: Callable[..., None]) -> None:
     install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py")
-    check = doctor.check_apex()
+    check = machine.check_apex()
     assert not check.ok
     assert "amp_C" in check.found
 
@@ -83,13 +84,13 @@ def test_vllm_builds_are_told_apart(
         return real(asked)
 
     monkeypatch.setattr(importlib.metadata, "version", only_the_installed)
-    assert [check.ok for check in doctor.check_vllm()] == [cpu, gpu]
+    assert [check.ok for check in machine.check_vllm()] == [cpu, gpu]
 
 
 def test_a_distribution_without_its_module_is_broken(install: Callable[..., None]) -> None:
     install("half-there", "1.0")
-    package = doctor.Package("half-there", ("half-there",), "half_there", Need.BOTH, "x", "reinstall")
-    check = doctor.check_package(package)
+    package = machine.Package("half-there", ("half-there",), "half_there", Need.BOTH, "x", "reinstall")
+    check = machine.check_package(package)
     assert not check.ok
     assert "broken" in check.found
 
@@ -112,16 +113,16 @@ def checks(**missing: Need) -> list[Check]:
 def test_exit_code_is_0_when_one_path_is_complete(
     missing: dict[str, Need], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "report", lambda: checks(**missing))
-    assert doctor.main([]) == code
+    monkeypatch.setattr(machine, "report", lambda: checks(**missing))
+    assert main([]) == code
     text = capsys.readouterr().out
     assert all(name in text for name in missing)
 
 
 def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_implementation(doctor.implementation())
+    report.print_implementation(report.implementation())
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    chosen = dict(doctor.implementation().choices())
+    chosen = dict(report.implementation().choices())
     assert {"layers", "attention", "experts", "dispatcher", "fp8", "gradient accumulation"} <= chosen.keys()
     for name, choice in chosen.items():
         assert choice.value in lines[name]
@@ -129,18 +130,18 @@ def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.Captu
 
 
 def test_every_missing_thing_says_for_what_and_what_to_do() -> None:
-    assert [c.name for c in doctor.report() if not (c.feature and (c.ok or c.remedy))] == []
+    assert [c.name for c in machine.report() if not (c.feature and (c.ok or c.remedy))] == []
 
 
 def test_shared_memory_is_that_of_the_directory(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    check = doctor.check_shared_memory(str(tmp_path))
-    assert check.ok == (free >= doctor.GIB)
-    assert not doctor.check_shared_memory(str(tmp_path / "absent")).ok
+    check = machine.check_shared_memory(str(tmp_path))
+    assert check.ok == (free >= machine.GIB)
+    assert not machine.check_shared_memory(str(tmp_path / "absent")).ok
 
 
 def test_the_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_table([Check("x", True, "/opt/[cpu]/x", Need.BOTH, "f")])
+    report.print_table([Check("x", True, "/opt/[cpu]/x", Need.BOTH, "f")])
     assert "/opt/[cpu]/x" in capsys.readouterr().out
 
 

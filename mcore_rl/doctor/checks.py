@@ -1,4 +1,4 @@
-"""What this machine has for mcore-rl, what is missing, and for which feature: `mcore-rl doctor`.
+"""What this machine has for mcore-rl, what is missing, and for which feature.
 
 Packages are looked up without importing them (torch alone is imported, to count devices), so a broken one cannot
 take the report down and the answer comes at once.
@@ -6,7 +6,6 @@ take the report down and the answer comes at once.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -19,7 +18,6 @@ from enum import Enum
 from pathlib import Path
 
 from mcore_rl.spec import installed
-from mcore_rl.spec.implementation import Implementation, Wanted, choose
 from mcore_rl.spec.installed import TRANSFORMER_ENGINE, has_module
 
 
@@ -232,84 +230,3 @@ def report() -> list[Check]:
         *check_commands(),
         *check_machine(),
     ]
-
-
-def implementation() -> Implementation:
-    """What a mixture-of-experts model whose experts are spread over nodes would be built from here."""
-    *_, num_devices = torch_devices()
-    capability = None
-    if num_devices:
-        import torch
-
-        capability = torch.cuda.get_device_capability()
-    spread = Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1)
-    return choose(installed.look(cuda=num_devices > 0, capability=capability), spread)
-
-
-def print_implementation(chosen: Implementation) -> None:
-    """What was chosen and why, one line each."""
-    print("\nWhat a mixture-of-experts model on several nodes is built from here:")
-    for name, choice in chosen.choices():
-        print(f"{name:24}{choice.value:20}{choice.why}")
-
-
-def is_complete(checks: Sequence[Check], path: Need) -> bool:
-    """Whether nothing of this path, nor of what every run needs, is missing."""
-    return all(check.ok for check in checks if check.need in (Need.BOTH, path))
-
-
-def verdicts(checks: Sequence[Check]) -> list[str]:
-    lines = []
-    for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
-        missing = [c.name for c in checks if not c.ok and c.need in (Need.BOTH, path)]
-        state = f"complete (cluster.device={device})" if not missing else f"missing {', '.join(missing)}"
-        lines.append(f"{path.value}: {state}")
-    return lines
-
-
-def print_plain(checks: Sequence[Check]) -> None:
-    for check in checks:
-        print(f"{'ok' if check.ok else 'missing':8}{check.name:20}{check.found}  [{check.need.value}: {check.feature}]")
-        if not check.ok:
-            print(f"{'':8}{'':20}-> {check.remedy}")
-
-
-def print_table(checks: Sequence[Check]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "what", "found", "for", "what to do"):
-        table.add_column(title)
-    for check in checks:
-        needed = check.need is not Need.EXTRA
-        mark = Text("✓", "green") if check.ok else Text("✗", "red") if needed else Text("·", "dim")
-        remedy = "" if check.ok else check.remedy
-        # Text, not str: rich would read "[cpu]" in a version or a path as markup.
-        table.add_row(mark, *map(Text, (check.name, check.found, f"{check.feature} ({check.need.value})", remedy)))
-    Console().print(table)
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    """Prints the report; returns 0 when the CPU or the GPU path is complete, else 1."""
-    parser = argparse.ArgumentParser(prog="mcore-rl doctor", description="What is installed, what is missing for what.")
-    parser.add_argument("--missing", action="store_true", help="print only what every run needs and is not there")
-    options = parser.parse_args(arguments)
-    checks = report()
-    complete = [path for path in (Need.CPU, Need.GPU) if is_complete(checks, path)]
-    if options.missing:
-        print_plain([] if complete else [c for c in checks if not c.ok and c.need in (Need.BOTH, Need.CPU)])
-    elif sys.stdout.isatty():
-        print_table(checks)
-    else:
-        print_plain(checks)
-    if not options.missing:
-        print_implementation(implementation())
-        print()
-    print("\n".join(verdicts(checks)))
-    return 0 if complete else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

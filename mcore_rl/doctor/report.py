@@ -1,0 +1,66 @@
+"""What `mcore-rl doctor` prints: the checks, what models are built from here, and which path is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.doctor.checks import Check, Need, torch_devices
+from mcore_rl.spec import installed
+from mcore_rl.spec.implementation import Implementation, Wanted, choose
+
+
+def implementation() -> Implementation:
+    """What a mixture-of-experts model whose experts are spread over nodes would be built from here."""
+    *_, num_devices = torch_devices()
+    capability = None
+    if num_devices:
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+    spread = Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1)
+    return choose(installed.look(cuda=num_devices > 0, capability=capability), spread)
+
+
+def print_implementation(chosen: Implementation) -> None:
+    """What was chosen and why, one line each."""
+    print("\nWhat a mixture-of-experts model on several nodes is built from here:")
+    for name, choice in chosen.choices():
+        print(f"{name:24}{choice.value:20}{choice.why}")
+
+
+def is_complete(checks: Sequence[Check], path: Need) -> bool:
+    """Whether nothing of this path, nor of what every run needs, is missing."""
+    return all(check.ok for check in checks if check.need in (Need.BOTH, path))
+
+
+def verdicts(checks: Sequence[Check]) -> list[str]:
+    lines = []
+    for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
+        missing = [c.name for c in checks if not c.ok and c.need in (Need.BOTH, path)]
+        state = f"complete (cluster.device={device})" if not missing else f"missing {', '.join(missing)}"
+        lines.append(f"{path.value}: {state}")
+    return lines
+
+
+def print_plain(checks: Sequence[Check]) -> None:
+    for check in checks:
+        print(f"{'ok' if check.ok else 'missing':8}{check.name:20}{check.found}  [{check.need.value}: {check.feature}]")
+        if not check.ok:
+            print(f"{'':8}{'':20}-> {check.remedy}")
+
+
+def print_table(checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "what", "found", "for", "what to do"):
+        table.add_column(title)
+    for check in checks:
+        needed = check.need is not Need.EXTRA
+        mark = Text("✓", "green") if check.ok else Text("✗", "red") if needed else Text("·", "dim")
+        remedy = "" if check.ok else check.remedy
+        # Text, not str: rich would read "[cpu]" in a version or a path as markup.
+        table.add_row(mark, *map(Text, (check.name, check.found, f"{check.feature} ({check.need.value})", remedy)))
+    Console().print(table)

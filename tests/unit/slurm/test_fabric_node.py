@@ -1,0 +1,78 @@
+"""A node's part in a job's fabric test: where it meets the others, and what it leaves for the job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.doctor.fabric.board import Address
+from mcore_rl.doctor.fabric.plan import Fabric
+from mcore_rl.doctor.fabric.report import Report
+from mcore_rl.doctor.fabric.supervisor import Limits, Place
+from mcore_rl.doctor.fabric.verdict import Problem
+from mcore_rl.errors import McoreRLError
+from mcore_rl.slurm import fabric_node
+
+
+class Job:
+    """Two nodes, of which the second is to blame; remembers where each was to meet."""
+
+    def __init__(self, attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attempt, self._monkeypatch = attempt, monkeypatch
+        self.places: list[Place] = []
+        (attempt / "sound").mkdir()
+        monkeypatch.setattr(fabric_node, "supervise", self._supervise)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def _supervise(self, place: Place, slots: int, limits: Limits) -> Report:
+        assert (slots, limits) == (2, Limits(3, 80))
+        self.places.append(place)
+        if place.listener is not None:
+            place.listener.close()
+        problem = Problem("slow", "copy", "rank 3 (n2, GPU 1)", "1 GiB/s", (3,), (1,))
+        return Report(Fabric(("n1", "n2"), 2, "cuda"), "H100", (), (problem,))
+
+    def take_part(self, node: int) -> int:
+        self._monkeypatch.setenv("SLURM_NODEID", str(node))
+        self._monkeypatch.setenv("SLURMD_NODENAME", f"n{node + 1}")
+        words = "--nodes 2 --slots 2 --timeout-seconds 3 --slow-percent 80".split()
+        self._monkeypatch.setattr(sys, "argv", ["fabric_node", "--attempt", str(self.attempt), *words])
+        return fabric_node.main()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(tmp_path, monkeypatch)
+
+
+def test_the_others_meet_where_the_first_node_listens(job: Job) -> None:
+    job.take_part(0)
+    job.take_part(1)
+    first, second = job.places
+    assert first.address == second.address == Address("127.0.0.1", first.address.port)
+    assert first.listener is not None
+    assert (second.index, second.num_nodes, second.host, second.listener) == (1, 2, "n2", None)
+
+
+def test_a_node_to_blame_says_so_last_and_leaves_no_name(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job.take_part(0) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert "slow: copy: rank 3 (n2, GPU 1): 1 GiB/s" in first
+    assert first[-1] == "n1: sound"
+    assert job.take_part(1) == 1
+    assert capsys.readouterr().out.splitlines() == ["n2: slow: copy: rank 3 (n2, GPU 1): 1 GiB/s"]
+    assert [path.name for path in (job.attempt / "sound").iterdir()] == ["n1"]
+
+
+def test_a_test_that_does_not_take_place_is_said(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> Report:
+        raise McoreRLError("node 0 does not answer")
+
+    job.take_part(0)
+    monkeypatch.setattr(fabric_node, "supervise", lost)
+    assert job.take_part(1) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "n2: node 0 does not answer"
