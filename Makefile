@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint type bench slurm
+.PHONY: help setup demo test gpu lint type bench slurm
 
 EXTRA ?= cpu
 PY := .venv/bin/python
@@ -20,6 +20,11 @@ demo: setup ## warm-start a tiny MoE, improve it with DAPO, accuracy before and 
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
 	@$(PY) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+
+gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
+gpu: setup ## tests and benchmarks that need a GPU; without one, what each of them needs; ARGS as for test
+	@code=0; $(PY) -m pytest tests/gpu -q -ra --no-fold-skipped $(ARGS) || code=$$?; \
+	$(PY) -m benchmarks --gpu --save || code=$$?; exit $$code
 
 lint: setup ## ruff: rules and format
 	@$(PY) -m ruff check .

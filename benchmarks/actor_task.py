@@ -32,10 +32,10 @@ LEARNING_RATE = 1e-5
 CLIP = 0.2
 
 
-def write_model(directory: Path) -> Path:
-    """config.json alone: weights are random."""
+def write_model(directory: Path, **changes: Any) -> Path:
+    """config.json alone, with `changes` of MODEL: weights are random."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(MODEL | changes), encoding="utf-8")
     return directory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,12 +26,14 @@ GRACE_SECONDS = 20.0
 
 
 def run_isolated(name: str, benchmark: Benchmark) -> Outcome:
-    """The outcome of one benchmark; its own output goes to stderr. Nothing that it started outlives this call."""
+    """The outcome of one benchmark; its own output goes to stderr. Nothing that it started outlives this call, and it
+    sees no GPU unless it needs one."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as directory:
         answer = Path(directory) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.isolation", benchmark.module, str(answer)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
+        environment = dict(os.environ) if benchmark.gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment)
         try:
             code = process.wait(benchmark.timeout_seconds)
         except subprocess.TimeoutExpired:

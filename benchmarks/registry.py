@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`timeout_seconds` is several times what it takes on two idle cores."""
+    """`timeout_seconds` is several times what it takes on two idle cores. `gpu`: it needs one."""
 
     module: str
     timeout_seconds: int
     about: str
+    gpu: bool = False
 
 
 BENCHMARKS = {
@@ -27,4 +28,16 @@ BENCHMARKS = {
     "transforms": Benchmark("benchmarks.transforms", 300, "fused QKV and expert weights, beside one memcpy"),
     "handover": Benchmark("benchmarks.handover", 300, "weights through shared memory, beside one memcpy"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
+    "gpu_updates": Benchmark(
+        "benchmarks.gpu.updates", 1800, "updates that fill a GPU, beside a matrix product", gpu=True
+    ),
+    "gpu_memory": Benchmark("benchmarks.gpu.memory", 1800, "the peak of an update, beside the plan's", gpu=True),
+    "gpu_logprobs": Benchmark(
+        "benchmarks.gpu.logprobs", 300, "log-probabilities, beside their matrix product", gpu=True
+    ),
+    "gpu_host_optimizer": Benchmark(
+        "benchmarks.gpu.host_optimizer", 900, "a step with its state in host memory, beside the bus", gpu=True
+    ),
+    "gpu_handover": Benchmark("benchmarks.gpu.handover", 600, "GPU to shared memory to GPU, beside a copy", gpu=True),
+    "gpu_ipc": Benchmark("benchmarks.gpu.ipc", 300, "another process's memory on the GPU, beside a copy", gpu=True),
 }

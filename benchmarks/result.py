@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge}
+
+
+NO_GPU = "needs a CUDA device"
 
 
 class SkippedError(Exception):
@@ -49,6 +53,36 @@ class Result:
         if sign not in _COMPARISONS:
             raise ValueError(f"{self.name}: aim {self.aim!r} must be '<= number' or '>= number'")
         return _COMPARISONS[sign], float(bound)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What figures belong to. `device` is the GPU's name, or cpu; `driver` NVIDIA's, empty without one; `versions` of
+    packages by name, what is absent left out."""
+
+    date: str
+    processor: str
+    cores: int
+    load: float
+    threads: str
+    device: str
+    driver: str
+    versions: dict[str, str]
+
+    @property
+    def line(self) -> str:
+        """The same in one line."""
+        device = "" if self.device == "cpu" else f"{self.device}, driver {self.driver or 'unknown'}; "
+        versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{self.date}  {device}{self.processor}, {self.cores} cores, load {self.load:.1f}, "
+            f"{self.threads} thread(s) per process; {versions}"
+        )
+
+    @property
+    def slug(self) -> str:
+        """The device's name as a part of a file's."""
+        return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
 
 
 @dataclass(frozen=True)

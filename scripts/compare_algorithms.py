@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks, 
 
 from demo import DEMOS, ROOT, train
 
-from benchmarks.__main__ import machine
+from benchmarks.machine import look
 from mcore_rl.config import load_config
 from mcore_rl.observe.metrics import read_metrics
 
@@ -87,7 +87,9 @@ def main() -> None:
     results = {name: measure(name, options.steps) for name in names}
     print(table(results))
     path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-algorithms.json"
-    path.write_text(json.dumps({"machine": machine(), "algorithms": results}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"machine": look(gpu=False).line, "algorithms": results}, indent=1) + "\n", encoding="utf-8"
+    )
     print(path)
 
 

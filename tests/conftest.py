@@ -6,7 +6,6 @@ looked up by the segment prefix of the project; only segments that no living pro
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -37,7 +36,10 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "cuda(only=False): needs a CUDA device; only: and no CPU in its place")
+    config.addinivalue_line("markers", "gpus(count): needs so many of them")
+    config.addinivalue_line("markers", "te: needs transformer-engine")
+    config.addinivalue_line("markers", "vllm: needs vLLM for CUDA")
     config.addinivalue_line("markers", "slow: takes more than about 20 seconds")
     config.addinivalue_line(
         "markers", "on_demand: run with MCORE_RL_EVERY_TEST=1 only; what it covers, others do in part"
@@ -45,25 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_items = [item for item in items if "gpu" in item.path.relative_to(Path(__file__).parent).parts[:-1]]
-    gpu_items += [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_cuda():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest first, so that no process is left with one of them when the others have nothing more to do.
     items.sort(key=lambda item: next((place for place, room in enumerate(ROOMS) if room in item.path.parts), -1))
     if not EVERY_TEST:
         for item in items:
             if item.get_closest_marker("on_demand"):
                 item.add_marker(pytest.mark.skip(reason="on demand: MCORE_RL_EVERY_TEST=1"))
-
-
-def _has_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="module", autouse=True)

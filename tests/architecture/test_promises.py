@@ -50,6 +50,6 @@ def test_names_say_what_is_inside() -> None:
     assert [str(path) for path in python_files() if path.stem in VAGUE_NAMES or path.parent.name in VAGUE_NAMES] == []
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "type", "bench"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "gpu", "lint", "type", "bench"])
 def test_make_targets_exist(target: str) -> None:
     assert any(line.startswith(f"{target}:") for line in (ROOT / "Makefile").read_text().splitlines())

@@ -1,6 +1,8 @@
-"""Runs a function on n processes that share a gloo group; a rank that fails or hangs ends them all.
+"""Runs a function on n processes that share a process group; a rank that fails or hangs ends them all.
 
-Processes fork from one server that has imported megatron.core already, so a launch costs milliseconds, not seconds.
+On the CPU they share a gloo group, see no GPU, and fork from one server that has imported megatron.core already, so a
+launch costs milliseconds, not seconds. A process that has asked for CUDA devices must not fork: ranks on GPUs start
+anew, each with a GPU of its own, and share an NCCL group.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,12 +37,29 @@ _context.set_forkserver_preload(
 )
 
 
+_spawning = multiprocessing.get_context("spawn")
+
+
 class RankFailedError(AssertionError):
     """A rank raised, died or hung; the message is its traceback."""
 
 
-def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 90.0) -> list[Any]:
-    """Calls function(rank, *args) on every rank, in a gloo group of num_ranks, and returns what each returned.
+@dataclass(frozen=True)
+class _Rank:
+    """One process of the group that meets in the file `store`."""
+
+    index: int
+    num_ranks: int
+    store: str
+    timeout_seconds: float
+    device: str
+
+
+def launch(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 90.0, device: str = "cpu"
+) -> list[Any]:
+    """Calls function(rank, *args) on every rank, in a group of num_ranks, and returns what each returned. `device` is
+    cpu, or cuda: then rank i has GPU i.
 
     The function must be importable (top level of a module), arguments and results picklable (send numpy or lists
     rather than tensors). The group is destroyed whatever happens.
@@ -49,7 +69,8 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_sec
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
-        ranks = [_start(function, rank, num_ranks, store, args, timeout_seconds) for rank in range(num_ranks)]
+        places = [_Rank(index, num_ranks, store, timeout_seconds, device) for index in range(num_ranks)]
+        ranks = [_start(function, place, args) for place in places]
         try:
             return _collect(ranks, time.monotonic() + timeout_seconds)
         finally:
@@ -61,14 +82,29 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_sec
                 connection.close()
 
 
-def _start(
-    function: Callable[..., Any], rank: int, num_ranks: int, store: str, args: tuple[Any, ...], timeout_seconds: float
-) -> tuple[Any, Connection]:
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=_run, args=(theirs, function, rank, num_ranks, store, args, timeout_seconds))
-    process.start()
+def _start(function: Callable[..., Any], place: _Rank, args: tuple[Any, ...]) -> tuple[Any, Connection]:
+    context: Any = _context if place.device == "cpu" else _spawning
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, function, place, args))
+    with _environment_of(place.device):
+        process.start()
     theirs.close()
     return process, ours
+
+
+@contextmanager
+def _environment_of(device: str) -> Iterator[None]:
+    """While a process starts that inherits it; the fork server does with the first rank."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if device == "cpu":
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
@@ -93,15 +129,7 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _run(
-    connection: Connection,
-    function: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
-    store: str,
-    args: tuple[Any, ...],
-    timeout_seconds: float,
-) -> None:
+def _run(connection: Connection, function: Callable[..., Any], place: _Rank, args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -110,14 +138,16 @@ def _run(
     if _preloaded_first:  # the fork server passes over what it cannot import
         importlib.import_module(SIMULATED_ENGINE)
     try:
+        if place.device == "cuda":
+            torch.cuda.set_device(place.index)
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=timeout_seconds),
+            "gloo" if place.device == "cpu" else "nccl",
+            init_method=f"file://{place.store}",
+            rank=place.index,
+            world_size=place.num_ranks,
+            timeout=timedelta(seconds=place.timeout_seconds),
         )
-        connection.send((True, function(rank, *args)))
+        connection.send((True, function(place.index, *args)))
         # A rank that leaves while another still reads from it would break that one's last collective.
         if dist.is_initialized():
             dist.barrier()

@@ -166,7 +166,7 @@ def hf_pieces(actor: Any) -> list[Any]:
     from model_converters.mapping.plan import export_pieces
 
     return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().numpy().copy())
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().cpu().numpy().copy())
         for plan, piece, view in export_pieces(actor.export_plan(), actor.tensors(), actor.rank)
     ]
 

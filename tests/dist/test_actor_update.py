@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.types import Metric, merge_metrics
+from mcore_rl.types import Metric
 from tests.dist import policy_batch
 from tests.dist.launch import launch
-from tests.tiny_models import checkpoint_tensors, write_tiny_model
+from tests.dist.two_updates import join, make_actor, make_config, reference, train
+from tests.tiny_models import write_tiny_model
 
-LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
-# Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
-EPS = 1e-2
 REPLICATED = {"distributed_optimizer": False}
 GRADIENTS = {"overlap_grad_reduce": True}
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -57,123 +55,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(write_tiny_model(root / kind, kind)) for kind in ("qwen3", "qwen3_moe", "deepseek_v3")}
 
 
-def _config(directory: str, parallel: dict[str, int]) -> Any:
-    config = policy_batch.config(directory, parallel, 24)
-    optimizer = config.actor.optimizer
-    optimizer.lr, optimizer.warmup_steps, optimizer.eps = LR, WARMUP, EPS
-    optimizer.weight_decay, optimizer.clip_grad = WEIGHT_DECAY, CLIP_GRAD
-    return config
-
-
-def _actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[Any]]:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.roles.actor import MegatronActor
-
-    config = _config(directory, parallel)
-    for section, values in changes.items():
-        for name, value in values.items():
-            setattr(getattr(config, section), name, value)
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
-    dp = actor.layout.coordinates(rank).dp
-    return actor, [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
-
-
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]], Any]]:
-    """By case: final weights by HF name, merged metrics of the pass before the updates and of each one, and the final
-    policy's log-probabilities of the first update's samples."""
+    """By case, as `join` has it."""
     joined = {}
     for size, cases in CASES.items():
-        ranks = launch(_train, size, directories, cases)
-        for name in cases:
-            weights = policy_batch.assemble([rank[name][0] for rank in ranks])
-            joined[name] = (
-                weights,
-                [merge_metrics(list(parts)) for parts in zip(*(r[name][1] for r in ranks), strict=True)],
-                _whole([rank[name][2] for rank in ranks]),
-            )
+        ranks = launch(train, size, directories, cases)
+        joined |= {name: join(ranks, name) for name in cases}
     return joined
-
-
-def _whole(ranks: list[dict[int, Any]]) -> dict[int, np.ndarray]:
-    """Every sample's values, from which of them each rank has, and its own."""
-    whole: dict[int, np.ndarray] = {}
-    for sample, (held, values) in (item for rank in ranks for item in rank.items()):
-        whole.setdefault(sample, np.full(len(held), np.nan, np.float32))[held] = values
-    return whole
-
-
-def _train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
-    from mcore_rl.megatron.optim import optimizer
-
-    optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules wait for buckets of their own
-    results = {}
-    for name, (kind, parallel, *changes) in cases.items():
-        actor, shares = _actor(rank, directories[kind], parallel, actor=dict(*changes))
-        chunks = policy_batch.chunks()
-        compared = actor.compare(shares[0], chunks)
-        # The first share twice, as a second epoch gives it: its samples must be recomputed once.
-        batch, recomputed = actor.recompute_logp([*shares, shares[0]], chunks)
-        metrics = [recomputed, *(actor.update(batch, index) for index in range(len(shares)))]
-        # The first update finds out itself what the pass before it would have found of its samples.
-        found = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
-        metrics[0] = merge_metrics([metrics[0], found])
-        metrics.append(compared)
-        # Straight behind the step, before anything has gathered parameters.
-        batch, _ = actor.recompute_logp(shares[::-1], chunks)
-        after = {
-            sample: (policy_batch.held(sample, actor.layout, rank), logp.numpy().copy())
-            for sample, logp in batch.old_logp.items()
-        }
-        actor.gather_parameters()
-        results[name] = policy_batch.hf_pieces(actor), metrics, after
-    return results
 
 
 @pytest.fixture(scope="module")
 def references(directories: dict[str, str]) -> dict[str, tuple[Any, ...]]:
-    return {kind: _reference(directory) for kind, directory in directories.items()}
-
-
-def _reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[int, torch.Tensor]]:
-    model = policy_batch.reference_model(directory)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, eps=EPS, betas=(0.9, 0.999))
-    with torch.no_grad():
-        old = {
-            sample: policy_batch.reference_logp(model, sample)[0]
-            for update in policy_batch.UPDATES
-            for sample in update
-        }
-        plain = {s: policy_batch.reference_logp(model, s, temperature=1.0)[0] for s in policy_batch.UPDATES[0]}
-    metrics = [_differences(old)]
-    for index, samples in enumerate(policy_batch.UPDATES):
-        optimizer.zero_grad()
-        loss, figures = policy_batch.reference_loss(model, samples, old)
-        loss.backward()
-        rate = LR * min(1, (index + 1) / (WARMUP + 1))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        figures |= {"actor/loss": float(loss.detach()), "actor/lr": rate}
-        figures["actor/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD))
-        figures["actor/trained_tokens"] = sum(int(policy_batch.trained(sample).sum()) for sample in samples)
-        optimizer.step()
-        metrics.append(figures)
-    metrics.append(_differences(plain))  # of the comparison, which is made before the updates
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
-    with torch.no_grad():
-        after = {sample: policy_batch.reference_logp(model, sample)[0] for sample in policy_batch.UPDATES[0]}
-    return checkpoint_tensors(model, weights), metrics, after
-
-
-def _differences(logp: dict[int, torch.Tensor]) -> dict[str, float]:
-    given = {s: policy_batch.logp_rollout(s)[policy_batch.trained(s) > 0] for s in logp}
-    found = torch.cat([(logp[s] - torch.from_numpy(given[s])).abs() for s in sorted(logp)])
-    return {"rollout/logp_diff_mean": float(found.mean()), "rollout/logp_diff_max": float(found.max())}
+    return {kind: reference(directory) for kind, directory in directories.items()}
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
@@ -191,8 +85,8 @@ def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, resu
 def test_metrics_merged_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]][1]
     reported = results[case][1]
-    for ours, reference in zip(reported, expected, strict=True):
-        assert {name: ours[name].value for name in reference} == pytest.approx(reference, rel=2e-4, abs=2e-6)
+    for ours, theirs in zip(reported, expected, strict=True):
+        assert {name: ours[name].value for name in theirs} == pytest.approx(theirs, rel=2e-4, abs=2e-6)
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
@@ -223,7 +117,7 @@ def test_a_non_finite_update_stops_every_rank_and_changes_nothing(directories: d
 
 
 def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
-    actor, shares = _actor(rank, directories["qwen3_moe"], {"ep": 2})
+    actor, shares = make_actor(rank, directories["qwen3_moe"], {"ep": 2})
     chunks = policy_batch.chunks()
     batch, _ = actor.recompute_logp(shares, chunks)
     actor.update(batch, 0)
@@ -320,7 +214,7 @@ def _supervised_actor(rank: int, directory: str, loss: dict[str, Any], dtype: st
     from mcore_rl.config.algorithm import PolicyLossConfig
 
     algorithm = {"policy_loss": PolicyLossConfig(**loss), "entropy_coefficient": 0.0}
-    return _actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})
+    return make_actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})
 
 
 def test_the_schedule_has_no_update_at_rate_zero(directories: dict[str, str], tmp_path: Path) -> None:
@@ -340,10 +234,10 @@ def _rates(rank: int, directories: dict[str, str]) -> list[float]:
 
     optimizer = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "schedule": "cosine"}
     trainer = {"steps": 3, "prompts_per_step": 8, "prompts_per_update": 4, "update_epochs": 1}
-    config = _config(directories["qwen3"], {})
+    config = make_config(directories["qwen3"], {})
     for name, value in optimizer.items():
         setattr(config.actor.optimizer, name, value)
-    actor, _ = _actor(rank, directories["qwen3"], {}, actor=vars(config.actor), trainer=trainer)
+    actor, _ = make_actor(rank, directories["qwen3"], {}, actor=vars(config.actor), trainer=trainer)
     rates = []
     for _ in range(6):
         rates.append(learning_rate(actor.optimizer))
@@ -367,7 +261,7 @@ def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -
 
     chunks, ends = policy_batch.chunks(), []
     for resumed in (False, True):
-        actor, shares = _actor(rank, directory, sizes)
+        actor, shares = make_actor(rank, directory, sizes)
         if resumed:
             load_checkpoint(checkpoint, actor)
         else:
@@ -387,7 +281,7 @@ def test_the_first_update_remembers_the_old_policy_for_further_epochs(directorie
 
 
 def _old_policy(rank: int, directory: str) -> list[dict[int, np.ndarray]]:
-    actor, shares = _actor(rank, directory, {})
+    actor, shares = make_actor(rank, directory, {})
     chunks = policy_batch.chunks()
     later, _ = actor.recompute_logp([shares[1], shares[0]], chunks)
     recomputed = {sample: later.old_logp[sample].numpy().copy() for sample in policy_batch.UPDATES[0]}

@@ -10,56 +10,12 @@ from torch.distributed import group as process_group
 from mcore_rl.megatron.step import logprobs
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from tests.dist.launch import launch
+from tests.dist.projection import HIDDEN, TOKENS, VOCABULARY, assert_close, fused, inputs, reference
 
-TOKENS, HIDDEN, VOCABULARY = 37, 16, 120
 TEMPERATURES = (1.0, 0.7)
 # Relative to the largest entry: a float32 logit of 60 is off by up to 4e-6, and that is the relative error of its
 # probability. bfloat16 operands (the reference sees the rounded ones) add only the rounding of the gradients returned.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
-Results = dict[str, torch.Tensor]
-
-
-def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    # Logits up to about +-40: exponentials overflow unless the maximum is subtracted.
-    weight = (3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).to(dtype)
-    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    targets[:2] = torch.tensor([0, VOCABULARY - 1])
-    return hidden, weight, targets
-
-
-def _upstream() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(6)
-    return torch.randn(TOKENS, generator=generator), torch.randn(TOKENS, generator=generator)
-
-
-def _reference(dtype: torch.dtype, temperature: float) -> Results:
-    hidden, weight, targets = _inputs(dtype)
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = torch.log_softmax(hidden @ weight.t() / temperature, -1)
-    logp = log_p.gather(1, targets[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    grad_logp, grad_entropy = _upstream()
-    ((logp * grad_logp).sum() + (entropy * grad_entropy).sum()).backward()
-    return {"logp": logp, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
-
-
-def _fused(dtype: torch.dtype, temperature: float, chunk: int, shard: slice, group: object = None) -> Results:
-    hidden, weight, targets = _inputs(dtype)
-    hidden, weight = hidden.requires_grad_(), weight[shard].contiguous().requires_grad_()
-    logp, entropy = linear_logp_entropy(
-        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, group=group
-    )
-    grad_logp, grad_entropy = _upstream()
-    ((logp * grad_logp).sum() + (entropy * grad_entropy).sum()).backward()
-    return {"logp": logp, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
-
-
-def _assert_close(ours: Results, reference: Results, tolerance: float) -> None:
-    for name, expected in reference.items():
-        error = (ours[name].double() - expected).abs().max() / expected.abs().max()
-        assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -69,10 +25,10 @@ def test_values_and_gradients_equal_log_softmax_for_any_tiling(
     dtype: torch.dtype, temperature: float, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
-    ours = _fused(dtype, temperature, chunk, slice(None))
+    ours = fused(dtype, temperature, chunk, slice(None))
     assert ours["logp"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert ours["hidden"].dtype == ours["weight"].dtype == dtype
-    _assert_close(ours, _reference(dtype, temperature), TOLERANCE[dtype])
+    assert_close(ours, reference(dtype, temperature), TOLERANCE[dtype])
 
 
 def test_two_vocabulary_shards_equal_one() -> None:
@@ -85,14 +41,14 @@ def test_two_vocabulary_shards_equal_one() -> None:
         }
         for part in parts:  # every rank has the whole result
             ours = {"logp": part["logp"], "entropy": part["entropy"], **joined}
-            _assert_close(ours, _reference(torch.float32, temperature), TOLERANCE[torch.float32])
+            assert_close(ours, reference(torch.float32, temperature), TOLERANCE[torch.float32])
     assert np.array_equal(ranks[0][0]["logp"], ranks[1][0]["logp"])
 
 
 def _shard_worker(rank: int) -> list[dict[str, np.ndarray]]:
     half = VOCABULARY // 2
     shard = slice(rank * half, (rank + 1) * half)
-    results = [_fused(torch.float32, temperature, 8, shard, process_group.WORLD) for temperature in TEMPERATURES]
+    results = [fused(torch.float32, temperature, 8, shard, process_group.WORLD) for temperature in TEMPERATURES]
     empty = torch.empty(0, HIDDEN, requires_grad=True)
     logp, entropy = linear_logp_entropy(
         empty, torch.ones(half, HIDDEN), torch.empty(0, dtype=torch.int64), group=process_group.WORLD
@@ -104,7 +60,7 @@ def _shard_worker(rank: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("vocab_size", [VOCABULARY - 7, VOCABULARY // 2])
 def test_padding_of_the_vocabulary_counts_for_nothing(vocab_size: int) -> None:
     """On two ranks, the second of which is padding in part or altogether."""
-    hidden, weight, targets = _inputs(torch.float64)
+    hidden, weight, targets = inputs(torch.float64)
     hidden.requires_grad_()
     weight = weight[:vocab_size].requires_grad_()
     log_p = torch.log_softmax(hidden @ weight.t(), -1)
@@ -123,7 +79,7 @@ def test_padding_of_the_vocabulary_counts_for_nothing(vocab_size: int) -> None:
 
 
 def _padded_worker(rank: int, vocab_size: int) -> dict[str, np.ndarray]:
-    hidden, weight, targets = _inputs(torch.float64)
+    hidden, weight, targets = inputs(torch.float64)
     half = VOCABULARY // 2
     hidden, weight = hidden.requires_grad_(), weight[rank * half : (rank + 1) * half].contiguous().requires_grad_()
     logp, entropy = linear_logp_entropy(
@@ -136,7 +92,7 @@ def _padded_worker(rank: int, vocab_size: int) -> dict[str, np.ndarray]:
 def test_without_entropy_the_log_probability_and_its_gradient_are_the_same() -> None:
     grads = []
     for compute_entropy in (True, False):
-        hidden, weight, targets = _inputs(torch.float32)
+        hidden, weight, targets = inputs(torch.float32)
         hidden.requires_grad_()
         logp, entropy = linear_logp_entropy(hidden, weight, targets, compute_entropy=compute_entropy)
         logp.sum().backward()
@@ -147,7 +103,7 @@ def test_without_entropy_the_log_probability_and_its_gradient_are_the_same() -> 
 
 
 def test_a_hidden_state_that_is_not_finite_shows_in_its_own_token_only() -> None:
-    hidden, weight, targets = _inputs(torch.float32)
+    hidden, weight, targets = inputs(torch.float32)
     hidden[3, 2] = torch.nan
     logp, _ = linear_logp_entropy(hidden, weight, targets)
     assert torch.isfinite(logp).tolist() == [token != 3 for token in range(TOKENS)]

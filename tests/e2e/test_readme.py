@@ -88,6 +88,7 @@ CASES = {
 }
 NOT_RUN = {
     "make test": "this suite",
+    "make gpu": "fills a GPU where there is one; tests/unit/test_gpu_tests.py runs it where there is none",
     "make setup EXTRA=gpu": "installs the CUDA packages",
     "scripts/setup_trl.sh": "installs a peer of the benchmarks",
     "scripts/setup_mbridge.sh": "installs a peer of the benchmarks",

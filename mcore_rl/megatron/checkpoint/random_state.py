@@ -32,10 +32,11 @@ def random_state_object(model: RankModel) -> StateObject:
 
 
 def restore_random_state(model: RankModel, reader: DcpReader, *, same_layout: bool, updates_done: int) -> None:
-    """The saved streams where the layout is the same; else streams seeded by run.seed and the number of updates, so
-    that a resumed run is repeatable and does not draw again what it drew before."""
-    if same_layout:
-        state = reader.read_object(_key(model))
+    """The saved streams where the layout is the same, and the kind of device; else streams seeded by run.seed and the
+    number of updates, so that a resumed run is repeatable and does not draw again what it drew before."""
+    state = reader.read_object(_key(model)) if same_layout else None
+    # The states of a GPU's generator and of a CPU's differ in size, and neither takes the other's.
+    if state is not None and state["device"].shape == _get_all_rng_states()[1].shape:
         _set_all_rng_states(state["host"], state["device"], state["named"])
     else:
         parallel.seed_streams(model.config.run.seed + _UPDATES_BETWEEN_SEEDS * updates_done)

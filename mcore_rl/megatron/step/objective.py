@@ -139,16 +139,19 @@ class Objective:
         loss = weighted.sum()
         with torch.no_grad():
             tokens = len(batch.targets)
-            suspects = torch.stack((logp, weighted, entropy)) if tokens else None
+            suspects = torch.stack((logp, weighted, entropy))
+            # One transfer for all of them: each would wait for the device.
+            sums = [loss, entropy.sum(dtype=torch.float64), torch.isfinite(suspects).all()]
+            loss_sum, entropy_sum, finite = torch.stack([each.double() for each in sums]).tolist()
             report = MicroBatchReport(
-                loss=float(loss),
+                loss=loss_sum,
                 metrics={
-                    "actor/entropy": Mean(float(entropy.sum(dtype=torch.float64)), tokens),
+                    "actor/entropy": Mean(entropy_sum, tokens),
                     **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
                     **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
                     **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
                 },
-                non_finite=non_finite_samples(batch, suspects),
+                non_finite=() if finite else non_finite_samples(batch, suspects),
             )
         return loss, report
 

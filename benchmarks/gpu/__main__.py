@@ -1,0 +1,38 @@
+"""`python -m benchmarks.gpu`: tries out the code of every benchmark here at a tiny size on the CPU. Its figures mean
+nothing; `python -m benchmarks --gpu` measures."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.gpu.models import TINY, TINY_MOE
+from benchmarks.registry import BENCHMARKS
+from benchmarks.result import Outcome
+from benchmarks.table import render
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpu_updates": {"sizes": (TINY, TINY_MOE), "edge": 256},
+    "gpu_memory": {"sizes": (TINY, replace(TINY_MOE, recompute="full"))},
+    "gpu_logprobs": {"tokens": 256, "hidden": 64, "vocabulary": 1000},
+    "gpu_host_optimizer": {"size": TINY, "piece_bytes": 1 << 20},
+    "gpu_handover": {"layers": 1, "bucket_mib": 8.0, "rounds": 2},
+    "gpu_ipc": {"num_bytes": 1 << 20},
+}
+
+
+def main() -> None:
+    """Raises what a benchmark raises."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    outcomes = []
+    for name, benchmark in BENCHMARKS.items():
+        if benchmark.gpu:
+            results = importlib.import_module(benchmark.module).run("cpu", **SIZES[name])
+            outcomes.append(Outcome(name, tuple(results)))
+    print(render("tiny sizes on a CPU", outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A step of the optimizer whose state is in host memory, beside the bytes that it must move over the bus.
+
+The limit copies as many bytes both ways at once, on two streams from and to pinned memory: what a step that hides its
+arithmetic and one direction behind the other would take.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from benchmarks.actor_task import trajectories
+from benchmarks.gpu.clock import medians, synchronize
+from benchmarks.gpu.machine import require
+from benchmarks.gpu.models import DENSE, Size, one_actor, size_of
+from benchmarks.result import Result
+
+STATE_BYTES = 12
+"""Per parameter and direction: main parameter and two moments."""
+PIECE = 1 << 28
+"""Bytes that the limit copies at a time."""
+MIDDLE = replace(DENSE, layers=8)
+
+
+def run(device: str = "cuda", size: Size = MIDDLE, piece_bytes: int = PIECE) -> list[Result]:
+    require(device)
+    with one_actor(size, device, cpu_offload=True) as (actor, fields):
+        share, buffers = trajectories(np.full(size.responses, size.longest))
+        actor.accumulate_gradients(actor.recompute_logp([share], [buffers])[0], 0)
+        (seconds,) = medians([lambda: actor.optimizer.step()], device)
+    parameters = size_of(fields).total
+    limit = _both_ways(STATE_BYTES * parameters, device, piece_bytes)
+    note = f"{STATE_BYTES * parameters / 1e9:.2f} GB each way; {2 * STATE_BYTES * parameters / seconds / 1e9:.1f} GB/s"
+    name = f"optimizer step in pieces, {parameters / 1e9:.2f}B parameters"
+    return [Result(name, seconds * 1e3, limit * 1e3, "ms", seconds / limit, note=note)]
+
+
+def _both_ways(num_bytes: int, device: str, piece_bytes: int) -> float:
+    """Seconds of copying so many bytes to the device and so many back."""
+    cuda = device == "cuda"
+    host = [torch.zeros(piece_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+    there = [torch.zeros(piece_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)] if cuda else [None, None]
+    pieces = -(-num_bytes // piece_bytes)
+
+    def copy() -> None:
+        for _ in range(pieces):
+            for direction, stream in enumerate(streams):
+                source, target = (host[0], there[0]) if direction == 0 else (there[1], host[1])
+                with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    target.copy_(source, non_blocking=True)
+        synchronize(device)
+
+    (seconds,) = medians([copy], device)
+    return seconds * num_bytes / (pieces * piece_bytes)

@@ -1,0 +1,44 @@
+"""A tensor of one process's GPU copied by another process that opens its CUDA IPC handle, beside a copy on the device.
+
+Nothing of the product goes this way yet: the figure says what it could be had for.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import torch
+import torch.multiprocessing
+
+from benchmarks.gpu.clock import medians
+from benchmarks.gpu.machine import require
+from benchmarks.result import Result
+
+NUM_BYTES = 1 << 30
+
+
+def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
+    require(device)
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    context = torch.multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    handles = context.Queue()  # torch sends handles of tensors through its own queues
+    process = context.Process(target=_copy, args=(theirs, handles, device), daemon=True)
+    process.start()
+    handles.put(source)
+    (alone,) = medians([lambda: target.copy_(source)], device)
+    seconds, total = connection.recv()
+    connection.send(None)  # the source lives until the other process has let go of it
+    process.join()
+    assert total == int(source.sum(dtype=torch.int64))
+    rate, limit = num_bytes / seconds / 1e9, num_bytes / alone / 1e9
+    return [Result(f"copy by IPC handle, {num_bytes / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]
+
+
+def _copy(connection: Connection, handles: torch.multiprocessing.Queue, device: str) -> None:
+    source = handles.get()
+    target = torch.zeros_like(source)
+    (seconds,) = medians([lambda: target.copy_(source)], device)
+    connection.send((seconds, int(target.sum(dtype=torch.int64))))
+    connection.recv()

@@ -1,0 +1,95 @@
+"""The most memory that an update takes, beside what `plan` says of it for the layers that are built here.
+
+Without a GPU the process's resident memory stands in for the device's, which proves nothing but that this runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from benchmarks.actor_task import PROMPT, trajectories, write_model
+from benchmarks.gpu.machine import require
+from benchmarks.gpu.models import DENSE, MOE, Size, configure, filled, one_actor
+from benchmarks.result import Result
+
+if TYPE_CHECKING:
+    from mcore_rl.config.schema import Config
+
+GIB = 2**30
+AIM = "<= 1.1"
+CONFIGURATIONS = tuple(
+    replace(size, recompute=recompute) for size in (DENSE, MOE) for recompute in ("none", "selective", "full")
+)
+
+
+def run(device: str = "cuda", sizes: Sequence[Size] = CONFIGURATIONS) -> list[Result]:
+    require(device)
+    return [_measure(size, device) for size in sizes]
+
+
+def _measure(size: Size, device: str) -> Result:
+    # Rows that are full, of sequences as long as they may be: what the plan counts.
+    responses = np.full(size.responses, size.longest)
+    planned = planned_bytes(size, device)
+    with one_actor(size, device) as (actor, fields):
+        share, buffers = trajectories(responses)
+        _start_anew(device)
+        for _ in range(2):  # the first step makes the optimizer's state
+            batch, _ = actor.recompute_logp([share], [buffers])
+            actor.update(batch, 0)
+        peak = _peak_bytes(device)
+    # Either way off: a plan that promises too little fails at work, one that asks too much wastes GPUs.
+    ratio = max(peak / planned, planned / peak)
+    note = (
+        f"{fields['num_hidden_layers']} layers, rows of {size.budget} tokens; the ratio is the larger over the smaller"
+    )
+    name = f"peak of an update, {size.name}, recompute {size.recompute}"
+    return Result(name, peak / GIB, planned / GIB, "GiB", ratio, aim=AIM, note=note)
+
+
+def planned_bytes(size: Size, device: str) -> int:
+    """State and activations of the update, as `plan` counts them, for what this process builds models from."""
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
+        config = configure(write_model(Path(root) / "model", **filled(size, device)), size)
+        config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, size.longest
+        config.plan.mean_response_fraction = 1.0
+        config.rollout.samples_per_prompt = 1
+        config.trainer.prompts_per_step = config.trainer.prompts_per_update = size.responses
+        config.data.train = root  # asked for, never read
+        return _planned(config)
+
+
+def _planned(config: Config) -> int:
+    from mcore_rl.megatron.build.model import here
+    from mcore_rl.planner.batches import batch_arithmetic
+    from mcore_rl.planner.plan import Job, planned_activations
+    from mcore_rl.planner.stages import stage_parameters
+    from mcore_rl.planner.state import stage_state
+
+    job = Job.of(config)
+    job = replace(job, implementation=job.spec.implementation(config, here()), cuda=torch.cuda.is_available())
+    chunks = stage_parameters(job.hf_config, job.layout, 0)
+    activations = planned_activations(job, 0, chunks, batch_arithmetic(config, job.layout))
+    (state,) = stage_state(chunks, job.layout, 0, job.numerics)
+    return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)
+
+
+def _start_anew(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

@@ -1,0 +1,117 @@
+"""Models that fill a device, and actors that train them on responses of some length."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.actor_task import MODEL, actor_config, write_model
+from mcore_rl.config.schema import Config
+from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+BYTES_PER_PARAMETER = 18
+"""Of bfloat16 training: weight, gradient, main parameter, two moments."""
+STATE_SHARE = 0.6
+"""Of the device's memory; the rest is for activations and logits."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A kind of model and its load. `layers` None: as many as fill the device; `fields` change config.json.
+
+    Units: budget in tokens of a micro-batch, responses and longest in responses and tokens.
+    """
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    layers: int | None = None
+    budget: int = 8192
+    responses: int = 64
+    longest: int = 4096
+    recompute: str = "none"
+
+
+_WIDE = {"vocab_size": 32_768, "max_position_embeddings": 8192, "head_dim": 128}
+DENSE = Size(
+    "dense",
+    _WIDE | {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8},
+)
+MOE = Size(
+    "mixture of experts",
+    _WIDE
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64}
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+TINY = Size("dense", _SMALL, layers=2, budget=512, responses=4, longest=96)
+TINY_MOE = Size(
+    "mixture of experts",
+    MOE.fields | _SMALL | {"vocab_size": 8192, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    layers=2,
+    budget=512,
+    responses=4,
+    longest=96,
+)
+
+
+def size_of(fields: dict[str, Any]) -> ModelSize:
+    """Parameters of the model with these fields of config.json."""
+    return model_size(fields, bound_rows(fields, torch.bfloat16))
+
+
+def filled(size: Size, device: str) -> dict[str, Any]:
+    """config.json of `size` on this device."""
+    fields = MODEL | size.fields
+    if size.layers is not None:
+        return fields | {"num_hidden_layers": size.layers}
+    assert device == "cuda", "a CPU's memory is not to be filled: give a size its layers"
+    room = STATE_SHARE * torch.cuda.get_device_properties(0).total_memory / BYTES_PER_PARAMETER
+    one, two = (size_of(fields | {"num_hidden_layers": layers}).total for layers in (1, 2))
+    return fields | {"num_hidden_layers": max(int((room - one) // (two - one)) + 1, 1)}
+
+
+def configure(directory: Path, size: Size) -> Config:
+    """Of an actor of the model in `directory`, in bfloat16."""
+    config = actor_config(directory, tokens_per_microbatch=size.budget)
+    config.model.dtype = "bfloat16"
+    config.actor.recompute = size.recompute
+    config.actor.logprob_chunk_tokens = min(1024, size.budget)
+    return config
+
+
+@contextmanager
+def one_actor(size: Size, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, dict[str, Any]]]:
+    """The only rank of an actor of `size` with random weights, and its config.json. cpu_offload: its optimizer's state
+    is in host memory."""
+    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    gc.collect()  # of the one before: it may hold most of the device
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
+        fields = filled(size, device)
+        config = configure(write_model(Path(root) / "model", **fields), size)
+        config.actor.optimizer.cpu_offload = cpu_offload
+        try:
+            yield MegatronActor(config, 0, 1, f"file://{root}/store"), fields
+        finally:
+            parallel.destroy()

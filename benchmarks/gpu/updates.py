@@ -1,0 +1,95 @@
+"""An update of a dense and of a mixture-of-experts model that fill the device.
+
+Model FLOPs (mcore_rl/planner/flops.py: no recomputation, no padding) per second beside a large bfloat16 matrix product
+on the same device; and tokens per second of long-tailed responses, packed as they are and padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.actor_task import PROMPT, trajectories
+from benchmarks.gpu.clock import medians, product_flops
+from benchmarks.gpu.machine import require, stated_flops
+from benchmarks.gpu.models import DENSE, MOE, Size, one_actor, size_of
+from benchmarks.result import Result
+from mcore_rl.planner.flops import forward_flops
+from mcore_rl.spec.layout import model_arguments
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+REPEATS = 3
+AIM = ">= 0.4"
+"""Of the matrix product's rate, for the dense model."""
+
+
+def run(device: str = "cuda", sizes: Sequence[Size] = (DENSE, MOE), edge: int = 8192) -> list[Result]:
+    require(device)
+    product = product_flops(device, edge)
+    return [row for size in sizes for row in _measure(size, device, product)]
+
+
+def _measure(size: Size, device: str, product: float) -> list[Result]:
+    with one_actor(size, device) as (actor, fields):
+        equal = np.full(size.responses, size.longest)
+        tailed = long_tailed(size)
+        seconds, packed, padded = medians(
+            [_update(actor, equal), _update(actor, tailed), _update(actor, np.full(len(tailed), tailed.max()))],
+            device,
+            REPEATS,
+        )
+    rate = update_flops(fields, equal) / seconds
+    parameters = size_of(fields).total / 1e9
+    layers = fields["num_hidden_layers"]
+    stated = stated_flops(device)
+    note = f"{layers} layers; {int(equal.sum()) + PROMPT * len(equal)} tokens in rows of {size.budget}"
+    note += "" if stated is None else f"; {rate / stated:.1%} of the {stated / 1e12:.0f} TFLOPS that its maker states"
+    tokens = int(tailed.sum()) + PROMPT * len(tailed)
+    return [
+        Result(
+            f"update, {size.name}, {parameters:.2f}B parameters",
+            rate / 1e12,
+            product / 1e12,
+            "TFLOPS",
+            rate / product,
+            aim=AIM if size.name == DENSE.name else "",
+            note=note,
+        ),
+        Result(
+            f"update, {size.name}, packed beside padded",
+            tokens / packed,
+            tokens / padded,
+            "tokens/s",
+            padded / packed,
+            note=f"{len(tailed)} responses of {tailed.min()} to {tailed.max()} tokens, {tailed.mean():.0f} on average",
+        ),
+    ]
+
+
+def long_tailed(size: Size) -> np.ndarray:
+    """Lognormal lengths, as reasoning models have them, up to the longest of `size`."""
+    lengths = np.random.default_rng(0).lognormal(np.log(size.longest / 8), 0.9, size.responses)
+    return np.clip(lengths, 8, size.longest).astype(np.int64)
+
+
+def update_flops(fields: dict[str, Any], responses: np.ndarray) -> float:
+    """A forward pass and a backward pass of twice its work; attention over half of each sequence on average."""
+    lengths = responses + PROMPT
+    attended = float((lengths**2).sum() / lengths.sum())
+    predicted = float(responses.sum() / lengths.sum())
+    forward = forward_flops(model_arguments(fields), size_of(fields), attended, predicted)
+    return 3 * forward * float(lengths.sum())
+
+
+def _update(actor: MegatronActor, responses: np.ndarray) -> Callable[[], object]:
+    share, buffers = trajectories(responses)
+
+    def update() -> None:
+        batch, _ = actor.recompute_logp([share], [buffers])
+        actor.update(batch, 0)
+
+    return update

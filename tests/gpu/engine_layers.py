@@ -1,0 +1,142 @@
+"""What the rank processes of test_transformer_engine.py do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.dist import policy_batch
+from tests.dist.two_updates import make_actor
+from tests.tiny_models import VOCABULARY
+
+LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128}
+LATENT |= {"kv_lora_rank": 128, "q_lora_rank": 128}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 8}
+"""Every token goes to all experts: bfloat16 cannot change the choice."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+    "qwen3_moe": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **EXPERTS},
+    "deepseek_v3": {"hidden_size": 256, "intermediate_size": 256, **EXPERTS, **LATENT},
+}
+"""Head sizes that its kernels take, and matrices that FP8's blocks of 128 divide."""
+LENGTHS = [5, 60, 1, 62]
+
+
+def sequences() -> list[list[int]]:
+    tokens = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return [part.tolist() for part in tokens.split(LENGTHS)]
+
+
+def logits(rank: int, directory: str) -> dict[str, Any]:
+    """Of the packed sequences in bfloat16, by local layers and by TransformerEngine's, and the attention of those."""
+    from mcore_rl.megatron.build.model import here
+
+    installed = here()
+    assert installed.transformer_engine
+    return {
+        "local": _logits(directory, replace(installed, transformer_engine=None)),
+        "engine": _logits(directory, installed),
+        "attention": _chosen_attention(),
+    }
+
+
+def _logits(directory: str, installed: Any) -> list[torch.Tensor]:
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.build.attention import pack_sequences
+    from mcore_rl.megatron.build.loading import load_hf
+    from mcore_rl.megatron.build.model import build_model
+    from mcore_rl.megatron.build.output import logits_emitted
+    from mcore_rl.spec.layout import train_layout
+    from model_converters.families.parts.hf_config import read_hf_config
+
+    hf_config = read_hf_config(directory)
+    layout = train_layout(ParallelConfig(), 1, hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=60, seed=0)
+    settings = ModelConfig(hf_path="", dtype="bfloat16")
+    (model,) = build_model(hf_config, ActorConfig(), settings, layout, installed=installed)
+    load_hf([model], directory, layout)
+    device = next(model.parameters()).device
+    tokens = torch.tensor([token for part in sequences() for token in part], device=device)
+    with torch.no_grad(), logits_emitted([model]):
+        row = model(tokens[None], None, None, packed_seq_params=pack_sequences(LENGTHS, device))[0]
+    return [part.float().cpu() for part in row[:, :VOCABULARY].split(LENGTHS)]
+
+
+def _chosen_attention() -> str:
+    """TransformerEngine's choice (2.11 keeps the last one in a table of the module)."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    chosen = dot_product_attention._attention_backends
+    names = [name for name in ("flash", "fused", "unfused") if chosen[f"use_{name}_attention"]]
+    return " ".join(
+        str(part) for part in (*names, chosen["flash_attention_backend"], chosen["fused_attention_backend"])
+    )
+
+
+def first_step(rank: int, directory: str) -> tuple[str, float]:
+    """The class of the optimizer, and by how much its first step misses that of torch's AdamW."""
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
+
+    actor, shares = make_actor(rank, directory, {}, model={"dtype": "bfloat16"})
+    (part,) = optimizer_parts(actor.optimizer)
+    inner = part.optimizer
+    expected: list[torch.Tensor] = []
+    inner.register_step_pre_hook(lambda *_: expected.extend(_stepped(inner)))
+    actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
+    mains = [main for group in inner.param_groups for main in group["params"]]
+    worst = max(float((main - other).abs().max()) for main, other in zip(mains, expected, strict=True))
+    return f"{type(inner).__module__}.{type(inner).__name__}", worst
+
+
+def _stepped(inner: Any) -> list[torch.Tensor]:
+    """Copies of the main parameters after a first step of torch's AdamW with the same gradients and settings."""
+    groups = []
+    for group in inner.param_groups:
+        copies = [torch.nn.Parameter(main.detach().clone()) for main in group["params"]]
+        for copy, main in zip(copies, group["params"], strict=True):
+            copy.grad = main.grad.clone()
+        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay") if key in group}
+        groups.append({"params": copies, **settings})
+    torch.optim.AdamW(groups).step()
+    return [copy.detach() for group in groups for copy in group["params"]]
+
+
+def update(rank: int, directory: str, fp8: str) -> tuple[float, bool]:
+    """The loss of an update, and whether every matrix has moved."""
+    actor, shares = make_actor(rank, directory, {}, actor={"fp8": fp8}, model={"dtype": "bfloat16"})
+    before = {name: tensor.clone() for name, tensor in actor.tensors().items() if tensor.dim() == 2}
+    metrics = actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
+    tensors = actor.tensors()
+    return metrics["actor/loss"].value, all(not torch.equal(before[name], tensors[name]) for name in before)
+
+
+Scales = dict[str, list[float]]
+
+
+def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales, Scales]:
+    """What delayed scaling of FP8 remembers after an update, by module; and what an actor does that loads it."""
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from tests.dist.saving import save_checkpoint
+
+    # The other recipes remember nothing from one step to the next.
+    settings = {"actor": {"fp8": "delayed"}, "model": {"dtype": "bfloat16"}}
+    actor, shares = make_actor(rank, directory, {}, **settings)
+    actor.update(actor.recompute_logp(shares[:1], policy_batch.chunks())[0], 0)
+    save_checkpoint(checkpoint, actor)
+    resumed, _ = make_actor(rank, directory, {}, **settings)
+    load_checkpoint(checkpoint, resumed)
+    return _scales(actor), _scales(resumed)
+
+
+def _scales(actor: Any) -> Scales:
+    """The largest entries that each module has seen of its operands."""
+    states = {name: getattr(module, "fp8_meta", {}) for name, module in actor.chunks[0].named_modules()}
+    return {
+        name: state["scaling_fwd"].amax_history.amax(0).tolist()
+        for name, state in states.items()
+        if "scaling_fwd" in state
+    }

@@ -1,0 +1,96 @@
+"""vLLM on GPUs, as a run by turns uses it: with CUDA graphs it sleeps without its weights, gets new ones while only
+they are awake, and then computes with exactly those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.types import GenerationRequest, SamplingOptions
+from mcore_rl.weights.verify import compare
+from tests.contract.engines import RemoteEngine, start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.tiny_models import VOCABULARY, tiny_model
+
+pytestmark = pytest.mark.vllm
+
+SIZES = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2}
+# Every token goes to all experts: bfloat16 cannot change the choice.
+KINDS = {"qwen3": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 64, "num_experts_per_tok": 8}}
+ONE, TWO = pytest.mark.cuda, pytest.mark.gpus(2)
+BUCKETS = 100 << 10
+"""Bytes: a model spans several of them."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((kind, tp), marks=ONE if tp == 1 else TWO) for kind in KINDS for tp in (1, 2)],
+    ids=str,
+)
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine with random weights, and a trainer of the same kind of model."""
+    kind, tp = request.param
+    directory = tmp_path_factory.mktemp("model")
+    make_model(kind, 0).save_pretrained(directory)
+    engine = start_engine("vllm", directory, "bfloat16", load_weights=False, tp=tp, gpu_memory_fraction=0.3)
+    yield engine, HFTrainer(make_model(kind, 1), BUCKETS, 2)
+    engine.shutdown()
+
+
+def make_model(kind: str, seed: int) -> Any:
+    return tiny_model(kind, seed=seed, **KINDS[kind]).to(torch.bfloat16)
+
+
+def test_weights_that_come_to_a_waking_engine_are_the_trainers(started: Any) -> None:
+    engine, trainer = started
+    assert engine.call(uses_graphs)
+    engine.call("receiver.attach", trainer.spec)
+    trainer.buckets.unlink()
+    for version in (1, 2, 3):
+        sleep_and_sync(engine, trainer, version)
+        checksums = engine.call("receiver.checksums")
+        assert compare(trainer.digests(), checksums) == len(checksums)
+        # Nats: bfloat16 against float32, where logits are large; with another version's weights it is 4 and more.
+        assert largest_gap(engine, trainer.model, version) < 0.5
+        trainer.perturb(version)
+
+
+def uses_graphs(engine: Any) -> bool:
+    """Within the engine's process."""
+    config = engine._engine.vllm_config
+    return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode.name != "NONE"
+
+
+def sleep_and_sync(engine: RemoteEngine, trainer: HFTrainer, version: int) -> None:
+    """The turns of a step: all memory to the trainer, then the weights, then the cache."""
+    assert engine.call(put_to_sleep) > 0
+    engine.call("wake_up", "weights")
+    trainer.publish(engine, version)
+    engine.call("wake_up", "kv_cache")
+
+
+def put_to_sleep(engine: Any) -> int:
+    """Within the engine's process: bytes that it gave up, weights and all."""
+    return int(engine.sleep(keep_weights=False))
+
+
+def largest_gap(engine: RemoteEngine, model: Any, version: int) -> float:
+    """Of the engine's log-probabilities of what it generates from those of transformers' model, in nats."""
+    rng = np.random.default_rng(version)
+    prompts = [rng.integers(2, VOCABULARY, size=12).astype(np.int32) for _ in range(4)]
+    requests = [GenerationRequest(str(i), p, 0, SamplingOptions(10, temperature=0.0)) for i, p in enumerate(prompts)]
+    gaps = []
+    completions = engine.generate(requests)
+    for request in requests:
+        done = completions[request.request_id]
+        assert done.weight_version == version
+        ids = torch.from_numpy(np.concatenate([request.token_ids, done.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logp = model.float()(ids[None]).logits[0, 11:-1].log_softmax(-1)
+        model.to(torch.bfloat16)
+        gaps.append((logp.gather(1, ids[12:, None])[:, 0] - torch.from_numpy(done.logp)).abs().max())
+    return float(torch.stack(gaps).max())

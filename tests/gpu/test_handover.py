@@ -1,0 +1,29 @@
+"""Weights from one process's GPU to another's tensors through shared memory: to the bit, at a rate that is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.gpu.handover import measure
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize(("bucket_mib", "num_slots"), [(8.0, 2), (256.0, 1)], ids=["staged", "mapped"])
+def test_what_arrives_is_what_was_sent(
+    bucket_mib: float, num_slots: int, device: str, report: Callable[[str], None]
+) -> None:
+    measured = measure(device, layers=2, bucket_mib=bucket_mib, num_slots=num_slots, rounds=3, pinned=False)
+    assert measured.spec.mapped == (num_slots == 1)
+    assert len(measured.arrived) > 50
+    assert measured.arrived == measured.sent
+    report(f"{measured.rate / 1e9:.2f} GB/s, a copy on the device {measured.copy_rate / 1e9:.2f} GB/s")
+
+
+@pytest.mark.cuda(only=True)
+def test_a_registered_segment_carries_the_same(report: Callable[[str], None]) -> None:
+    measured = measure("cuda", layers=2, bucket_mib=8.0, num_slots=2, rounds=3, pinned=True)
+    assert measured.arrived == measured.sent
+    report(f"pinned {measured.rate / 1e9:.2f} GB/s, a copy on the device {measured.copy_rate / 1e9:.2f} GB/s")

@@ -1,0 +1,54 @@
+"""Log-probabilities from a GPU's matrix products: as near to float64 as the operands' dtype allows, in two tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_rl.megatron.step import logprobs
+from mcore_rl.megatron.step.logprobs import linear_logp_entropy
+from tests.dist.projection import assert_close, fused, reference
+
+pytestmark = pytest.mark.cuda
+
+# Relative to the largest entry. float32 is not TF32: 1e-3 would be. With bfloat16 operands (the reference has the
+# rounded ones) the backward pass rounds the logits' gradient to bfloat16, 2^-9, and the results too.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOKENS, HIDDEN, VOCABULARY = 8192, 1024, 129_280
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tile", [1 << 25, 8 * 50], ids=["one tile", "many tiles"])
+def test_values_and_gradients_are_those_of_float64(
+    dtype: torch.dtype, temperature: float, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logprobs.TILE_ELEMENTS, device, tile)
+    ours = fused(dtype, temperature, 8, slice(None), device=device)
+    assert ours["logp"].device.type == device
+    assert ours["logp"].dtype == torch.float32
+    assert_close(ours, reference(dtype, temperature), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_log_probabilities_do_not_round_as_their_operands_do(dtype: torch.dtype, device: str) -> None:
+    """Products of bfloat16 are exact in float32, which they are summed in: a bfloat16 logit would be off by 0.1."""
+    ours, expected = fused(dtype, 1.0, 8, slice(None), device=device), reference(dtype, 1.0)
+    for name in ("logp", "entropy"):
+        assert_close({name: ours[name]}, {name: expected[name]}, 1e-5)
+
+
+@pytest.mark.cuda(only=True)
+def test_a_pass_takes_two_tiles_beside_its_operands() -> None:
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    targets = torch.zeros(TOKENS, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        linear_logp_entropy(hidden, weight, targets)  # the libraries' workspaces exist from here on
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_logp_entropy(hidden, weight, targets)
+    rise = torch.cuda.max_memory_allocated() - before
+    statistics_bytes = 16 * 8 * TOKENS
+    assert rise <= 2 * 4 * logprobs.TILE_ELEMENTS["cuda"] + statistics_bytes
+    assert rise < 4 * TOKENS * VOCABULARY / 8

@@ -1,0 +1,95 @@
+"""`make gpu` where there is no GPU: every test is there, and says what it lacks; no benchmark fails for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.readme import ROOT
+
+CUDA = "needs a CUDA device"
+NEEDS = {
+    "test_transformer_engine.py": f"{CUDA}; needs transformer-engine",
+    "test_ranks.py": "needs 2 GPUs, this machine has 0",
+    "test_visible_devices.py": "needs 2 GPUs, this machine has 0; needs vLLM for CUDA",
+}
+"""Of files whose tests need more, or other things, than a GPU."""
+TWO_RANKS = re.compile(r"test_engines\.py::.*, 2\)")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    environment.pop("MCORE_RL_GPU_TESTS_ON", None)
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@cache
+def reasons() -> dict[str, str]:
+    """By test, without its folder: why it was skipped."""
+    done = run("pytest", "tests/gpu", "-q", "-ra", "--no-fold-skipped", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
+    skipped = re.findall(r"^SKIPPED tests/gpu/(.+?) - (?:Skipped: )?(.+)$", done.stdout, flags=re.MULTILINE)
+    assert f"{len(skipped)} skipped in" in done.stdout, done.stdout  # and none passed
+    return dict(skipped)
+
+
+def test_every_file_of_tests_is_collected() -> None:
+    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert len(files) > 8
+    assert {name.partition("::")[0] for name in reasons()} == files
+
+
+def test_each_test_says_what_it_needs() -> None:
+    wrong = {}
+    for name, reason in reasons().items():
+        file = name.partition("::")[0]
+        if file == "test_engines.py":
+            devices = "needs 2 GPUs, this machine has 0" if TWO_RANKS.search(name) else CUDA
+            needed = devices if _has_vllm() else f"{devices}; needs vLLM for CUDA"
+        else:
+            needed = NEEDS.get(file, CUDA)
+        if reason != needed:
+            wrong[name] = reason
+    assert wrong == {}
+
+
+def _has_vllm() -> bool:
+    from mcore_rl.spec.installed import version_of
+
+    return version_of(["vllm"]) is not None
+
+
+def test_benchmarks_of_a_gpu_are_skipped_for_the_same_reason() -> None:
+    done = run("benchmarks", "--gpu", "--save")
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(rf"^gpu_\w+: skipped: {CUDA}$", done.stdout, flags=re.MULTILINE)) >= 6
+    assert "figures:" not in done.stdout  # nothing was measured, so nothing is kept
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])
+def test_results_carry_device_driver_and_versions(device: str, tmp_path) -> None:
+    import json
+
+    from benchmarks.__main__ import write_json
+    from benchmarks.result import Machine
+
+    machine = Machine("2026-01-02", "x86_64", 8, 0.5, "1", device, "570.1" * (device != "cpu"), {"torch": "2.13.0"})
+    write_json(tmp_path / "results.json", machine, [])
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert (written["device"], written["driver"], written["versions"]) == (device, machine.driver, {"torch": "2.13.0"})
+    assert machine.slug == ("cpu" if device == "cpu" else "nvidia-h100-80gb-hbm3")
+    assert machine.line == written["machine"]
+    assert ("H100" in machine.line) == (device != "cpu")
