@@ -24,6 +24,7 @@ MODELS = {
     "tied": ("qwen2", {}),
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {}),
+    "glm": ("glm4_moe", {}),  # of tests/te, which has these cases too
     "mtp": ("deepseek_v3", {"actor.mtp_loss_coefficient": 0.3}),
     "replicated": ("qwen3", {"actor.distributed_optimizer": False}),
     "replicated bf16": ("qwen3_moe", {"actor.distributed_optimizer": False, "model.dtype": "bfloat16"}),
@@ -156,7 +157,9 @@ def _optimizers(actor: Any) -> list[Any]:
 
 
 def _steps(actor: Any) -> set[float]:
-    return {float(state["step"]) for inner in _optimizers(actor) for state in inner.state.values()}
+    """torch's AdamW counts by parameter, TransformerEngine's by group."""
+    counts = [held for inner in _optimizers(actor) for held in (*inner.state.values(), *inner.param_groups)]
+    return {float(held["step"]) for held in counts if "step" in held}
 
 
 def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
