@@ -68,8 +68,8 @@ PACKAGES = (
     Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
     Package("sglang", ("sglang",), "sglang", Need.EXTRA, "rollout.engine=sglang",
             "make setup EXTRA=sglang, in a checkout of its own (it wants another torch)"),
-    Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "faster packed attention on GPUs",
-            "pip install flash-attn --no-build-isolation (builds for minutes, needs nvcc)"),
+    Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "packed attention on GPUs older than Hopper",
+            "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (builds for long, needs nvcc)"),
 )  # fmt: skip
 GIB = 1 << 30
 
@@ -146,15 +146,15 @@ def check_transformer_engine() -> Check:
 
 
 def check_apex() -> Check:
-    """NVIDIA's apex is told from the unrelated package of that name by its extension and its optimizers."""
-    feature = "fused optimizer kernels and layer norms on GPUs"
-    remedy = "build NVIDIA/apex from source; never `pip install apex`"
+    """NVIDIA's apex, of which one kernel is used, is told from the unrelated package of that name by its optimizers."""
+    kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients added up within their products on GPUs"
+    remedy = "build NVIDIA/apex from source (docs/gpu.md); never `pip install apex`"
     version = version_of(["apex"])
-    if has_module("amp_C") and has_subpackage("apex", "optimizers"):
+    if has_module(kernel):
         return Check("apex", True, version or "NVIDIA apex", Need.EXTRA, feature)
     if has_module("apex") or version:
         if has_subpackage("apex", "optimizers"):
-            return Check("apex", False, f"{version or 'apex'} without amp_C (built without CUDA extensions)",
+            return Check("apex", False, f"{version or 'apex'} without {kernel} (built without CUDA extensions)",
                          Need.EXTRA, feature, remedy)  # fmt: skip
         explanation = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
         return Check("apex", False, explanation, Need.EXTRA, feature, f"pip uninstall apex, then {remedy}")

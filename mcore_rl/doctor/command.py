@@ -78,7 +78,11 @@ def _list_what_is_here(*, only_missing: bool) -> int:
     else:
         report.print_plain(results)
     if not only_missing:
-        report.print_implementation(report.implementation())
+        try:
+            report.print_implementation(report.here())
+        except ConfigError as error:
+            print(f"no model can be built from what is here: {error}")
+            complete = []
         print()
     print("\n".join(report.verdicts(results)))
     return 0 if complete else 1

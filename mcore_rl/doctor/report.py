@@ -5,26 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rl.doctor.checks import Check, Need, torch_devices
-from mcore_rl.spec import installed
-from mcore_rl.spec.implementation import Implementation, Wanted, choose
+from mcore_rl.spec.attention import BACKENDS
+from mcore_rl.spec.implementation import USUAL_HEADS, Implementation, Wanted, choose
+from mcore_rl.spec.installed import Installed, look
 
 
-def implementation() -> Implementation:
-    """What a mixture-of-experts model whose experts are spread over nodes would be built from here."""
+def here() -> Installed:
+    """What this machine has to build models from.
+
+    Raises: ConfigError for a TransformerEngine that is there and of no use.
+    """
     *_, num_devices = torch_devices()
     capability = None
     if num_devices:
         import torch
 
         capability = torch.cuda.get_device_capability()
-    spread = Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1)
-    return choose(installed.look(cuda=num_devices > 0, capability=capability), spread)
+    return look(cuda=num_devices > 0, capability=capability)
 
 
-def print_implementation(chosen: Implementation) -> None:
-    """What was chosen and why, one line each."""
+def implementation(installed: Installed) -> Implementation:
+    """What a mixture-of-experts model whose experts are spread over nodes would be built from.
+
+    Raises: ConfigError for what no model can be built from.
+    """
+    return choose(installed, Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1))
+
+
+def print_implementation(installed: Installed) -> None:
+    """What is chosen and why, one line each; where TransformerEngine is, also which of its attention can be used."""
     print("\nWhat a mixture-of-experts model on several nodes is built from here:")
-    for name, choice in chosen.choices():
+    if installed.cuda and installed.transformer_engine:
+        for backend in BACKENDS:
+            lacks = backend.lacks(installed, USUAL_HEADS)
+            print(f"{backend.name:24}{'no' if lacks else 'yes':20}{lacks or 'needs ' + backend.needs}")
+    for name, choice in implementation(installed).choices():
         print(f"{name:24}{choice.value:20}{choice.why}")
 
 

@@ -231,7 +231,7 @@ def _dispatcher(installed: Installed, wanted: Wanted) -> Choice:
     if not installed.cuda:
         return Choice("alltoall", "deepep needs a CUDA device")
     if not installed.deep_ep:
-        return Choice("alltoall", "experts are spread over nodes, but deep_ep is not installed")
+        return Choice("alltoall", "experts are spread over nodes, but deep_ep is not installed, or is none of DeepEP 1")
     return Choice("deepep", "experts are spread over nodes, and deep_ep is installed")
 
 
@@ -247,7 +247,7 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
     elif wanted.dispatcher == "deepep" and not installed.cuda:
         problem = "needs a CUDA device; set it to auto or alltoall"
     elif wanted.dispatcher == "deepep" and not installed.deep_ep:
-        problem = "needs the package deep_ep; set it to auto or alltoall"
+        problem = "needs the package deep_ep of DeepEP 1; set it to auto or alltoall"
     elif wanted.dispatcher == "deepep" and wanted.tp * wanted.ep == 1:
         problem = f"needs {role_key('actor.parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
     if problem:

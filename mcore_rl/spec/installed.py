@@ -63,7 +63,7 @@ def look(*, cuda: bool, capability: tuple[int, int] | None = None) -> Installed:
         flash_attention_3=_version("flash_attn_3", FLASH_ATTENTION_3),
         cudnn=_version("nvidia", CUDNN),
         gradient_fusion=has_module("fused_weight_gradient_mlp_cuda"),
-        deep_ep=has_module("deep_ep"),
+        deep_ep=deep_ep(imported=cuda),
     )
 
 
@@ -86,6 +86,18 @@ def transformer_engine(*, imported: bool) -> str | None:
             "does), or uninstall it: models are then built from megatron's local layers"
         ) from error
     return version
+
+
+def deep_ep(*, imported: bool) -> bool:
+    """Whether megatron (0.16.1) finds DeepEP; `imported`: by the names that it imports. DeepEP 2 has them elsewhere, and
+    megatron takes that for no DeepEP."""
+    if not has_module("deep_ep") or not imported:
+        return has_module("deep_ep")
+    try:
+        package, utils = importlib.import_module("deep_ep"), importlib.import_module("deep_ep.utils")
+    except Exception:  # its library is missing, or of another torch: then there is none to choose
+        return False
+    return hasattr(package, "Buffer") and hasattr(utils, "EventHandle") and hasattr(utils, "EventOverlap")
 
 
 def _version(module: str, distributions: Sequence[str]) -> str | None:

@@ -63,7 +63,6 @@ def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *over
 @pytest.mark.parametrize(
     ("victim", "named", "step", "phase"),
     [
-        # test_critic_run kills a rank too.
         pytest.param("ray::TrainerProcess", "trainer rank", 3, "updating", marks=pytest.mark.on_demand),
         ("ray::EngineProcess", "rollout engine 0", 3, "generating"),
     ],

@@ -2,7 +2,7 @@
 
 `install` comes before anything imports megatron. Models can then be built as on a GPU: TransformerEngine's layer
 specification, its linear layers with fused norms, grouped GEMM. What stays untested: which backend of attention it
-picks (SDPA stands in), the fused permutation (ours for the CPU stands in), FP8, CUDA graphs, streams, and the kernels
+picks (SDPA stands in), the fused permutation (megatron's own stands in), FP8, CUDA graphs, streams, and the kernels
 themselves.
 """
 
@@ -131,7 +131,7 @@ def install() -> None:
     names.__getattr__ = extension.__getattr__  # it takes all names of the extension, which has them when asked
     gemm.get_cublas_workspace = lambda device, ub, grouped: [torch.empty(1)] if grouped else torch.empty(1)
     _attend_on_cpu()
-    _sort_without_triton()
+    _permute_without_triton()
 
 
 def _interpret_triton() -> None:
@@ -183,17 +183,13 @@ def _attend_on_cpu() -> None:
     implementation.pick = lambda *_: attention.BACKENDS[0]  # it takes float32 and heads of any size
 
 
-def _sort_without_triton() -> None:
-    """Chunks of tokens in the order of experts, in megatron's adapter: interpreted kernels take a second each.
-    test_permutation has TransformerEngine's own."""
-    from megatron.core.transformer.moe import moe_utils
+def _permute_without_triton() -> None:
+    """megatron's own permutations of tokens in the place of TransformerEngine's, whose interpreted kernels take a
+    second each and no bfloat16. test_permutation has them."""
+    from megatron.core.transformer.moe import token_dispatcher
 
-    def sort(tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        chunks = tokens.split(sizes.tolist())
-        return torch.cat([chunks[index] for index in order.tolist()])
+    def unfused(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, fused=False, **options: function(*args, **options)
 
-    moe_utils.fused_sort_chunks_by_index = sort
-    moe_utils.fused_sort_chunks_by_index_with_probs = lambda tokens, probs, sizes, order: (
-        sort(tokens, sizes, order),
-        sort(probs, sizes, order),
-    )
+    for name in ("permute", "unpermute", "sort_chunks_by_idxs"):
+        setattr(token_dispatcher, name, unfused(getattr(token_dispatcher, name)))

@@ -20,18 +20,29 @@ pytestmark = [
 ]
 
 EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
-SUITES = {
-    "test_invariance": "tp2 or cp2",
+SUITES: dict[str, list[str]] = {
+    "layouts": ["invariance"],
+    "kinds of training": ["mtp_training", "critic", "recompute", "router_losses", "router_replay", "reward_model"],
+    "memory": ["host_optimizer", "offload"],
+    "the rest": [
+        *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "decoupled_loss", "logprobs"),
+        *("lora_run", "microbatches", "model_parity", "resharding", "whole_sequence_loss"),
+    ],
 }
-"""Module of tests/dist -> which of its tests (pytest's -k) run here, of many."""
+"""Modules of tests/dist."""
+CHOSEN = {"layouts": ["-k", "tp2"]}
+"""Of many tests those that run unless all are asked for."""
 
 
-@pytest.mark.parametrize("suite", SUITES)
-@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(name, marks=[pytest.mark.on_demand] * (name == "the rest")) for name in SUITES]
+)
+@pytest.mark.timeout(3600)
 def test_a_suite_of_the_ranks_passes(suite: str) -> None:
-    chosen = [] if EVERY_TEST else ["-k", SUITES[suite]]
+    modules = [f"tests/dist/test_{module}.py" for module in SUITES[suite]]
+    chosen = [] if EVERY_TEST else CHOSEN.get(suite, [])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/dist/{suite}.py", *chosen],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, *chosen],
         cwd=ROOT,
         env={**os.environ, FLAG: "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
         capture_output=True,

@@ -14,6 +14,7 @@ import pytest
 from mcore_rl.doctor import checks as machine
 from mcore_rl.doctor import main, report
 from mcore_rl.doctor.checks import Check, Need
+from mcore_rl.spec.installed import Installed
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,7 +58,7 @@ def test_unrelated_apex_is_recognised_and_said_to_be_so(install: Callable[..., N
 
 
 def test_nvidia_apex_is_recognised(install: Callable[..., None]) -> None:
-    install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py")
+    install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py", "fused_weight_gradient_mlp_cuda.py")
     assert machine.check_apex().ok
 
 
@@ -65,7 +66,7 @@ def test_apex_built_without_its_extensions_does_not_serve(install: Callable[...,
     install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py")
     check = machine.check_apex()
     assert not check.ok
-    assert "amp_C" in check.found
+    assert "fused_weight_gradient_mlp_cuda" in check.found
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,31 @@ def test_exit_code_is_0_when_one_path_is_complete(
 
 
 def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    report.print_implementation(report.implementation())
+    report.print_implementation(report.here())
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    chosen = dict(report.implementation().choices())
+    chosen = dict(report.implementation(report.here()).choices())
     assert {"layers", "attention", "experts", "dispatcher", "fp8", "gradient accumulation"} <= chosen.keys()
     for name, choice in chosen.items():
         assert choice.value in lines[name]
         assert lines[name].endswith(choice.why)
+
+
+def test_of_a_gpu_it_says_which_attention_can_be_used_and_why_the_others_cannot(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.print_implementation(Installed(True, (8, 0), "2.11.0", "2.8.3"))
+    lines = {" ".join(line[:24].split()): line[24:].split(maxsplit=1) for line in capsys.readouterr().out.splitlines()}
+    assert lines["FlashAttention 2"][0] == "yes"
+    assert lines["FusedAttention"] == ["no", "it needs compute capability 9.0 to 11, and this GPU has 8.0"]
+    assert lines["FlashAttention 3"][0] == "no"
+
+
+def test_a_machine_from_which_nothing_can_be_built_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "here", lambda: Installed(True, (7, 0), "2.11.0"))
+    assert main([]) == 1
+    assert "no model can be built from what is here: model.hf_path: no attention" in capsys.readouterr().out
 
 
 def test_every_missing_thing_says_for_what_and_what_to_do() -> None:

@@ -1,0 +1,53 @@
+"""TransformerEngine's permutations of tokens, its Triton kernels interpreted, beside megatron's own:
+`python -m tests.te.permutation` prints a line of JSON for each case."""
+
+from __future__ import annotations
+
+import json
+
+from tests.te.simulation import install
+
+install()
+
+import torch  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+TOKENS, EXPERTS, HIDDEN, TOP_K = 7, 4, 16, 2
+
+
+def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    loss = sum((output * torch.arange(1.0, output.numel() + 1).view_as(output)).sum() for output in outputs)
+    return list(torch.autograd.grad(loss, inputs))
+
+
+def there_and_back(fused: bool) -> list[torch.Tensor]:
+    """Tokens in the order of experts and back, with the gradients of tokens and probabilities."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    chosen = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
+    routing = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+    probs = (torch.rand(TOKENS, EXPERTS, generator=generator) * routing).requires_grad_()
+    permuted, permuted_probs, index = moe_utils.permute(
+        tokens, routing, probs=probs, num_out_tokens=TOKENS * TOP_K, fused=fused
+    )
+    restored = moe_utils.unpermute(
+        permuted * permuted_probs[:, None], index, tokens.shape, routing_map=routing, fused=fused
+    )
+    return [permuted, permuted_probs, restored, *_gradients([restored], [tokens, probs])]
+
+
+def chunks(fused: bool) -> list[torch.Tensor]:
+    """Chunks in another order, with the gradients of what is in them."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randn(10, HIDDEN, generator=generator).requires_grad_()
+    probs = torch.rand(10, generator=generator).requires_grad_()
+    sizes, order = torch.tensor([3, 0, 5, 2]), torch.tensor([2, 0, 3, 1])
+    sorted_tokens, sorted_probs = moe_utils.sort_chunks_by_idxs(tokens, sizes, order, probs=probs, fused=fused)
+    outputs = [sorted_tokens, sorted_probs]
+    return [*outputs, *_gradients(outputs, [tokens, probs])]
+
+
+if __name__ == "__main__":
+    for case in (there_and_back, chunks):
+        errors = [float((a - b).abs().max()) for a, b in zip(case(True), case(False), strict=True)]
+        print(json.dumps({"case": case.__name__, "errors": errors}))
