@@ -89,8 +89,8 @@ def transformer_engine(*, imported: bool) -> str | None:
 
 
 def deep_ep(*, imported: bool) -> bool:
-    """Whether megatron (0.16.1) finds DeepEP; `imported`: by the names that it imports. DeepEP 2 has them elsewhere, and
-    megatron takes that for no DeepEP."""
+    """Whether megatron (0.16.1) finds DeepEP; `imported`: by the names that it imports. DeepEP 2 has them elsewhere,
+    and megatron takes that for no DeepEP."""
     if not has_module("deep_ep") or not imported:
         return has_module("deep_ep")
     try:
