@@ -79,7 +79,10 @@ def _list_what_is_here(*, only_missing: bool) -> int:
         report.print_plain(results)
     if not only_missing:
         try:
-            report.print_implementation(report.here())
+            here = report.here()
+            report.print_implementation(here)
+            if here.cuda and not report.print_trials():
+                complete = []
         except ConfigError as error:
             print(f"no model can be built from what is here: {error}")
             complete = []

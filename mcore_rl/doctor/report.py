@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rl.doctor.checks import Check, Need, torch_devices
+from mcore_rl.doctor.kernels import present, trials
 from mcore_rl.spec.attention import BACKENDS
 from mcore_rl.spec.implementation import USUAL_HEADS, Implementation, Wanted, choose
 from mcore_rl.spec.installed import Installed, look
@@ -41,6 +42,16 @@ def print_implementation(installed: Installed) -> None:
             print(f"{backend.name:24}{'no' if lacks else 'yes':20}{lacks or 'needs ' + backend.needs}")
     for name, choice in implementation(installed).choices():
         print(f"{name:24}{choice.value:20}{choice.why}")
+
+
+def print_trials() -> bool:
+    """One call of each kernel that is here, on the first GPU; whether all went well."""
+    print("\nTried on this machine's GPU:")
+    well = True
+    for name, error in trials("cuda", present()):
+        well = well and not error
+        print(f"{name:32}{error or 'ok'}", flush=True)
+    return well
 
 
 def is_complete(checks: Sequence[Check], path: Need) -> bool:

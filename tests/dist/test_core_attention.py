@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.build import attention
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
@@ -81,11 +80,3 @@ def test_the_first_call_may_come_from_inference_mode() -> None:
     with torch.inference_mode():
         _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths))
     _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths)).sum().backward()
-
-
-def test_context_parallelism_on_cuda_without_transformer_engine_is_refused_by_its_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"actor\.parallel\.cp"):
-        _attention(context_parallel_size=2)

@@ -317,7 +317,7 @@ def test_with_cuda_and_transformer_engine_nothing_is_touched() -> None:
         "torch.cuda.is_available = lambda: True\n"
         "before = (list(sys.meta_path), torch.Tensor.cuda)\n"
         "from mcore_rl.megatron import cpu\n"
-        "cpu.has_module = lambda name: True\n"
+        "cpu.transformer_engine = lambda imported: '2.11.0'\n"
         "print(cpu.install(), before == (list(sys.meta_path), torch.Tensor.cuda))"
     )
     assert out.split() == ["False", "True"]
@@ -352,7 +352,7 @@ import torch
 torch.cuda.is_available = lambda: True
 from mcore_rl.megatron import cpu
 if sys.argv[1] == "with":
-    cpu.has_module = lambda name: True
+    cpu.transformer_engine = lambda imported: "2.11.0"
 assert cpu.install() is False
 import megatron.core.transformer.moe.moe_utils as moe
 import megatron.core.transformer.multi_latent_attention as latent

@@ -87,11 +87,9 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
 @pytest.mark.parametrize(
     ("step", "phase", "overrides"),
     # In the background: step 3 goes on while the checkpoint of step 2 is written.
-    [
-        (2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")),
-        pytest.param(4, "updating", (), marks=pytest.mark.on_demand),
-    ],
+    [(2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")), (4, "updating", ())],
 )
+@pytest.mark.on_demand  # test_stops resumes as well
 def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str, overrides: tuple[str, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,17 @@ def functions(task: Path) -> tuple[str, ...]:
     )
 
 
-def test_functions_of_a_user_make_a_run_and_one_that_fails_on_everything_ends_it(
-    task: Path, functions: tuple[str, ...], tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def user_run(task: Path, functions: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one step."""
+    run_dir = tmp_path_factory.mktemp("user") / "run"
     in_groups = (f"algorithm.advantage={task.parent / 'mine.py'}:in_groups", "algorithm.advantage_kwargs.scale=2")
     train(task, run_dir, *functions, *in_groups, "data.val=null", "trainer.steps=1")
+    return run_dir
+
+
+def test_functions_of_a_user_make_a_run(user_run: Path) -> None:
+    run_dir = user_run
     first = metrics(run_dir)[1]
     records = [json.loads(line) for line in (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()]
     assert len(records) == 32
@@ -86,7 +92,14 @@ def test_functions_of_a_user_make_a_run_and_one_that_fails_on_everything_ends_it
     assert first["actor/margin"] == 0.125
     assert first["advantages/max"] == pytest.approx(2 * max(deviations(records)), rel=1e-5)
 
-    # It goes on with an advantage of tokens, which the ranks are sent, and with prompts that the reward does not know.
+
+@pytest.mark.on_demand  # tests/unit has the fraction of errors, tests/dist advantages of tokens
+def test_a_function_that_fails_on_everything_ends_the_run(
+    user_run: Path, task: Path, functions: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It goes on with an advantage of tokens, which the ranks are sent, and prompts that the reward does not know."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(user_run, run_dir)
     (tmp_path / "val.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}+1=", "answer": "1", "data_source": "held_out"}) + "\n" for i in range(4))
     )

@@ -185,7 +185,7 @@ def _attend_on_cpu() -> None:
 
 def _permute_without_triton() -> None:
     """megatron's own permutations of tokens in the place of TransformerEngine's, whose interpreted kernels take a
-    second each and no bfloat16. test_permutation has them."""
+    second each and no bfloat16. test_fused_paths has them."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def unfused(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from mcore_rl.doctor.fabric.plan import Fabric, Stage, Subject
@@ -112,17 +112,26 @@ def slow(subject: Subject, figures: Sequence[Figure], fabric: Fabric, percent: f
     A slow link alone blames nobody; a node both of whose pairs are slow is to blame.
     """
     problems = []
-    for position, figure in enumerate(figures):
-        others = [other.value for other in (*figures[:position], *figures[position + 1 :])]
-        if not others or figure.value >= percent / 100 * median(others):
+    if len(figures) < 2:
+        return []
+    ordered = sorted(figure.value for figure in figures)
+    for figure in figures:
+        usual = _median_of_others(ordered, figure.value)
+        if figure.value >= percent / 100 * usual:
             continue
-        usual = median(others)
         reason = f"{figure.value:.4g} {figure.unit}, {100 * figure.value / usual:.0f} % of the others' {usual:.4g}"
         nodes = () if subject is Subject.LINK else (fabric.node_of(figure.ranks[0]),)
         problems.append(Problem("slow", figure.stage, figure.subject, reason, figure.ranks, nodes, figure.value, usual))
     if subject is Subject.LINK:
         problems += _nodes_of_slow_links(problems, fabric)
     return problems
+
+
+def _median_of_others(ordered: Sequence[float], value: float) -> float:
+    """Of at least two figures in order, without one that is `value`. In constant time: there is one for every rank."""
+    skipped, last = bisect_left(ordered, value), len(ordered) - 2
+    low, high = (ordered[i + (i >= skipped)] for i in (last // 2, (last + 1) // 2))
+    return (low + high) / 2
 
 
 def _nodes_of_slow_links(links: Sequence[Problem], fabric: Fabric) -> list[Problem]:

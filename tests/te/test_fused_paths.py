@@ -1,4 +1,4 @@
-"""TransformerEngine's fused permutations compute what megatron's own do, forward and backward."""
+"""What megatron has TransformerEngine compute of experts is what it computes itself, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_tokens_go_to_their_experts_and_back_as_megatron_sends_them() -> None:
+def test_permutations_and_the_routers_product_are_those_of_megatron() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.permutation"],
+        [sys.executable, "-W", "ignore", "-m", "tests.te.fused_paths"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
         capture_output=True,
@@ -28,5 +28,9 @@ def test_tokens_go_to_their_experts_and_back_as_megatron_sends_them() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(line["case"], len(line["errors"])) for line in lines] == [("there_and_back", 5), ("chunks", 4)]
+    assert [(line["case"], len(line["errors"])) for line in lines] == [
+        ("there_and_back", 5),
+        ("chunks", 4),
+        ("router", 3),
+    ]
     assert max(error for line in lines for error in line["errors"]) < 1e-5

@@ -1,9 +1,11 @@
-"""TransformerEngine's permutations of tokens, its Triton kernels interpreted, beside megatron's own:
-`python -m tests.te.permutation` prints a line of JSON for each case."""
+"""What megatron computes of mixtures of experts by TransformerEngine, or by itself where that is not asked for: the
+permutations of tokens (Triton, interpreted) and the router's product. `python -m tests.te.fused_paths` prints a line of
+JSON for each case."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tests.te.simulation import install
 
@@ -47,7 +49,24 @@ def chunks(fused: bool) -> list[torch.Tensor]:
     return [*outputs, *_gradients(outputs, [tokens, probs])]
 
 
+def router(fused: bool) -> list[torch.Tensor]:
+    """Its logits, with gradients. megatron (0.16.1) takes the product of TransformerEngine 2.9 alone: newer ones offer
+    it under another signature."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, **options: Any) -> Any:
+        return general_gemm(a, b, out_dtype=dtype, **options)
+
+    moe_utils.te_general_gemm = product if fused else None
+    generator = torch.Generator().manual_seed(3)
+    tokens, weight = (
+        torch.randn(shape, generator=generator).requires_grad_() for shape in ((TOKENS, HIDDEN), (EXPERTS, HIDDEN))
+    )
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    return [logits, *_gradients([logits], [tokens, weight])]
+
+
 if __name__ == "__main__":
-    for case in (there_and_back, chunks):
-        errors = [float((a - b).abs().max()) for a, b in zip(case(True), case(False), strict=True)]
+    for case in (there_and_back, chunks, router):
+        errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(case(True), case(False), strict=True)]
         print(json.dumps({"case": case.__name__, "errors": errors}))

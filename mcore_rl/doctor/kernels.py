@@ -1,0 +1,173 @@
+"""One tiny call of each kernel that models are built from, on this machine's GPU: what imports may still have been
+compiled for another architecture, or need a newer driver. `python -m mcore_rl.doctor.kernels DEVICE NAME...` makes the
+calls of these names and prints a line of JSON after each; `trials` runs that, since a broken kernel may take its
+process along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mcore_rl.spec.installed import has_module
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS_PER_KERNEL = 180.0
+"""The first call of one may compile it, and loads its libraries."""
+ROWS, WIDTH, HEADS, HEAD = 64, 64, 2, 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`call` makes it work on a device and raises what goes wrong; it needs the top-level `module`."""
+
+    name: str
+    module: str
+    call: Callable[[str], None]
+
+
+def _rows(device: str, *shape: int) -> torch.Tensor:
+    import torch
+
+    return torch.ones(shape or (ROWS, WIDTH), dtype=torch.bfloat16, device=device, requires_grad=True)
+
+
+def _product(device: str) -> None:
+    rows = _rows(device)
+    value = float((rows @ rows)[0, 0])
+    if value != WIDTH:
+        raise ArithmeticError(f"a sum of {WIDTH} ones is {value}")
+
+
+def _layer(device: str) -> None:
+    import torch
+    from transformer_engine.pytorch import LayerNormLinear
+
+    layer = LayerNormLinear(
+        WIDTH, WIDTH, normalization="RMSNorm", bias=False, params_dtype=torch.bfloat16, device=device
+    )
+    layer(_rows(device)).sum().backward()
+
+
+def _grouped(device: str) -> None:
+    import torch
+    from transformer_engine.pytorch import GroupedLinear
+
+    layer = GroupedLinear(2, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device=device)
+    layer(_rows(device), [ROWS // 4, ROWS - ROWS // 4]).sum().backward()
+
+
+def _permutation(device: str) -> None:
+    import torch
+    from transformer_engine.pytorch.permutation import moe_permute_with_probs
+
+    routing = torch.ones(ROWS, 2, dtype=torch.bool, device=device)
+    tokens, _, _ = moe_permute_with_probs(_rows(device), routing.float(), routing, num_out_tokens=2 * ROWS)
+    tokens.sum().backward()
+
+
+def _attention(device: str) -> None:
+    import torch
+    from transformer_engine.pytorch import DotProductAttention
+
+    attention = DotProductAttention(HEADS, HEAD, qkv_format="thd", attn_mask_type="padding_causal")
+    offsets = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
+    query, key, value = (_rows(device, ROWS, HEADS, HEAD) for _ in range(3))
+    longest = ROWS - ROWS // 4
+    out = attention(
+        query, key, value, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    out.sum().backward()
+
+
+def _adam(device: str) -> None:
+    import torch
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    weight = torch.nn.Parameter(torch.ones(WIDTH, device=device))
+    weight.grad = torch.ones_like(weight)
+    FusedAdam([weight], lr=0.5).step()
+    if not torch.allclose(weight, torch.full_like(weight, 0.5), atol=1e-3):
+        raise ArithmeticError(f"the first step of Adam gave {float(weight[0])} and not 0.5")
+
+
+def _flash(device: str) -> None:
+    import torch
+    from flash_attn import flash_attn_varlen_func
+
+    offsets = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
+    query, key, value = (_rows(device, ROWS, HEADS, HEAD) for _ in range(3))
+    flash_attn_varlen_func(query, key, value, offsets, offsets, ROWS, ROWS, causal=True).sum().backward()
+
+
+def _gradient_accumulation(device: str) -> None:
+    import fused_weight_gradient_mlp_cuda as apex
+    import torch
+
+    total = torch.zeros(WIDTH, WIDTH, device=device)
+    apex.wgrad_gemm_accum_fp32(_rows(device).detach(), _rows(device).detach(), total)
+    if float(total[0, 0]) != ROWS:
+        raise ArithmeticError(f"a sum of {ROWS} ones is {float(total[0, 0])}")
+
+
+KERNELS = (
+    Kernel("matrix product", "torch", _product),
+    Kernel("layer with its norm", "transformer_engine", _layer),
+    Kernel("attention of packed rows", "transformer_engine", _attention),
+    Kernel("grouped GEMM", "transformer_engine", _grouped),
+    Kernel("permutation of tokens", "transformer_engine", _permutation),
+    Kernel("fused Adam", "transformer_engine", _adam),
+    Kernel("flash-attn", "flash_attn", _flash),
+    Kernel("fused gradient accumulation", "fused_weight_gradient_mlp_cuda", _gradient_accumulation),
+)
+
+
+def present() -> list[str]:
+    """Names of the kernels whose package is here."""
+    return [kernel.name for kernel in KERNELS if has_module(kernel.module)]
+
+
+def trials(
+    device: str, names: Sequence[str], *, module: str = __name__, seconds: float = SECONDS_PER_KERNEL
+) -> Iterator[tuple[str, str]]:
+    """(name, what went wrong; "" for nothing) of every kernel, in order. One that ends its process, or does not end, is
+    named, and the others go on in another. `module` is run for it."""
+    left = list(names)
+    while left:
+        command = [sys.executable, "-W", "ignore", "-m", module, device, *left]
+        ended = "gave no answer"
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds * len(left), check=False)
+            output, ended = done.stdout, f"ended its process with exit code {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            ended = f"gave no answer within {seconds * len(left):g} s"
+        for line in output.splitlines():
+            if line.startswith('{"kernel"'):
+                answer = json.loads(line)
+                left.remove(answer["kernel"])
+                yield answer["kernel"], answer["error"]
+        if left:
+            yield left.pop(0), ended
+
+
+def call_each(kernels: Sequence[Kernel], device: str, names: Sequence[str]) -> None:
+    """Prints the answers that trials reads."""
+    for name in names:
+        (kernel,) = (each for each in kernels if each.name == name)
+        try:
+            kernel.call(device)
+            error = ""
+        except Exception as raised:  # whatever a broken library raises is what is asked for
+            lines = str(raised).strip().splitlines()
+            error = f"{type(raised).__name__}: {lines[0] if lines else ''}"
+        print(json.dumps({"kernel": name, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    call_each(KERNELS, sys.argv[1], sys.argv[2:])
