@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mcore_rl.config.rules.defaults import settled_dtype, uses_cuda
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateCut, build_batch
@@ -148,7 +147,7 @@ def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutSc
 def _require_same(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
     metrics = ranks.compare(batch)
     mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
-    if not mean <= TOLERANCE[settled_dtype(config.model.dtype, cuda=uses_cuda(config.cluster))]:  # NaN is no agreement
+    if not mean <= TOLERANCE[config.model.dtype]:  # NaN is no agreement
         raise ConfigError(
             f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens are not those of transformers: "
             f"they differ by {mean:.3g} nats on average, {largest:.3g} at most. Its config.json means something else "

@@ -67,11 +67,11 @@ def planned_bytes(size: Size, device: str) -> int:
 
 
 def _planned(config: Config) -> int:
-    from mcore_rl.megatron.build.model import here
     from mcore_rl.planner.batches import batch_arithmetic
     from mcore_rl.planner.plan import Job, planned_activations
     from mcore_rl.planner.stages import stage_parameters
     from mcore_rl.planner.state import stage_state
+    from mcore_rl.spec.installed import here
 
     job = Job.of(config)
     job = replace(job, implementation=job.spec.implementation(config, here()), cuda=torch.cuda.is_available())

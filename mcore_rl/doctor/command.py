@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _list_what_is_here(*, only_missing: bool) -> int:
     from mcore_rl.doctor import checks, report
+    from mcore_rl.spec.installed import here
 
     results = checks.report()
     complete = [path for path in (checks.Need.CPU, checks.Need.GPU) if report.is_complete(results, path)]
@@ -79,9 +80,9 @@ def _list_what_is_here(*, only_missing: bool) -> int:
         report.print_plain(results)
     if not only_missing:
         try:
-            here = report.here()
-            report.print_implementation(here)
-            if here.cuda and not report.print_trials():
+            installed = here()
+            report.print_implementation(installed)
+            if installed.cuda and not report.print_trials():
                 complete = []
         except ConfigError as error:
             print(f"no model can be built from what is here: {error}")

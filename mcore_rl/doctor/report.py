@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_rl.doctor.checks import Check, Need, torch_devices
+from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
 from mcore_rl.spec.attention import BACKENDS
 from mcore_rl.spec.implementation import USUAL_HEADS, Implementation, Wanted, choose
-from mcore_rl.spec.installed import Installed, look
-
-
-def here() -> Installed:
-    """What this machine has to build models from.
-
-    Raises: ConfigError for a TransformerEngine that is there and of no use.
-    """
-    *_, num_devices = torch_devices()
-    capability = None
-    if num_devices:
-        import torch
-
-        capability = torch.cuda.get_device_capability()
-    return look(cuda=num_devices > 0, capability=capability)
+from mcore_rl.spec.installed import Installed
 
 
 def implementation(installed: Installed) -> Implementation:

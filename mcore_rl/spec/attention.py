@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.installed import Installed
+from mcore_rl.spec.versions import dotted, release
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ def _flash(installed: Installed, heads: Heads) -> str:
     if capability < (8, 0):
         return _capability("8.0", installed)
     if installed.flash_attention is None:
-        return f"flash-attn is not installed (versions {_dotted(first)} to {_dotted(last)})"
-    if not (first, 0) <= _release(installed.flash_attention) <= (last, 0):
-        return f"flash-attn {installed.flash_attention} is none of {_dotted(first)} to {_dotted(last)}"
+        return f"flash-attn is not installed (versions {dotted(first)} to {dotted(last)})"
+    if not (first, False) <= _release(installed.flash_attention) <= (last, False):
+        return f"flash-attn {installed.flash_attention} is none of {dotted(first)} to {dotted(last)}"
     if heads.keys != heads.values:
         return "it takes values of the size of the keys only"
     if heads.keys % 8 or heads.keys > 256:
         return "it takes heads of multiples of 8 up to 256"
     if heads.keys > 192 and capability not in WIDE_FLASH:
-        return f"it takes heads of up to 192 on compute capability {_dotted(capability)}"
+        return f"it takes heads of up to 192 on compute capability {dotted(capability)}"
     return ""
 
 
@@ -80,13 +81,13 @@ def _fused(installed: Installed, heads: Heads) -> str:
     capability = installed.capability or (9, 0)
     if not (9, 0) <= capability < (12, 0):
         return _capability("9.0 to 11", installed)
-    if installed.cudnn is not None and _release(installed.cudnn)[0][:2] < CUDNN_FOR_ROWS:
-        return f"cuDNN {_dotted(CUDNN_FOR_ROWS)} or newer is needed, but {installed.cudnn} is installed"
+    if installed.cudnn is not None and release(installed.cudnn)[:2] < CUDNN_FOR_ROWS:
+        return f"cuDNN {dotted(CUDNN_FOR_ROWS)} or newer is needed, but {installed.cudnn} is installed"
     if heads.keys % 8 or heads.values % 8:
         return "it takes heads of multiples of 8"
     largest = 256 if capability < (10, 0) else 128
     if max(heads.keys, heads.values) > largest and (heads.keys, heads.values) != (192, 128):
-        return f"it takes heads of up to {largest} on compute capability {_dotted(capability)}"
+        return f"it takes heads of up to {largest} on compute capability {dotted(capability)}"
     return ""
 
 
@@ -130,16 +131,9 @@ def pick(installed: Installed, dtype: str, heads: Heads) -> Backend:
 
 
 def _capability(wanted: str, installed: Installed) -> str:
-    return f"it needs compute capability {wanted}, and this GPU has {_dotted(installed.capability or ())}"
+    return f"it needs compute capability {wanted}, and this GPU has {dotted(installed.capability or ())}"
 
 
-def _release(version: str) -> tuple[tuple[int, ...], int]:
-    """Numbers, and 1 for what comes after the release of these numbers: a post-release, a build with a name."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in numbers.group().split(".")) if numbers else (), int(
-        bool(re.search(r"post|\+", version))
-    )
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def _release(version: str) -> tuple[tuple[int, ...], bool]:
+    """Numbers, and whether it comes after the release of these numbers: a post-release, a build with a name."""
+    return release(version), bool(re.search(r"post|\+", version))

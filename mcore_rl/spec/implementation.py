@@ -4,7 +4,6 @@ ones, attention, grouped GEMM, dispatcher, FP8. Imports neither megatron nor tor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ from mcore_rl.config.names import role_key
 from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.attention import Heads, pick
+from mcore_rl.spec.fp8 import RECIPES, require_recipe
 from mcore_rl.spec.installed import Installed
+from mcore_rl.spec.versions import dotted, release
 
 if TYPE_CHECKING:
     from mcore_rl.config.models import ActorConfig
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 
 PERMUTE_FUSION_VERSION = (2, 1)
 GROUPED_GEMM_VERSION = (1, 9)
-FP8_RECIPES = {
-    # recipe: (megatron's fp8 format, TransformerEngine, compute capability, tokens of a row are a multiple of)
-    "delayed": ("hybrid", (1, 11), (8, 9), 16),
-    "tensorwise": ("hybrid", (2, 2), (8, 9), 16),
-    "blockwise": ("e4m3", (2, 3), (9, 0), 16),
-    "mxfp8": ("e4m3", (2, 1), (10, 0), 32),
-}
-"""Source: megatron.core.fp8_utils (0.16.1), TransformerEngine's release notes."""
-
-
 USUAL_HEADS = Heads(128, 128)
 
 
@@ -105,7 +96,7 @@ class Implementation:
         if deep_ep:
             arguments["moe_flex_dispatcher_backend"] = "deepep"
         if self.fp8.value != "none":
-            arguments |= {"fp8": FP8_RECIPES[self.fp8.value][0], "fp8_recipe": self.fp8.value}
+            arguments |= {"fp8": RECIPES[self.fp8.value].format, "fp8_recipe": self.fp8.value}
         return arguments
 
 
@@ -139,11 +130,6 @@ def _heads(sizes: dict[str, Any]) -> Heads:
     if sizes.get("multi_latent_attention"):
         return Heads(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
     return Heads(sizes["kv_channels"], sizes["kv_channels"])
-
-
-def row_multiple(fp8: str) -> int:
-    """Tokens that the part of a packed row that one rank multiplies with must be a multiple of."""
-    return 1 if fp8 == "none" else FP8_RECIPES[fp8][3]
 
 
 def choose(installed: Installed, wanted: Wanted) -> Implementation:
@@ -205,8 +191,8 @@ def _experts(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
         return Choice("none", "the model has no experts")
     if not engine:
         return Choice("one by one", "grouped GEMM is TransformerEngine's")
-    if _version(installed.transformer_engine) < GROUPED_GEMM_VERSION:
-        return Choice("one by one", f"grouped GEMM needs transformer-engine {_dotted(GROUPED_GEMM_VERSION)}")
+    if release(installed.transformer_engine) < GROUPED_GEMM_VERSION:
+        return Choice("one by one", f"grouped GEMM needs transformer-engine {dotted(GROUPED_GEMM_VERSION)}")
     return Choice("grouped GEMM", "TransformerEngine's")
 
 
@@ -215,8 +201,8 @@ def _permute(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
         return Choice("none", "the model has no experts")
     if not engine:
         return Choice("unfused", "the fused one is TransformerEngine's")
-    if _version(installed.transformer_engine) < PERMUTE_FUSION_VERSION:
-        return Choice("unfused", f"the fused one needs transformer-engine {_dotted(PERMUTE_FUSION_VERSION)}")
+    if release(installed.transformer_engine) < PERMUTE_FUSION_VERSION:
+        return Choice("unfused", f"the fused one needs transformer-engine {dotted(PERMUTE_FUSION_VERSION)}")
     return Choice("fused", "TransformerEngine's")
 
 
@@ -256,23 +242,8 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
 
 def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
     key = f"{role_key('actor.fp8')}={wanted.fp8}"
-    if wanted.fp8 == "none":
-        return Choice("none", f"{role_key('actor.fp8')}=none")
-    if wanted.fp8 not in FP8_RECIPES:
-        raise ConfigError(f"{key} must be one of none, {', '.join(FP8_RECIPES)}")
-    _, version, capability, _ = FP8_RECIPES[wanted.fp8]
-    if not installed.cuda:
-        raise ConfigError(f"{key} needs a CUDA device; set it to none")
-    if not engine or _version(installed.transformer_engine) < version:
-        raise ConfigError(
-            f"{key} needs transformer-engine {_dotted(version)} or newer, but "
-            f"{installed.transformer_engine or 'none'} is installed; install it or set {role_key('actor.fp8')}=none"
-        )
-    if installed.capability is not None and installed.capability < capability:
-        raise ConfigError(
-            f"{key} needs a GPU of compute capability {_dotted(capability)} or newer, but this one has "
-            f"{_dotted(installed.capability)}; set {role_key('actor.fp8')} to another recipe or none"
-        )
+    if wanted.fp8 != "none":
+        require_recipe(wanted.fp8, installed, engine=engine)
     return Choice(wanted.fp8, key)
 
 
@@ -283,11 +254,3 @@ def _gradient_accumulation(installed: Installed) -> Choice:
         # TransformerEngine has one of its own, but megatron's output projection refuses without apex's (0.16.1).
         return Choice("unfused", "NVIDIA apex with fused_weight_gradient_mlp_cuda is not installed")
     return Choice("fused", "apex is installed")
-
-
-def _version(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text or "0")[:2])
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

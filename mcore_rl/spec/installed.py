@@ -1,5 +1,6 @@
 """What of the packages that megatron can use is installed; of a process with a GPU also whether TransformerEngine
-imports. Standard library only, so that `mcore-rl doctor` can ask on a machine that has nothing yet."""
+imports. It imports the others only where it is asked to:
+`mcore-rl doctor` asks on machines that have nothing yet."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.spec.versions import release
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 FLASH_ATTENTION_3 = ("flash-attn-3", "flash_attn_3")
@@ -37,8 +39,8 @@ def has_module(name: str) -> bool:
 @dataclass(frozen=True)
 class Installed:
     """Facts that decide what a model is built from. Versions of packages, None where they are absent; `cudnn` is None
-    too where it is none of a Python package. `capability` is that of the CUDA device, None where it is not known;
-    `gradient_fusion` the kernel of NVIDIA's apex."""
+    too where it is none of a Python package. `capability` is that of the CUDA device, `cuda_version` what torch was
+    built for, None where they are not known; `gradient_fusion` the kernel of NVIDIA's apex."""
 
     cuda: bool = False
     capability: tuple[int, int] | None = None
@@ -48,16 +50,33 @@ class Installed:
     cudnn: str | None = None
     gradient_fusion: bool = False
     deep_ep: bool = False
+    cuda_version: tuple[int, ...] | None = None
 
 
-def look(*, cuda: bool, capability: tuple[int, int] | None = None) -> Installed:
+def here() -> Installed:
+    """What this process can build models from; without a torch that imports, what can be said without one.
+
+    Raises: ConfigError for a TransformerEngine that is there and of no use.
+    """
+    try:
+        import torch
+
+        cuda = torch.cuda.is_available()
+        capability = torch.cuda.get_device_capability() if cuda else None
+    except Exception:  # whatever the loader of its libraries meets; doctor names it
+        return look(cuda=False)
+    if not cuda:
+        return look(cuda=False)
+    return replace(look(cuda=True), capability=capability, cuda_version=release(torch.version.cuda)[:2] or None)
+
+
+def look(*, cuda: bool) -> Installed:
     """What this Python has, for processes that have a CUDA device or not.
 
     Raises: ConfigError for a TransformerEngine that is there, is to be used and cannot be imported.
     """
     return Installed(
         cuda=cuda,
-        capability=capability,
         transformer_engine=transformer_engine(imported=cuda),
         flash_attention=_version("flash_attn", ("flash-attn",)),
         flash_attention_3=_version("flash_attn_3", FLASH_ATTENTION_3),

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
+SIMULATION = "MCORE_RL_TE"
+"""The environment's variable with which ranks have TransformerEngine, simulated."""
+SIMULATED = bool(os.environ.get(SIMULATION))
 SIMULATED_ENGINE = "tests.te.everywhere"
-_preloaded_first = [SIMULATED_ENGINE] if os.environ.get("MCORE_RL_TE") else []
 _context.set_forkserver_preload(
     [
-        *_preloaded_first,
+        *([SIMULATED_ENGINE] if SIMULATED else []),
         "pytest",
         "mcore_rl.megatron.build.model",
         "megatron.core.dist_checkpointing",
@@ -135,7 +137,7 @@ def _run(connection: Connection, function: Callable[..., Any], place: _Rank, arg
 
     os.setsid()
     torch.set_num_threads(1)
-    if _preloaded_first:  # the fork server passes over what it cannot import
+    if SIMULATED:  # the fork server passes over what it cannot import
         importlib.import_module(SIMULATED_ENGINE)
     try:
         if place.device == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 
 from tests.dist import policy_batch
-from tests.dist.launch import launch
+from tests.dist.launch import SIMULATED, launch
 from tests.tiny_models import write_tiny_model
 
 FULL = {"recompute": "full"}
 # TransformerEngine computes a dense model's norms within other layers: then there is nothing to recompute.
-NORMS = [] if os.environ.get("MCORE_RL_TE") else ["layernorm"]
+NORMS = [] if SIMULATED else ["layernorm"]
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -101,13 +100,14 @@ def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None
     cpu.install()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_rl.spec.implementation import FP8_RECIPES, Wanted, choose
+    from mcore_rl.spec.fp8 import RECIPES
+    from mcore_rl.spec.implementation import Wanted, choose
     from mcore_rl.spec.installed import Installed
 
     everything = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
     spread = Wanted(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)
     known = {field.name for field in fields(TransformerConfig)}
-    for recipe in FP8_RECIPES:
+    for recipe in RECIPES:
         arguments = choose(everything, replace(spread, fp8=recipe)).arguments()
         assert set(arguments) <= known
         # Only what needs TransformerEngine itself is left out.

@@ -31,7 +31,7 @@ def sequences() -> list[list[int]]:
 
 def logits(rank: int, directory: str) -> dict[str, Any]:
     """Of the packed sequences in bfloat16, by local layers and by TransformerEngine's, and the attention of those."""
-    from mcore_rl.megatron.build.model import here
+    from mcore_rl.spec.installed import here
 
     installed = here()
     assert installed.transformer_engine

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from mcore_rl.spec.attention import BACKENDS, Heads
 from mcore_rl.spec.installed import Installed
-from tests.readme import ROOT
 from tests.te.backends import Asked, cases
-from tests.te.simulation import is_there
+from tests.te.processes import NEEDS_TE, json_lines
 
-pytestmark = pytest.mark.skipif(
-    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"
-)
+pytestmark = NEEDS_TE
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[Asked, dict[str, bool]]]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.backends"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return list(zip(cases(), map(json.loads, done.stdout.splitlines()), strict=True))
+    return list(zip(cases(), json_lines("-m", "tests.te.backends"), strict=True))
 
 
 def _takes(asked: Asked) -> dict[str, bool]:

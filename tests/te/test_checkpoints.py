@@ -13,14 +13,11 @@ import torch
 from tests.dist import test_resharding as resharding
 from tests.dist.launch import launch
 from tests.dist.test_resharding import Case
+from tests.te.processes import NEEDS_TE
 from tests.te.ranks import launch_simulated
-from tests.te.simulation import is_there
 from tests.tiny_models import write_tiny_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 CASES = [
     Case("dense", 1, {}, ((2, {"tp": 2}),)),

@@ -5,19 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.readme import ROOT
-from tests.te.ranks import FLAG
-from tests.te.simulation import is_there
+from tests.dist.launch import SIMULATION
+from tests.te.processes import NEEDS_TE, run_python
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
 SUITES: dict[str, list[str]] = {
@@ -41,15 +35,7 @@ CHOSEN = {"layouts": ["-k", "tp2"]}
 def test_a_suite_of_the_ranks_passes(suite: str) -> None:
     modules = [f"tests/dist/test_{module}.py" for module in SUITES[suite]]
     chosen = [] if EVERY_TEST else CHOSEN.get(suite, [])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, *chosen],
-        cwd=ROOT,
-        env={**os.environ, FLAG: "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout[-1000:]
+    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, *chosen, **{SIMULATION: "1"})
+    passed = re.search(r"(\d+) passed", said)
+    assert passed is not None, said[-1000:]
     assert int(passed.group(1)) > 0

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from tests.te.processes import NEEDS_TE, json_lines
 
-import pytest
-
-from tests.readme import ROOT
-from tests.te.simulation import is_there
-
-pytestmark = pytest.mark.skipif(
-    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"
-)
+pytestmark = NEEDS_TE
 
 NAMES = ["layer with its norm", "grouped GEMM", "permutation of tokens", "fused Adam"]
 """All but attention, whose kernels have no stand-in."""
@@ -25,14 +15,4 @@ PROGRAM = (
 
 
 def test_every_call_is_taken() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, *NAMES],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert answers == [{"kernel": name, "error": ""} for name in NAMES]
+    assert json_lines("-c", PROGRAM, *NAMES) == [{"kernel": name, "error": ""} for name in NAMES]

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from tests.te.processes import NEEDS_TE, json_lines
 
-import pytest
-
-from tests.readme import ROOT
-from tests.te.simulation import is_there
-
-pytestmark = pytest.mark.skipif(
-    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"
-)
+pytestmark = NEEDS_TE
 
 
 def test_permutations_and_the_routers_product_are_those_of_megatron() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.fused_paths"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = json_lines("-m", "tests.te.fused_paths")
     assert [(line["case"], len(line["errors"])) for line in lines] == [
         ("there_and_back", 5),
         ("chunks", 4),

@@ -3,21 +3,13 @@ checkpoint has the same keys: hosts with and without GPUs read each other's."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.readme import ROOT
-from tests.te.simulation import is_there
+from tests.te.processes import NEEDS_TE, json_lines
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe")
 
@@ -25,17 +17,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v
 @pytest.fixture(scope="module")
 def compared() -> dict[str, dict[str, Any]]:
     """By family, in one process: megatron's import is most of it."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.compare", *FAMILIES],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["family"]: line for line in lines}
+    return {line["family"]: line for line in json_lines("-m", "tests.te.compare", *FAMILIES)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

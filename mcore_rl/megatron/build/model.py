@@ -21,7 +21,7 @@ from mcore_rl.megatron.build.norm import LocalRMSNorm
 from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.build.routers import use_policy_router
 from mcore_rl.spec.implementation import Implementation, choose, wanted
-from mcore_rl.spec.installed import Installed, look
+from mcore_rl.spec.installed import Installed, here
 from mcore_rl.spec.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.spec.recompute import recompute_arguments
 from model_converters.families import ModelArguments
@@ -76,12 +76,6 @@ def build_model(
     config = transformer_config(arguments, actor_config, model_config, layout, implementation)
     stages = [None] if layout.vpp is None else range(layout.vpp)
     return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
-
-
-def here() -> Installed:
-    """What this process can build models from."""
-    cuda = torch.cuda.is_available()
-    return look(cuda=cuda, capability=torch.cuda.get_device_capability() if cuda else None)
 
 
 def transformer_config(

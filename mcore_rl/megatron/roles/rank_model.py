@@ -17,7 +17,7 @@ from mcore_rl.megatron.build.routers import Routers, Row
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.implementation import row_multiple
+from mcore_rl.spec.fp8 import row_multiple
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
 

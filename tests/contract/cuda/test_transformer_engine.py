@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.spec.implementation import FP8_RECIPES, GROUPED_GEMM_VERSION, PERMUTE_FUSION_VERSION
+from mcore_rl.spec import fp8
+from mcore_rl.spec.implementation import GROUPED_GEMM_VERSION, PERMUTE_FUSION_VERSION
 from tests.contract.cuda.packages import MEGATRON, OURS, TRANSFORMER_ENGINES, needs, sources
 from tests.contract.cuda.sources import Definition, Sources
 from tests.contract.cuda.uses import Call, Use, keys_of, uses
@@ -147,19 +148,22 @@ def test_modules_have_the_extra_state_that_checkpoints_keep(engine: Sources) -> 
 
 
 def test_each_fp8_recipe_is_a_class_of_transformer_engine(engine: Sources) -> None:
-    assert set(RECIPES) == set(FP8_RECIPES)
+    assert set(RECIPES) == set(fp8.RECIPES)
     for name in RECIPES.values():
         assert isinstance(definition(engine, f"common.recipe.{name}").node, ast.ClassDef)
 
 
 def test_fp8_recipes_have_the_capability_that_transformer_engine_asks_for(engine: Sources) -> None:
-    for recipe, (_, _, capability, _) in FP8_RECIPES.items():
+    for recipe, ours in fp8.RECIPES.items():
         check = definition(engine, f"pytorch.fp8.{SUPPORT[recipe]}").node
         assert check is not None
         asked = [re.search(r"compute capability (\d+)\.(\d+)", node.value) for node in ast.walk(check)
                  if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
         lowest = min((int(match[1]), int(match[2])) for match in asked if match)
-        assert capability == lowest, recipe
+        assert ours.capability == lowest, recipe
+        said = ast.unparse(check)
+        assert (ours.below == (12, 0)) == (">= (12, 0)" in said), recipe
+        assert (ours.cuda == (12, 9)) == ("float(torch.version.cuda) >= 12.9" in said), recipe
 
 
 def test_fp8_recipes_have_the_version_and_class_that_megatron_asks_for() -> None:
@@ -170,11 +174,11 @@ def test_fp8_recipes_have_the_version_and_class_that_megatron_asks_for() -> None
         minimum = re.search(r"is_te_min_version\('(\d+)\.(\d+)", text)
         if recipe:
             asked[recipe[1]] = (name, tuple(map(int, minimum.groups())) if minimum else (0,))
-    for recipe, (_, version, _, multiple) in FP8_RECIPES.items():
+    for recipe, ours in fp8.RECIPES.items():
         name, minimum = asked[recipe]
         assert name.removeprefix("TE") == RECIPES[recipe]
-        assert version >= minimum
-        assert multiple == (32 if recipe == "mxfp8" else 16)
+        assert ours.engine >= minimum
+        assert ours.tokens == (32 if recipe == "mxfp8" else 16)
 
 
 def _choices_of_recipe() -> Iterator[tuple[ast.expr, str]]:

@@ -10,7 +10,8 @@ import pytest
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.implementation import FP8_RECIPES, Wanted, choose, row_multiple
+from mcore_rl.spec.fp8 import RECIPES, row_multiple
+from mcore_rl.spec.implementation import Wanted, choose
 from mcore_rl.spec.installed import Installed
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.recompute import MODULES, recompute_arguments
@@ -116,7 +117,13 @@ def test_latent_attention_keeps_its_rope_unfused() -> None:
         ({"transformer_engine": None}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs transformer-engine 1\.11.*none"),
         ({"transformer_engine": "2.1.0"}, {"fp8": "blockwise"}, r"transformer-engine 2\.3 or newer, but 2\.1\.0"),
         ({"capability": (8, 0)}, {"fp8": "delayed"}, r"compute capability 8\.9 or newer, but this one has 8\.0"),
-        ({"capability": (9, 0)}, {"fp8": "mxfp8"}, r"compute capability 10\.0"),
+        ({"capability": (9, 0)}, {"fp8": "mxfp8"}, r"compute capability 10\.0 or newer, before 12\.0, .* has 9\.0"),
+        ({"capability": (12, 0)}, {"fp8": "mxfp8"}, r"actor\.fp8=mxfp8 .* before 12\.0, but this one has 12\.0"),
+        (
+            {"cuda_version": (12, 8)},
+            {"fp8": "blockwise"},
+            r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8",
+        ),
         ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
         ({"transformer_engine": None}, {"cp": 2}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
         ({}, {"cp": 2, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
@@ -131,7 +138,7 @@ def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(
 
 
 def test_rows_are_padded_to_what_fp8_products_take() -> None:
-    assert [row_multiple(name) for name in ("none", *FP8_RECIPES)] == [1, 16, 16, 16, 32]
+    assert [row_multiple(name) for name in ("none", *RECIPES)] == [1, 16, 16, 16, 32]
 
 
 # ---- recomputation ----
