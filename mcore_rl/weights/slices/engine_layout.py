@@ -1,0 +1,62 @@
+"""Where a rank of an inference engine sits, and which layers its stage holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from model_converters.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Sizes of the parallel axes of one engine, in vLLM's rank order: rank = tp + TP * (pp + PP * dp).
+
+    dp is attention data parallelism: its ranks hold the same attention, and share the experts, which all ranks of a
+    stage divide: whole experts with `expert_parallel`, else slices of each. Source: vllm.distributed.parallel_state,
+    FusedMoEParallelConfig (0.32).
+
+    Raises: LayoutError.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "pp"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"the engine's {name} is {getattr(self, name)}; it must be at least 1")
+        if self.expert_parallel and self.tp > 1 and self.dp > 1:
+            # vLLM then shards the tokens between the tp ranks, and shared experts are whole on each.
+            raise LayoutError("an engine with expert parallelism and attention data parallelism has tp 1 here")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one stage, among which the experts are divided."""
+        return self.tp * self.dp
+
+    def rank(self, tp: int, pp: int, dp: int) -> int:
+        """The rank at these coordinates."""
+        return tp + self.tp * (pp + self.pp * dp)
+
+    def stage_layers(self, num_layers: int) -> list[range]:
+        """Layers of every stage: what does not divide goes to the stages before the last, one layer each.
+
+        Source: vllm.distributed.utils.get_pp_indices (0.32), without VLLM_PP_LAYER_PARTITION.
+        Raises: LayoutError for a stage without layers.
+        """
+        if self.pp > num_layers:
+            raise LayoutError(f"{num_layers} layers are fewer than the engine's pp {self.pp}")
+        each, rest = divmod(num_layers, self.pp)
+        counts = [each] * self.pp
+        for stage in range(self.pp - 1 - rest, self.pp - 1):
+            counts[stage] += 1
+        starts = [sum(counts[:stage]) for stage in range(self.pp + 1)]
+        return [range(first, end) for first, end in pairwise(starts)]

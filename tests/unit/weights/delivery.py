@@ -1,0 +1,101 @@
+"""A weight sync by own slices, carried out in memory: every trainer rank packs its messages, every engine rank unpacks
+what it was to get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mcore_rl.weights.slices.messages import Message, received_by, sent_by
+from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.routes import Places
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement
+from model_converters.mapping.plan import load_plan
+from model_converters.mapping.table import BoundRow
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The arguments that all processes of one sync share."""
+
+    rows: list[BoundRow]
+    layout: TrainLayout
+    needs: Needs
+    places: Places
+    bucket_bytes: int
+
+    def sent_by(self, rank: int) -> list[Message]:
+        return sent_by(rank, self.placement, self.needs, self.places, self.bucket_bytes)
+
+    def received_by(self, rank: int) -> list[Message]:
+        return received_by(rank, self.placement, self.needs, self.places, self.bucket_bytes)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.rows, self.layout)
+
+    @property
+    def num_engine_ranks(self) -> int:
+        return len(self.places.engine_hosts)
+
+
+def trainer_tensors(sync: Sync, rank: int, checkpoint: Tensors) -> Tensors:
+    """What a trainer rank holds of an HF checkpoint, by canonical name."""
+    tensors = {}
+    for load in load_plan(sync.rows, sync.layout, rank):
+        tensor = torch.zeros(load.shape)
+        for name, piece in load.sources:
+            source = checkpoint[name]
+            if load.shape:
+                part = source.narrow(piece.dim, piece.start, piece.length)
+                tensor.narrow(piece.dim, piece.local_start, piece.length).copy_(part)
+            else:
+                tensor.copy_(source)
+        tensors[load.mcore_name] = tensor
+    return tensors
+
+
+def pack(message: Message, tensors: Tensors) -> torch.Tensor:
+    """A message's bytes."""
+    memory = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
+    for each in message.slices:
+        source = tensors[each.mcore_name]
+        if each.hf_shape:
+            source = source.narrow(each.dim, each.local_start, each.length)
+        place = memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape)
+        place.copy_(source)
+    return memory
+
+
+def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """By engine rank: HF name -> (values, how often each element has come), in the shape of the whole tensor."""
+    wire: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
+    for rank in range(sync.layout.world_size):
+        tensors = trainer_tensors(sync, rank, checkpoint)
+        for message in sync.sent_by(rank):
+            wire[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
+    ranks = []
+    for rank in range(sync.num_engine_ranks):
+        arrived: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for message in sync.received_by(rank):
+            sent, memory = wire.pop((message.bucket, message.sender, message.receiver))
+            assert sent == message
+            for each in message.slices:
+                empty = torch.full(each.hf_shape, torch.nan), torch.zeros(each.hf_shape, dtype=torch.int64)
+                values, counts = arrived.setdefault(each.hf_name, empty)
+                place = (..., *[slice(None)] * len(each.hf_shape)) if each.hf_shape else ...
+                if each.hf_shape:
+                    place = tuple(
+                        slice(each.start, each.start + each.length) if dim == each.dim else slice(None)
+                        for dim in range(len(each.hf_shape))
+                    )
+                part = memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape)
+                values[place] = part.float()
+                counts[place] += 1
+        ranks.append(arrived)
+    assert wire == {}, "sent, and taken by nobody"
+    return ranks

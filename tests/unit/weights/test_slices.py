@@ -1,0 +1,178 @@
+"""Own slices: for any layout of trainer and engine every element of every engine tensor arrives exactly once, with the
+value of the checkpoint, from the rank that the plan promises, in buckets that are no larger than asked for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.routes import Places
+from mcore_rl.weights.slices.totals import count
+from model_converters.errors import LayoutError
+from model_converters.families import family_for
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement
+from model_converters.mapping.table import BoundRow, bind
+from tests.tiny_models import tiny_fields
+from tests.unit.weights.delivery import Sync, Tensors, delivered
+from tests.unit.weights.engine_boxes import box
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": tiny_fields("qwen2", tie_word_embeddings=True, vocab_size=97),
+    "one key-value head": tiny_fields("qwen3", num_attention_heads=8, num_key_value_heads=1),
+    "experts": tiny_fields("qwen3_moe", vocab_size=97, num_hidden_layers=5),
+    "mixtral": tiny_fields("mixtral"),
+    "latent": tiny_fields("deepseek_v3", num_nextn_predict_layers=1),
+    "glm": tiny_fields("glm4_moe", num_nextn_predict_layers=0),
+}
+NUM_SAMPLES = 36
+MOST_RANKS = 16
+
+
+def rows_of(config: dict[str, Any]) -> list[BoundRow]:
+    return bind(family_for(config).rows(config), config, torch.float32)
+
+
+def random_checkpoint(rows: list[BoundRow], seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    names = {name: shape for bound in rows for name, shape in zip(bound.hf, bound.row.shapes, strict=True)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+def random_layouts(chance: random.Random, config: dict[str, Any]) -> tuple[TrainLayout, EngineLayout]:
+    has_experts = any("experts" in key for key in config)
+    tp, pp, cp = chance.choice((1, 1, 2, 4)), chance.choice((1, 1, 2)), chance.choice((1, 1, 2))
+    ep, etp = (chance.choice((1, 2, 4)), chance.choice((1, 1, 2))) if has_experts else (1, 1)
+    uneven = {"first_stage_layers": 1} if pp > 1 and chance.random() < 0.5 else {}
+    world = int(np.lcm(tp * pp * cp, ep * etp * pp)) * chance.choice((1, 1, 2))
+    trainer = TrainLayout(world, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, **uneven)
+    expert_parallel = has_experts and chance.random() < 0.5
+    engine_tp = chance.choice((1, 2, 4))
+    dp = chance.choice((1, 1, 2, 3)) if engine_tp == 1 or not expert_parallel else 1
+    return trainer, EngineLayout(engine_tp, dp, chance.choice((1, 1, 2, 3)), expert_parallel)
+
+
+def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: int) -> Places:
+    """Colocated, or hosts and devices at random, of which engines and trainers share some."""
+    if chance.random() < 0.3:
+        devices = [(rank // 2, rank) for rank in range(max(num_trainers, num_engine_ranks))]
+        return Places.of(devices[:num_trainers], devices[:num_engine_ranks])
+    return Places.of(*([(chance.randrange(4), -1) for _ in range(n)] for n in (num_trainers, num_engine_ranks)))
+
+
+def samples() -> list[tuple[int, str]]:
+    return [(seed, list(MODELS)[seed % len(MODELS)]) for seed in range(NUM_SAMPLES)]
+
+
+def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
+    """The first layouts from `seed` on that both sides take."""
+    config, chance = MODELS[model], random.Random(seed)
+    rows = rows_of(config)
+    while True:
+        try:
+            trainer, engine = random_layouts(chance, config)
+            Placement(rows, trainer)
+            needs = Needs(rows, engine)
+        except LayoutError:
+            continue
+        if max(trainer.world_size, engine.num_ranks) > MOST_RANKS:
+            continue
+        places = random_places(chance, trainer.world_size, engine.num_ranks * chance.choice((1, 2)))
+        return Sync(rows, trainer, needs, places, chance.choice((3_000, 20_000, 10**6))), random_checkpoint(rows, seed)
+
+
+@pytest.mark.parametrize(("seed", "model"), samples())
+def test_every_element_arrives_once_with_the_value_of_the_checkpoint(seed: int, model: str) -> None:
+    sync, checkpoint = sync_of(seed, model)
+    layout = sync.needs.layout
+    for rank, arrived in enumerate(delivered(sync, checkpoint)):
+        for name, whole in checkpoint.items():
+            part = box(name, tuple(whole.shape), MODELS[model], layout, rank % layout.num_ranks)
+            if part is None:
+                assert name not in arrived
+                continue
+            values, counts = arrived[name]
+            assert torch.equal(values[part], whole[part]), (name, rank)
+            assert int(counts[part].min()) == int(counts[part].max()) == 1, (name, rank)
+            assert int(counts.sum()) == values[part].numel(), (name, rank)
+
+
+@pytest.mark.parametrize(("seed", "model"), samples()[:12])
+def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model: str) -> None:
+    sync, _ = sync_of(seed, model)
+    totals = count(sync.placement, sync.needs, sync.places, sync.bucket_bytes)
+    received = [[each for message in sync.received_by(rank) for each in message.slices]
+                for rank in range(sync.num_engine_ranks)]  # fmt: skip
+    assert totals.received.tolist() == [sum(each.num_bytes for each in slices) for slices in received]
+    needed = totals.needed.tolist() * (sync.num_engine_ranks // sync.needs.layout.num_ranks)
+    assert totals.received.tolist() == needed
+    in_bucket: Counter[tuple[int, int]] = Counter()
+    away = crossing = 0
+    for rank in range(sync.num_engine_ranks):
+        for message in sync.received_by(rank):
+            num_bytes = sum(each.num_bytes for each in message.slices)
+            in_bucket[rank, message.bucket] += num_bytes
+            sender, places = message.sender, sync.places
+            same = places.trainer_devices[sender] == places.engine_devices[rank] >= 0
+            away += 0 if same else num_bytes
+            crossing += num_bytes if places.trainer_hosts[sender] != places.engine_hosts[rank] else 0
+    assert max(in_bucket.values()) <= sync.bucket_bytes
+    assert {bucket for _, bucket in in_bucket} == set(range(totals.buckets))
+    assert (int(totals.sent.sum()), totals.crossing) == (away, crossing)
+
+
+@pytest.mark.parametrize(("seed", "model"), samples()[:12])
+def test_a_rank_is_served_from_its_own_device_or_host_where_that_has_what_it_needs(seed: int, model: str) -> None:
+    sync, _ = sync_of(seed, model)
+    places, placement = sync.places, sync.placement
+    holders: dict[str, list[range]] = {}
+    for bound in sync.needs.rows:
+        for holding in placement.holdings(bound):
+            holders.setdefault(bound.mcore, []).append(holding.ranks)
+    for rank in range(sync.num_engine_ranks):
+        for message in sync.received_by(rank):
+            for each in message.slices:
+                (ranks,) = [ranks for ranks in holders[each.mcore_name] if message.sender in ranks]
+                device, host = places.engine_devices[rank], places.engine_hosts[rank]
+                if device >= 0 and device in places.trainer_devices[ranks]:
+                    assert places.trainer_devices[message.sender] == device
+                elif host in places.trainer_hosts[ranks]:
+                    assert places.trainer_hosts[message.sender] == host
+
+
+def test_holders_share_the_work_of_other_hosts() -> None:
+    """Eight data-parallel holders of everything, three engines elsewhere: whatever the sizes of the tensors, nobody
+    sends more than the largest tensor above the mean."""
+    rows = rows_of(MODELS["latent"])
+    places = Places.of([(0, -1)] * 8, [(1, -1)] * 3)
+    totals = count(Placement(rows, TrainLayout(8)), Needs(rows, EngineLayout()), places, 10**6)
+    largest = max(4 * int(np.prod(shape)) for bound in rows for shape in bound.row.shapes)
+    assert int(totals.sent.max()) <= totals.sent.mean() + 2 * largest  # gate and up are one row
+    assert int(totals.sent.sum()) == 3 * int(totals.needed[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        ("experts", {"tp": 3}, r"num_attention_heads.* 4|num_key_value_heads.*the engine's tp 3"),
+        ("experts", {"dp": 9, "expert_parallel": True}, "8 experts are fewer than the engine's 9 ranks"),
+        ("mixtral", {"pp": 5}, "4 layers are fewer than the engine's pp 5"),
+        ("tied", {"tp": 0}, "the engine's tp is 0"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_by_name(model: str, layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Needs(rows_of(MODELS[model]), EngineLayout(**layout))
+
+
+def test_a_bucket_below_one_row_is_refused() -> None:
+    rows = rows_of(MODELS["tied"])
+    with pytest.raises(LayoutError, match=r"one index of dim 0 of model\.embed_tokens\.weight exceeds 64 bytes"):
+        list(Needs(rows, EngineLayout()).chunks(64))
