@@ -236,6 +236,8 @@ class PlanConfig:
     """Share of it that engines reach on prompts."""
     memory_bandwidth_gib_per_second: float | None = setting(None, above=0)
     """Of one GPU; decides the time of decoding. null: no time estimate."""
+    network_gib_per_second: float | None = setting(None, above=0)
+    """Of one GPU's way to other hosts, in one direction; decides the time of a weight sync. null: no time estimate."""
     mean_response_fraction: float = setting(0.5, above=0, maximum=1)
     """Mean response length, of rollout.max_response_tokens."""
     moe_imbalance: float = setting(1.5, minimum=1)

@@ -12,6 +12,7 @@ from mcore_rl.planner.engine import GIB
 from mcore_rl.planner.phases import PHASES
 from mcore_rl.planner.plan import Plan, PlannedRank
 from mcore_rl.planner.suggest import Suggestions
+from mcore_rl.planner.sync import WeightSync
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -63,7 +64,7 @@ def _summary(plan: Plan) -> Table:
     )
     moved = (
         f"{_gib(sync.bytes_per_engine_rank)} per engine rank (floor {_gib(sync.floor_bytes_per_engine_rank)}), "
-        f"{sync.buckets} buckets, {sync.transport}"
+        f"{sync.buckets} buckets, {sync.transport}{_across(sync)}"
     )
     rows = [
         ("trainer ranks", f"{layout.world_size}: {shown}"),
@@ -76,6 +77,14 @@ def _summary(plan: Plan) -> Table:
         ("time per step", _seconds(plan)),
     ]
     return _rows("Plan", rows)
+
+
+def _across(sync: WeightSync) -> str:
+    if not sync.bytes_crossing_hosts:
+        return ""
+    seconds = "" if sync.seconds is None else f", {sync.seconds:.1f} s at plan.network_gib_per_second"
+    across, busiest = _gib(sync.bytes_crossing_hosts), _gib(sync.busiest_sender_bytes)
+    return f", {across} across hosts, {busiest} from the busiest sender{seconds}"
 
 
 def _flops(plan: Plan) -> str:

@@ -130,7 +130,8 @@ def _host_errors(config: Config, host: int) -> Iterator[str]:
 def _warnings(
     config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic, sync: WeightSync
 ) -> Iterator[str]:
-    if not sync.mapped and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
+    whole_tensors = sync.transport == "shared_memory" and not sync.mapped
+    if whole_tensors and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
         yield (
             f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "
             f"engine rank copies all {sync.total_bytes / GIB:.1f} GiB instead of its own "

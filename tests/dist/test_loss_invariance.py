@@ -92,24 +92,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
     actor = build_actor(rank, directory, case)
     load_weights(actor, checkpoint)
-    return [measure(actor, objective) for objective in ALL]
+    share = policy_batch.share(SAMPLES, actor.layout.coordinates(rank).dp, actor.layout.dp)
+    old_logp = {
+        sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
+        for sample, (held, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
+    }
+    return [measure(actor, objective, share, old_logp) for objective in ALL]
 
 
-def measure(actor: Any, objective: Objectives) -> dict[str, Any]:
+def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
     """The gradient of one update whose old policy is `drift` away from the current one."""
     from mcore_rl.megatron.step.objective import Objective
+    from mcore_rl.megatron.step.rank_batch import RankBatch
 
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.model.group, actor.model.context)
-    chunks, place = policy_batch.chunks(), actor.layout.coordinates(actor.rank)
-    share = policy_batch.share(SAMPLES, place.dp, actor.layout.dp)
     share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
-    batch, _ = actor.recompute_logp([share, share], chunks)
-    old_logp = {
-        sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
-        for sample, (held, logp, _) in policy_values(actor, share, chunks).items()
-    }
-    batch, metrics = replace(batch, old_logp=old_logp), {}
+    batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp), {}
     if objective.estimator is not None:
         actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None

@@ -3,7 +3,6 @@ GPU. With MCORE_RL_EVERY_TEST=1 in the environment all of them; by hand, `MCORE_
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
@@ -13,7 +12,6 @@ from tests.te.processes import NEEDS_TE, run_python
 
 pytestmark = [pytest.mark.slow, NEEDS_TE]
 
-EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
 SUITES: dict[str, list[str]] = {
     "layouts": ["invariance"],
     "kinds of training": ["mtp_training", "critic", "recompute", "router_losses", "router_replay", "reward_model"],
@@ -24,8 +22,6 @@ SUITES: dict[str, list[str]] = {
     ],
 }
 """Modules of tests/dist."""
-CHOSEN = {"layouts": ["-k", "tp2"]}
-"""Of many tests those that run unless all are asked for."""
 
 
 @pytest.mark.parametrize(
@@ -34,8 +30,7 @@ CHOSEN = {"layouts": ["-k", "tp2"]}
 @pytest.mark.timeout(3600)
 def test_a_suite_of_the_ranks_passes(suite: str) -> None:
     modules = [f"tests/dist/test_{module}.py" for module in SUITES[suite]]
-    chosen = [] if EVERY_TEST else CHOSEN.get(suite, [])
-    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, *chosen, **{SIMULATION: "1"})
+    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, **{SIMULATION: "1"})
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None, said[-1000:]
     assert int(passed.group(1)) > 0

@@ -13,13 +13,14 @@ from model_converters.mapping.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """Bytes of one sync: `received` by every engine rank, `sent` by every trainer rank to other devices, and of these
-    `crossing` from host to host. `needed`: what the ranks of one engine take of the model, computed from the engine's
-    layout alone."""
+    """Bytes of one sync: `received` by every engine rank, `sent` by every trainer rank to other devices, and of both
+    what goes `across` from host to host. `needed`: what the ranks of one engine take of the model, computed from the
+    engine's layout alone."""
 
     received: Ranks
+    received_across: Ranks
     sent: Ranks
-    crossing: int
+    sent_across: Ranks
     needed: Ranks
     buckets: int
 
@@ -28,8 +29,9 @@ def count(placement: Placement, needs: Needs, places: Places, bucket_bytes: int)
     """Raises: LayoutError where one index of a tensor is larger than a bucket."""
     router = Router(placement, needs, places)
     num_engine_ranks, num_trainer_ranks = len(places.engine_hosts), len(places.trainer_hosts)
-    received, sent = np.zeros(num_engine_ranks, np.int64), np.zeros(num_trainer_ranks, np.int64)
-    crossing = buckets = 0
+    received, received_across = np.zeros((2, num_engine_ranks), np.int64)
+    sent, sent_across = np.zeros((2, num_trainer_ranks), np.int64)
+    buckets = 0
     for bucket, chunk in needs.chunks(bucket_bytes):
         buckets = bucket + 1
         for route in router.routes(chunk):
@@ -38,8 +40,9 @@ def count(placement: Placement, needs: Needs, places: Places, bucket_bytes: int)
             away = (devices < 0) | (devices != places.engine_devices[route.receivers])
             sent += _by_rank(route.senders[away], route.num_bytes[away], num_trainer_ranks)
             apart = places.trainer_hosts[route.senders] != places.engine_hosts[route.receivers]
-            crossing += int(route.num_bytes[apart].sum())
-    return Totals(received, sent, crossing, _needed(needs), buckets)
+            sent_across += _by_rank(route.senders[apart], route.num_bytes[apart], num_trainer_ranks)
+            received_across[route.receivers[apart]] += route.num_bytes[apart]
+    return Totals(received, received_across, sent, sent_across, _needed(needs), buckets)
 
 
 def _needed(needs: Needs) -> Ranks:
