@@ -20,13 +20,13 @@ from benchmarks.gpu.machine import require
 from benchmarks.handover import hand_over, layer_plans
 from benchmarks.result import Result
 from mcore_rl.weights.plan import BucketSpec, plan_buckets
-from mcore_rl.weights.receive import BucketReceiver, NamedTensors
+from mcore_rl.weights.receive import BucketReceiver
 from mcore_rl.weights.transports.shared_memory import SharedBuckets
 from mcore_rl.weights.verify import digest
 from mcore_rl.weights.write import BucketWriter
 
 LAYERS, BUCKET_MIB, ROUNDS = 12, 64.0, 7
-WAYS = {"staged": 2, "mapped": 1 << 10}
+WAYS = {"staged": 2, "at once": 1 << 10}
 """Slots of the ring: two, or as many as there are buckets."""
 
 
@@ -63,7 +63,7 @@ def run(
         for pinned in (False, True) if device == "cuda" else (False,):
             over = measure(device, layers=layers, bucket_mib=bucket_mib, num_slots=slots, rounds=rounds, pinned=pinned)
             assert over.arrived == over.sent
-            assert over.spec.mapped == (way == "mapped")
+            assert (over.spec.num_buckets <= over.spec.num_slots) == (way == "at once")
             size = f"{over.spec.total_bytes / 2**20:.0f} MiB, {over.spec.num_buckets} buckets"
             rate, limit = over.rate / 1e9, over.copy_rate / 1e9
             name = f"{way}, {'pinned' if pinned else 'unpinned'}, {size}"
@@ -123,19 +123,19 @@ def _receive(connection: Connection, spec: BucketSpec, device: str, pinned: bool
     entries = [entry for bucket in spec.buckets for entry in bucket]
     kept = {entry.name: torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in entries}
 
-    def load(tensors: NamedTensors) -> None:
-        for name, tensor in tensors:
-            kept[name].copy_(tensor, non_blocking=True)
-        synchronize(device)
+    def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+        place = tuple(slice(first, first + length) for first, length in zip(start, box.shape, strict=True))
+        kept[name][place].copy_(box, non_blocking=True)
 
-    # The copies of a group are done when `load` returns: its memory may change.
-    receiver = BucketReceiver(buckets, lambda arena: None)
+    receiver = BucketReceiver(buckets)
     with registered(buckets, wanted=pinned):
         connection.send(0)
         while (index := connection.recv()) is not None:
             if index == 0:
                 receiver.begin()
-            connection.send(receiver.receive(index, load))
+            num_bytes = receiver.receive(index, put)
+            synchronize(device)  # the copies are done: the slot may change
+            connection.send(num_bytes)
             if index == spec.num_buckets - 1:
                 receiver.finish()
     connection.send({name: digest(tensor) for name, tensor in kept.items()})

@@ -102,7 +102,7 @@ class RolloutConfig:
     """Tokens that an engine computes in one pass, prompts in pieces where they exceed it (chunked prefill); null: the
     engine's default."""
     expert_parallel: bool = False
-    """The engine's tensor-parallel ranks hold whole experts instead of slices of all (CUDA only)."""
+    """The engine's tensor-parallel ranks hold whole experts instead of slices of all."""
     max_concurrent_requests: int = setting(256, minimum=1)
     """Sequences that one engine decodes together."""
     kv_cache_gib: float = setting(0.25, above=0)
@@ -118,7 +118,7 @@ class WeightsConfig:
     bucket_mib: float = setting(256.0, above=0)
     """Of weights that travel to the engines in one piece."""
     num_buckets: int = setting(2, minimum=1)
-    """Slots of the ring; when the whole model fits in them, nothing is staged twice."""
+    """Slots of the ring: a bucket is written while engines take from those before it."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th sync; 0: never."""
 

@@ -1,5 +1,5 @@
-"""What one weight sync moves, and the least possible: on one host the buckets of whole tensors, between hosts every
-engine rank's own slices."""
+"""What one weight sync moves, and the least possible: on one host buckets of whole tensors, of which every engine rank
+copies its own slices; between hosts these slices alone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ MIB, GIB = 2**20, 2**30
 class WeightSync:
     """Of one sync.
 
-    `bytes_per_engine_rank`: what a rank copies out of the buckets. Of whole tensors it takes its own slices where all
-    buckets are in place at once, else a bucket is copied whole before the next is written;
-    `floor_bytes_per_engine_rank`: its own slices. `slots_bytes`: memory of the ring, per host.
-    `busiest_sender_bytes`: to other devices. `seconds`: of what crosses hosts, at plan.network_gib_per_second; None
-    without it.
+    `bytes_per_engine_rank`: what the fullest rank copies or receives; `floor_bytes_per_engine_rank`: what it keeps.
+    `slots_bytes`: memory of the ring, per host. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
+    hosts, at plan.network_gib_per_second; None without it.
     """
 
     bytes_per_engine_rank: int
@@ -40,7 +38,6 @@ class WeightSync:
     transport: str
     total_bytes: int
     slots_bytes: int
-    mapped: bool
     bytes_crossing_hosts: int
     busiest_sender_bytes: int
     seconds: float | None
@@ -56,19 +53,17 @@ def weight_sync(
     served = [bound for bound in rows if bound.row.place != "mtp"]
     plans = export_plan(served, layout)
     spec = plan_buckets(plans, int(config.weights.bucket_mib * MIB), config.weights.num_buckets)
-    total = spec.total_bytes
     written = [0] * layout.world_size
     for plan in plans:
         for piece in plan.pieces:
             written[piece.rank] += prod(plan.piece_shape(piece)) * plan.dtype.itemsize
     return WeightSync(
-        bytes_per_engine_rank=engine_weights_bytes if spec.mapped else max(total, engine_weights_bytes),
+        bytes_per_engine_rank=engine_weights_bytes,
         floor_bytes_per_engine_rank=engine_weights_bytes,
         buckets=spec.num_buckets,
         transport=transport(config),
-        total_bytes=total,
+        total_bytes=spec.total_bytes,
         slots_bytes=spec.slot_bytes * spec.num_slots,
-        mapped=spec.mapped,
         bytes_crossing_hosts=0,
         busiest_sender_bytes=max(written),
         seconds=None,
@@ -92,7 +87,6 @@ def _own_slices(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         transport="network",
         total_bytes=int(totals.received.sum()),
         slots_bytes=config.weights.num_buckets * bucket_bytes * min(config.cluster.gpus_per_node, len(totals.received)),
-        mapped=False,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
         seconds=None if bandwidth is None else busiest / (bandwidth * GIB),

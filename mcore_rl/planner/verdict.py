@@ -38,7 +38,7 @@ def judge(
     errors = [*_device_errors(config, layout, phases, engine)] if cuda else []
     errors += _engine_errors(config, engine)
     errors += _host_errors(config, host)
-    return Verdict(tuple(errors), tuple(_warnings(config, layout, engine, batch, sync)), host)
+    return Verdict(tuple(errors), tuple(_warnings(config, layout, engine, batch)), host)
 
 
 def host_bytes_per_node(config: Config, phases: Sequence[Phases], sync: WeightSync) -> int:
@@ -127,17 +127,7 @@ def _host_errors(config: Config, host: int) -> Iterator[str]:
         )
 
 
-def _warnings(
-    config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic, sync: WeightSync
-) -> Iterator[str]:
-    whole_tensors = sync.transport == "shared_memory" and not sync.mapped
-    if whole_tensors and sync.bytes_per_engine_rank > 2 * sync.floor_bytes_per_engine_rank:
-        yield (
-            f"weights.num_buckets={config.weights.num_buckets}: {sync.buckets} buckets do not fit the ring, so every "
-            f"engine rank copies all {sync.total_bytes / GIB:.1f} GiB instead of its own "
-            f"{sync.floor_bytes_per_engine_rank / GIB:.1f}; the whole model at once needs weights.num_buckets="
-            f"{sync.buckets}"
-        )
+def _warnings(config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic) -> Iterator[str]:
     if 1 <= engine.sequences < config.rollout.max_concurrent_requests:
         yield (
             f"rollout.max_concurrent_requests={config.rollout.max_concurrent_requests}: the KV cache holds "

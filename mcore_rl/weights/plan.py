@@ -34,7 +34,6 @@ class BucketEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    group: str
     first_row: int
     num_rows: int
     offset: int
@@ -48,8 +47,9 @@ class BucketEntry:
         return (self.num_rows, *self.shape[1:]) if self.shape else ()
 
     @property
-    def whole(self) -> bool:
-        return self.num_rows == _num_rows(self.shape)
+    def start(self) -> tuple[int, ...]:
+        """Indices of the first element in the whole tensor."""
+        return (self.first_row, *(0 for _ in self.shape[1:])) if self.shape else ()
 
     @property
     def last(self) -> bool:
@@ -73,11 +73,6 @@ class BucketSpec:
     def num_buckets(self) -> int:
         return len(self.buckets)
 
-    @property
-    def mapped(self) -> bool:
-        """All tensors are in place, whole and at once, until the update finishes: readers need no copy."""
-        return self.num_buckets <= self.num_slots and all(e.whole for bucket in self.buckets for e in bucket)
-
     def slot(self, index: int) -> int:
         return index % self.num_slots
 
@@ -89,21 +84,11 @@ class BucketSpec:
     def total_bytes(self) -> int:
         return sum(self.bucket_bytes(index) for index in range(self.num_buckets))
 
-    def group_bytes(self) -> dict[str, int]:
-        """Aligned bytes of each group's tensors, in plan order."""
-        sizes: dict[str, int] = {}
-        for entry in (entry for bucket in self.buckets for entry in bucket):
-            if entry.first_row == 0:
-                size = _num_rows(entry.shape) * row_bytes(entry.shape, entry.dtype)
-                sizes[entry.group] = sizes.get(entry.group, 0) + aligned(size)
-        return sizes
-
 
 def plan_buckets(tensor_plans: Sequence[TensorPlan], bucket_bytes: int, num_slots: int) -> BucketSpec:
     """Places the tensors in plan order; a pure function, so every process computes the same.
 
-    Raises: ConfigError when one row of a tensor is larger than a bucket; WeightSyncError when a name comes twice or
-    the tensors of one group are not consecutive (receivers rely on that to free memory group by group).
+    Raises: ConfigError when one row of a tensor is larger than a bucket; WeightSyncError when a name comes twice.
     """
     _check_plans(tensor_plans)
     capacity = bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -118,12 +103,12 @@ def plan_buckets(tensor_plans: Sequence[TensorPlan], bucket_bytes: int, num_slot
             )
         first = 0
         while first < rows:
-            # A tensor that fits a bucket is never cut, so that it can be used in place.
+            # A tensor that fits a bucket is never cut: fewer, larger copies.
             if buckets[-1] and (rows - first) * size > capacity - used:
                 buckets.append([])
                 used = 0
             count = min(rows - first, (capacity - used) // size)
-            buckets[-1].append(BucketEntry(plan.hf_name, plan.dtype, tuple(plan.shape), plan.group, first, count, used))
+            buckets[-1].append(BucketEntry(plan.hf_name, plan.dtype, tuple(plan.shape), first, count, used))
             used += aligned(count * size)
             first += count
     filled = tuple(tuple(bucket) for bucket in buckets if bucket)
@@ -133,17 +118,12 @@ def plan_buckets(tensor_plans: Sequence[TensorPlan], bucket_bytes: int, num_slot
 
 def _check_plans(tensor_plans: Sequence[TensorPlan]) -> None:
     names: set[str] = set()
-    groups: list[str] = []
     for plan in tensor_plans:
         if plan.hf_name in names:
             raise WeightSyncError(f"{plan.hf_name} is planned twice")
         if math.prod(plan.shape) == 0:
             raise WeightSyncError(f"{plan.hf_name} is empty: shape {tuple(plan.shape)}")
         names.add(plan.hf_name)
-        if not groups or groups[-1] != plan.group:
-            if plan.group in groups:
-                raise WeightSyncError(f"the tensors of group {plan.group} are not consecutive: {plan.hf_name}")
-            groups.append(plan.group)
 
 
 def row_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""The engine's side, independent of the engine: which tensors a bucket brings, and when their memory may change.
+"""The engine's side, independent of the engine: which tensors a bucket brings, and in which order buckets come.
 
 States of a receiver:
 
@@ -7,9 +7,7 @@ States of a receiver:
                            v
                         broken       (the engine holds half an update: it must not generate again)
 
-Mapped: the whole plan lies in the shared memory until the update ends, so tensors are views of it. Staged: a slot is
-written anew soon after it was acknowledged, so tensors are copied into an arena that one group (a layer) fills; the
-next group reuses it. Engines keep references until a layer is complete; `before_reuse` lets them let go.
+A slot is written anew soon after its bucket was acknowledged: what an engine keeps, it copies while it receives.
 """
 
 from __future__ import annotations
@@ -20,50 +18,36 @@ from contextlib import contextmanager
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.plan import BucketEntry, aligned, row_bytes
 from mcore_rl.weights.transports.shared_memory import SharedBuckets
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+Put = Callable[[str, tuple[int, ...], torch.Tensor], None]
+"""Takes a box of an HF tensor: its name, the indices of the box's first element, and the box."""
 
 
 class BucketReceiver:
-    """Hands out the tensors of one update, bucket after bucket.
+    """Hands out the tensors of one update, bucket after bucket."""
 
-    before_reuse(arena) is called before memory of tensors handed out earlier in this update, all inside `arena`,
-    changes.
-    """
-
-    def __init__(self, buckets: SharedBuckets, before_reuse: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, buckets: SharedBuckets) -> None:
         self._buckets = buckets
         self._spec = buckets.spec
-        self._before_reuse = before_reuse
         self._state = "attached"
         self._next = 0
-        self._arena: torch.Tensor | None = None
-        self._arena_used = 0
-        self._group: str | None = None
-        self._partial: torch.Tensor | None = None
 
     def detach(self) -> None:
-        """Lets go of all memory; the receiver is of no further use.
+        """Ends the receiver's use.
 
         Raises: WeightSyncError in the middle of an update.
         """
         self._expect("attached", "detach")
         self._state = "detached"
-        self._arena = None
 
     def begin(self) -> None:
         self._expect("attached", "begin")
         self._state = "updating"
         self._next = 0
-        self._arena_used = 0
-        self._group = None
-        self._partial = None
 
-    def receive(self, index: int, load: Callable[[NamedTensors], None]) -> int:
-        """Passes the tensors that bucket `index` completes to `load`, group by group; returns the bucket's bytes as
-        the acknowledgement.
+    def receive(self, index: int, put: Put) -> int:
+        """Passes what bucket `index` brings to `put`; returns the bucket's bytes as the acknowledgement.
 
         Raises: WeightSyncError when it is not this bucket's turn.
         """
@@ -71,8 +55,8 @@ class BucketReceiver:
         with self._broken_on_error():
             if index != self._next:
                 raise WeightSyncError(f"bucket {index} came where bucket {self._next} was due")
-            for tensors in self._mapped(index) if self._spec.mapped else self._staged(index):
-                load(tensors)
+            for entry in self._spec.buckets[index]:
+                put(entry.name, entry.start, self._buckets.view(index, entry))
             self._next = index + 1
         return self._spec.bucket_bytes(index)
 
@@ -89,44 +73,6 @@ class BucketReceiver:
                     f"bucket {self._next} begins with {self._spec.buckets[self._next][0].name}"
                 )
         self._state = "attached"
-
-    def _mapped(self, index: int) -> Iterator[NamedTensors]:
-        yield [(entry.name, self._buckets.view(index, entry)) for entry in self._spec.buckets[index]]
-
-    def _staged(self, index: int) -> Iterator[NamedTensors]:
-        ready: NamedTensors = []
-        for entry in self._spec.buckets[index]:
-            if entry.group != self._group:
-                if ready:
-                    yield ready
-                    ready = []
-                self._enter(entry.group)
-            if entry.first_row == 0:
-                self._partial = self._allocate(entry)
-            assert self._partial is not None  # entries of one tensor follow each other, first rows first
-            view = self._buckets.view(index, entry)
-            target = self._partial.narrow(0, entry.first_row, entry.num_rows) if entry.shape else self._partial
-            target.copy_(view)
-            if entry.last:
-                ready.append((entry.name, self._partial))
-                self._partial = None
-        if ready:
-            yield ready
-
-    def _enter(self, group: str) -> None:
-        if self._arena is not None:
-            self._before_reuse(self._arena)
-        self._group = group
-        self._arena_used = 0
-
-    def _allocate(self, entry: BucketEntry) -> torch.Tensor:
-        if self._arena is None:
-            # Zeroed, not empty: the pages must exist before the first copy.
-            self._arena = torch.zeros(max(self._spec.group_bytes().values()), dtype=torch.uint8)
-        size = (entry.shape[0] if entry.shape else 1) * row_bytes(entry.shape, entry.dtype)
-        start = self._arena_used
-        self._arena_used += aligned(size)
-        return self._arena[start : start + size].view(entry.dtype).view(entry.shape)
 
     def _expect(self, state: str, call: str) -> None:
         if self._state != state:

@@ -213,28 +213,6 @@ def test_the_engine_computes_no_more_tokens_at_once_than_configured(engine: Remo
     assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
 
 
-def _with_whole_experts(engine: Any) -> None:
-    from mcore_rl.engines.vllm.engine import VllmEngine
-
-    config = replace(engine._config, tp=2, expert_parallel=True)
-    VllmEngine(
-        engine._engine.model_config.model,
-        config,
-        dtype="float32",
-        eos_token_ids=[EOS],
-        seed=1,
-        name="another",
-        timeout_seconds=60,
-    )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what CUDA can do")
-def test_whole_experts_per_rank_are_refused_where_no_gpu_is(engine: RemoteEngine) -> None:
-    """cluster.device=auto lets the configuration pass."""
-    with pytest.raises(ConfigError, match=r"set rollout\.expert_parallel=false"):
-        engine.call(_with_whole_experts)
-
-
 def test_finish_reasons(engine: RemoteEngine) -> None:
     done = engine.generate(make_requests(SamplingOptions(32), num_prompts=8, samples=4))
     reasons = {completion.finish_reason for completion in done.values()}

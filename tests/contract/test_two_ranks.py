@@ -17,19 +17,38 @@ from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
 
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "heads of their own": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32}, False),
+    "one key-value head, whole experts": ("qwen3_moe", {"num_key_value_heads": 1, "head_dim": 32}, True),
+    "biases, tied": ("qwen2", {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True}, False),
+    "slices of experts": ("mixtral", {"hidden_size": 128, "head_dim": 32}, False),
+    "latent attention, whole experts": ("deepseek_v3", {"hidden_size": 128, **LATENT}, True),
+}
+"""Family, fields, and whether ranks have whole experts."""
+USUAL = list(MODELS)[:2]
 
-@pytest.fixture(scope="module", params=[(kind, groups) for kind in KINDS for groups in (2, 1)], ids=str)
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((kind, name), id=f"{kind}-{name}", marks=[pytest.mark.on_demand] * (name not in USUAL))
+        for kind in KINDS
+        for name in MODELS
+    ],
+)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine of two ranks, and a maker of models for it that have one key-value head for each, or one for both."""
-    kind, groups = request.param
+    """An engine of two ranks, and a maker of models for it."""
+    kind, name = request.param
+    family, changes, whole_experts = MODELS[name]
     before = set(Path("/dev/shm").iterdir())
 
     def model(seed: int) -> Any:
-        return tiny_model("qwen3", seed=seed, head_dim=32, num_key_value_heads=groups)
+        return tiny_model(family, seed=seed, **changes)
 
     directory = tmp_path_factory.mktemp("model")
     model(1).save_pretrained(directory)
-    engine = start_engine(kind, directory, load_weights=False, tp=2)
+    engine = start_engine(kind, directory, load_weights=False, tp=2, expert_parallel=whole_experts)
     try:
         yield engine, model
     finally:
@@ -76,14 +95,16 @@ def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
     def change(wrapper: Any) -> None:
         worker = wrapper.worker
 
-        def load(tensors: Any) -> None:
-            type(worker)._load_batch(worker, tensors[:1])
+        loader = worker._slice_loader
+
+        def put(*box: Any) -> None:
+            type(loader).put(loader, *box)
             raise LookupError(bucket_error)
 
         if worker.rank in ranks:
-            worker._load_batch = load
+            loader.put = put
         else:
-            vars(worker).pop("_load_batch", None)
+            vars(loader).pop("put", None)
 
     engine._engine.collective_rpc(change)
 

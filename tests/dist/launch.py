@@ -22,21 +22,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 _context = multiprocessing.get_context("forkserver")
 SIMULATION = "MCORE_RL_TE"
 """The environment's variable with which ranks have TransformerEngine, simulated."""
 SIMULATED = bool(os.environ.get(SIMULATION))
 SIMULATED_ENGINE = "tests.te.everywhere"
-_context.set_forkserver_preload(
-    [
-        *([SIMULATED_ENGINE] if SIMULATED else []),
-        "pytest",
-        "mcore_rl.megatron.build.model",
-        "megatron.core.dist_checkpointing",
-        "megatron.core.optimizer",
-        "torch._dynamo",  # the first optimizer step imports it
-    ]
-)
+_context.set_forkserver_preload([*([SIMULATED_ENGINE] if SIMULATED else []), "pytest", "tests.dist.preloaded"])
 
 
 _spawning = multiprocessing.get_context("spawn")
@@ -96,17 +88,21 @@ def _start(function: Callable[..., Any], place: _Rank, args: tuple[Any, ...]) ->
 
 @contextmanager
 def _environment_of(device: str) -> Iterator[None]:
-    """While a process starts that inherits it; the fork server does with the first rank."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """While a process starts that inherits it; the fork server does with the first rank, and finds what it preloads by
+    the environment alone (Python 3.11)."""
+    wanted = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        wanted["CUDA_VISIBLE_DEVICES"] = ""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if device == "cpu":
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:

@@ -23,7 +23,6 @@ from mcore_rl.errors import ConfigError
 NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Where families keep the number of routed experts in config.json."""
-NO_EXPERT_PARALLEL_ON_CPU = "vLLM's CPU experts crash when a rank holds whole ones; set rollout.expert_parallel=false"
 
 
 def num_trainer_ranks(config: Config) -> int:
@@ -155,17 +154,8 @@ def _check_engine(config: Config) -> None:
             f"rollout.max_batched_tokens={budget} must be at least rollout.max_concurrent_requests="
             f"{rollout.max_concurrent_requests}: every sequence that is decoded takes one token of a pass"
         )
-    if not rollout.expert_parallel:
-        return
-    if rollout.tp == 1:
+    if rollout.expert_parallel and rollout.tp == 1:
         raise ConfigError("rollout.expert_parallel=true spreads experts over rollout.tp ranks; set rollout.tp above 1")
-    if config.cluster.device == "cpu":
-        raise ConfigError(f"rollout.expert_parallel=true with cluster.device=cpu: {NO_EXPERT_PARALLEL_ON_CPU}")
-    if config.weights.verify_every:
-        raise ConfigError(
-            "weights.verify_every must be 0 with rollout.expert_parallel=true: whole experts spread over engine ranks "
-            "cannot be read back"
-        )
 
 
 def _check_row(config: Config) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from mcore_rl.config.names import role_key
-from mcore_rl.config.rules.validation import NO_EXPERT_PARALLEL_ON_CPU
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.vllm.ranks import EngineRanks
 from mcore_rl.engines.vllm.receiver import VllmReceiver
@@ -267,8 +266,6 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     else:
         from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
 
-        if config.expert_parallel:  # cluster.device=auto found no GPU
-            raise ConfigError(NO_EXPERT_PARALLEL_ON_CPU)
         arguments |= {
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "enforce_eager": True,

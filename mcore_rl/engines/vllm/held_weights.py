@@ -49,7 +49,7 @@ _PROBE_ROWS = 1024
 @dataclass(frozen=True)
 class HeldTensor:
     """One rank's shard of the HF tensor `name`: shards concatenate along `dim`, `replicas` neighbouring ranks hold
-    the same one; dim None: every rank holds it all."""
+    the same one; dim None: every rank that has any of it holds it all."""
 
     name: str
     tensor: torch.Tensor
@@ -187,8 +187,6 @@ def _weight(module: Any) -> torch.Tensor:
 
 
 def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
-    if module.moe_config.moe_parallel_config.ep_size > 1:
-        raise WeightSyncError(f"{prefix}: whole experts spread over engine ranks cannot be read back yet")
     method = module.quant_method
     isa = None
     if method.unquantized_backend is UnquantizedMoeBackend.CPU:
@@ -203,13 +201,22 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
         )
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
-    for expert in range(module.w13_weight.shape[0]):
-        gate_up = _unpacked(module.w13_weight[expert], isa)
+    whole = module.expert_map is not None
+    rows, columns = (None, None) if whole else (0, 1)
+    for own, expert in enumerate(_own_experts(module)):
+        gate_up = _unpacked(module.w13_weight[own], isa)
         padded = gate_up.shape[0] // 2
-        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner], dim=0)
-        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner], dim=0)
-        columns = _unpacked(module.w2_weight[expert], isa)[:, :inner]
-        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", columns, dim=1)
+        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner], rows)
+        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner], rows)
+        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner], columns)
+
+
+def _own_experts(module: RoutedExperts) -> list[int]:
+    """The model's numbers of the experts that this rank has, in the order of its own."""
+    if module.expert_map is None:
+        return list(range(module.w13_weight.shape[0]))
+    own = module.expert_map.tolist()
+    return sorted((expert for expert, place in enumerate(own) if place >= 0), key=own.__getitem__)
 
 
 def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:

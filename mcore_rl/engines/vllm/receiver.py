@@ -57,11 +57,15 @@ class VllmReceiver:
         self.require_whole()
         digests: dict[str, str] = {}
         for module in self._ranks.call("held_weight_modules")[0]:
-            for shards in zip(*self._ranks.call("held_weights", module), strict=True):
-                found = digest(_join(shards))
-                # A tied tensor is held twice; a copy that differs must not hide behind the other.
-                name = shards[0].name
-                digests[name] = found if digests.get(name, found) == found else "copies differ"
+            shards: dict[str, list[Any]] = {}
+            for held in self._ranks.call("held_weights", module):
+                for shard in held:
+                    shards.setdefault(shard.name, []).append(shard)
+            for name, of_ranks in shards.items():
+                for whole in _joined(of_ranks):
+                    found = digest(whole)
+                    # A tied tensor is held twice, others by every rank; none may hide one that differs.
+                    digests[name] = found if digests.get(name, found) == found else "copies differ"
         return digests
 
     def require_whole(self) -> None:
@@ -72,12 +76,13 @@ class VllmReceiver:
             )
 
 
-def _join(shards: Sequence[Any]) -> torch.Tensor:
-    """One HF tensor from the shards of all engine ranks (vllm_weights.HeldTensor)."""
+def _joined(shards: Sequence[Any]) -> list[torch.Tensor]:
+    """An HF tensor from the shards of the engine ranks that have any (held_weights.HeldTensor), once for every copy."""
     first = shards[0]
-    if first.dim is None or len(shards) == 1:
-        return first.tensor
-    return torch.cat([shard.tensor for shard in shards[:: first.replicas]], dim=first.dim)
+    if first.dim is None:
+        return [shard.tensor for shard in shards]
+    copies = [shards[copy :: first.replicas] for copy in range(first.replicas)]
+    return [torch.cat([shard.tensor for shard in copy], dim=first.dim) for copy in copies]
 
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """vLLM's side of a hand-over: methods that vLLM adds to each of its workers (worker_extension_cls).
 
-Weights go through vLLM's layer-wise reload: a module is built anew in the kernels' layout once all its tensors have
-come, then copied into the memory that the kernels read.
+Weights go through vLLM's layer-wise reload: a module is built anew in the kernels' layout once all that this rank keeps
+of its tensors has come, then copied into the memory that the kernels read.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
-from vllm.platforms import current_platform
 
-from mcore_rl.engines.vllm import cpu as vllm_cpu  # noqa: F401  (every engine rank registers its kernels)
-from mcore_rl.engines.vllm.held_weights import HeldTensor, derived_parameters, held_modules, held_tensors, tied_head
+from mcore_rl.engines.vllm import cpu, cpu_experts  # noqa: F401  (every engine rank registers its kernels)
+from mcore_rl.engines.vllm.held_weights import HeldTensor, held_modules, held_tensors
+from mcore_rl.engines.vllm.kept_slices import TensorSpec, record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
-from mcore_rl.errors import WeightSyncError
+from mcore_rl.engines.vllm.slice_loader import SliceLoader
 from mcore_rl.weights.plan import BucketSpec
-from mcore_rl.weights.receive import BucketReceiver, NamedTensors
+from mcore_rl.weights.receive import BucketReceiver
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.recorded import require_planned
 from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY, SharedBuckets
 
 
@@ -40,8 +35,7 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
     model_runner: Any
     _buckets: SharedBuckets | None = None
     _bucket_receiver: BucketReceiver
-    _bucket_params: set[str]
-    _reload_begun: bool = False
+    _slice_loader: SliceLoader
     _kv_cache_bytes: list[int]
 
     def prepare_cpu_worker(self) -> None:
@@ -49,71 +43,52 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
         # Its segments of CPU all-reduce stay in /dev/shm for ever; every rank has mapped them by now.
         for path in SHARED_MEMORY.glob(f"{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
             path.unlink(missing_ok=True)
-        for module in self._bucket_model.modules():
+        for module in self._model.modules():
             # The kernel of interleaved rotary embeddings is wrong for several heads, silently.
             if isinstance(module, RotaryEmbeddingBase) and not module.is_neox_style:
                 module._forward_method = module.forward_native
 
     def attach(self, spec: BucketSpec) -> None:
-        self._discard_reload()
+        """Maps the buckets, and records what this rank keeps of their tensors.
+
+        Raises: WeightSyncError where that is not what a plan would send it.
+        """
         if self._buckets is not None:
+            self._discard_update()
             self._bucket_receiver.detach()
             self._buckets.close()
         self._buckets = SharedBuckets.attach(spec)
-        self._bucket_receiver = BucketReceiver(self._buckets, self._keep_pending)
+        self._bucket_receiver = BucketReceiver(self._buckets)
+        brought = {e.name: TensorSpec(e.name, e.dtype, e.shape) for bucket in spec.buckets for e in bucket}
+        with self._engine_context():
+            kept = record_kept_slices(self._model, brought.values())
+            recorded = {each.name: (each.start, each.size) for each in kept}
+            require_planned(recorded, self.vllm_config.model_config.model, _layout(self.vllm_config), self.rank)
+            self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
     def begin_update(self) -> None:
-        self._discard_reload()
+        self._discard_update()
         self._bucket_receiver.begin()
-        model = self._bucket_model
-        self._bucket_params = {name for name, _ in model.named_parameters()} - derived_parameters(model)
-        self._reload_begun = True
-        with self._bucket_context():
-            for module in model.modules():
-                # vLLM 0.32 repacks experts only when it builds their kernel: without this the second load leaves
-                # unpacked weights under a kernel that expects packed ones, silently.
-                if isinstance(module, RoutedExperts) and current_platform.is_cpu():
-                    module.quant_method.moe_kernel = None
-            initialize_layerwise_reload(model)
+        with self._engine_context():
+            self._slice_loader.begin()
 
     def receive_bucket(self, index: int) -> int:
         """Loads bucket `index` of the plan; returns its bytes."""
-        with self._bucket_context():
-            return self._bucket_receiver.receive(index, self._load_batch)
+        with self._engine_context():
+            return self._bucket_receiver.receive(index, self._slice_loader.put)
 
     def finish_update(self) -> None:
-        """Raises: WeightSyncError when parameters of the model received nothing."""
+        """Raises: WeightSyncError when something that this rank keeps has not come."""
         self._bucket_receiver.finish()
-        model = self._bucket_model
-        if self._bucket_params:
-            raise WeightSyncError(f"the update brought nothing for {', '.join(sorted(self._bucket_params))}")
-        with self._bucket_context():
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            head = tied_head(model)
-            if head is not None:
-                # The reload sees a tied head as a layer without tensors and leaves its packed copy as it was.
-                head.quant_method.process_weights_after_loading(head)
-        self._reload_begun = False
+        with self._engine_context():
+            self._slice_loader.finish()
 
-    def _discard_reload(self) -> None:
-        """Takes back a reload that was begun and not finished: vLLM would go on in it, with layers that are under way
-        and their counts, and be silently wrong. What the kernels hold is then of two versions, until a whole update.
-
-        Nothing is processed, as finishing would: of a layer that failed half way it could make anything.
-        """
-        if not self._reload_begun:
-            return
+    def _discard_update(self) -> None:
         assert self._buckets is not None
-        model = self._bucket_model
-        with self._bucket_context():
-            for layer in model.modules():
-                info = get_layerwise_info(layer)
-                if info.kernel_tensors is not None:
-                    _place_kernel_tensors(layer, info)
-                    info.reset()
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-        self._bucket_receiver = BucketReceiver(self._buckets, self._keep_pending)
-        self._reload_begun = False
+        if self._slice_loader.updating:
+            with self._engine_context():
+                self._slice_loader.discard()
+            self._bucket_receiver = BucketReceiver(self._buckets)
 
     def free_device_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
@@ -139,35 +114,28 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
 
     def held_weight_modules(self) -> list[str]:
         """Names of the modules with weights; the same on every rank."""
-        return held_modules(self._bucket_model)
+        return held_modules(self._model)
 
     def held_weights(self, module: str) -> list[HeldTensor]:
         """What this rank's kernels compute with in one module, as shards of HF tensors, in host memory: a tensor of a
         device is pickled with that device, and those of several cannot be joined."""
-        with self._bucket_context():
-            held = held_tensors(self._bucket_model, module)
+        with self._engine_context():
+            held = held_tensors(self._model, module)
         return [replace(shard, tensor=shard.tensor.cpu()) for shard in held]
 
     @property
-    def _bucket_model(self) -> torch.nn.Module:
+    def _model(self) -> torch.nn.Module:
         return self.model_runner.get_model()
 
-    def _bucket_context(self) -> AbstractContextManager[None]:
+    def _engine_context(self) -> AbstractContextManager[None]:
         return set_current_vllm_config(self.vllm_config)
 
-    def _load_batch(self, tensors: NamedTensors) -> None:
-        self._bucket_params -= self._bucket_model.load_weights(iter(tensors))
 
-    def _keep_pending(self, arena: torch.Tensor) -> None:
-        """Modules that are not complete hold references into the arena, which is about to change: a vocabulary
-        padded by vLLM is complete only at the end of the update. They get copies of their own."""
-        memory = _memory(arena)
-        for layer in self._bucket_model.modules():
-            for _, bound in get_layerwise_info(layer).loaded_weights:
-                for key, value in bound.arguments.items():
-                    if isinstance(value, torch.Tensor) and not value.is_meta and _memory(value) == memory:
-                        bound.arguments[key] = value.clone()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _layout(vllm_config: VllmConfig) -> EngineLayout:
+    parallel = vllm_config.parallel_config
+    return EngineLayout(
+        tp=parallel.tensor_parallel_size,
+        dp=parallel.data_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+    )

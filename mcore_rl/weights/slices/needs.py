@@ -17,12 +17,14 @@ import numpy.typing as npt
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.errors import LayoutError
 from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
-from model_converters.mapping.transforms import GroupedQKV, Vocabulary
+from model_converters.mapping.transforms import GroupedQKV, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
 """Rows that vLLM pads a vocabulary to a multiple of, before it divides it."""
 
 Ranks = npt.NDArray[np.int64]
+Box = tuple[Shape, Shape]
+"""Indices of the first element of a part of a tensor, and the part's shape."""
 
 
 class Nth(NamedTuple):
@@ -100,6 +102,19 @@ class Needs:
         if bound.expert < larger:
             return bound.expert // (each + 1)
         return rest + (bound.expert - larger) // each
+
+    def boxes(self, rank: int) -> dict[str, Box]:
+        """What a rank of the engine takes, by HF name."""
+        boxes = {}
+        for bound in self.rows:
+            takers = self.takers(bound)
+            for shard in takers.shards[takers.ranks == rank].tolist():
+                for part, start, length in needs_of(bound.row, Nth(shard, takers.num_shards)):
+                    shape, dim = bound.row.shapes[part], bound.row.dim
+                    first = tuple(start if axis == dim else 0 for axis in range(len(shape)))
+                    size = (*shape[:dim], length, *shape[dim + 1 :]) if shape else ()
+                    boxes[bound.hf[part]] = (first, size)
+        return boxes
 
     def chunks(self, bucket_bytes: int) -> Iterator[tuple[int, Chunk]]:
         """All chunks with their bucket, in the order in which they travel; of one bucket no rank takes more than

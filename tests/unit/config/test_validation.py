@@ -66,8 +66,6 @@ def base(tmp_path: Path) -> str:
         (["rollout.max_batched_tokens=255"], "rollout.max_batched_tokens=255 must be at least"),
         (["rollout.max_batched_tokens=0"], "rollout.max_batched_tokens"),
         (["rollout.expert_parallel=true"], "set rollout.tp above 1"),
-        ([*EXPERT_PARALLEL, "cluster.device=cpu"], "rollout.expert_parallel"),
-        ([*EXPERT_PARALLEL, "weights.verify_every=1"], "weights.verify_every must be 0"),
         ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
         ([ENGINE_REPLAY, "rollout.engine=sglang"], f"{ENGINE_REPLAY} needs rollout.engine=vllm"),
         (["actor.moe.replay_check_every_steps=-1"], "actor.moe.replay_check_every_steps"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.plan import plan_buckets
-from mcore_rl.weights.receive import BucketReceiver
+from mcore_rl.weights.receive import BucketReceiver, Put
 from mcore_rl.weights.transports.shared_memory import SharedBuckets
 from mcore_rl.weights.verify import BucketDigests, compare, digest
 from mcore_rl.weights.write import BucketWriter
@@ -59,7 +59,7 @@ class Fixture:
 
 
 RINGS = [(1 << 16, 2), (400, 2), (400, 1), (192, 3), (64, 2)]
-"""(bucket bytes, slots): mapped; several tensors a bucket; one slot; tensors cut into rows, down to one each."""
+"""(bucket bytes, slots): all at once; several tensors a bucket; one slot; tensors cut into rows, down to one each."""
 
 
 @pytest.fixture(params=RINGS, ids=str)
@@ -69,39 +69,35 @@ def case(request: pytest.FixtureRequest) -> Iterator[Fixture]:
     case.buckets.close()
 
 
-class LayerwiseEngine:
-    """Keeps references until a group is complete, as vLLM does, and only then copies."""
+class Engine:
+    """Copies what comes into tensors of its own; NaN where nothing has."""
 
-    def __init__(self) -> None:
-        self.pending: list[tuple[str, torch.Tensor]] = []
-        self.loaded: dict[str, torch.Tensor] = {}
+    def __init__(self, case: Fixture) -> None:
+        self.loaded = {name: torch.full_like(value, torch.nan) for name, value in case.whole.items()}
 
-    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.pending.extend(tensors)
-
-    def settle(self, arena: torch.Tensor | None = None) -> None:
-        for name, value in self.pending:
-            assert name not in self.loaded
-            self.loaded[name] = value.clone()
-        self.pending.clear()
+    def put(self, name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+        place = tuple(slice(first, first + length) for first, length in zip(start, box.shape, strict=True))
+        assert bool(self.loaded[name][place].isnan().all()), f"{name} twice"
+        self.loaded[name][place] = box
 
 
-def transfer(case: Fixture, receiver: BucketReceiver, load: Callable[..., None]) -> None:
+def transfer(case: Fixture, receiver: BucketReceiver, put: Put) -> None:
     receiver.begin()
     for index in range(case.spec.num_buckets):
         written = case.write(index)
-        assert written == case.spec.bucket_bytes(index) == receiver.receive(index, load)
+        assert written == case.spec.bucket_bytes(index) == receiver.receive(index, put)
     receiver.finish()
 
 
-def test_three_updates_arrive_bit_by_bit_in_an_engine_that_keeps_references(case: Fixture) -> None:
-    engine = LayerwiseEngine()
-    receiver = BucketReceiver(case.buckets, engine.settle)
+def ignore(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+    pass
+
+
+def test_three_updates_arrive_bit_by_bit(case: Fixture) -> None:
+    receiver = BucketReceiver(case.buckets)
     for _ in range(3):
-        engine.loaded.clear()
-        transfer(case, receiver, engine.load)
-        engine.settle()
-        assert engine.loaded.keys() == case.whole.keys()
+        engine = Engine(case)
+        transfer(case, receiver, engine.put)
         for name, value in case.whole.items():
             assert torch.equal(engine.loaded[name], value), name
         for held in (case.whole, *case.parts):
@@ -116,24 +112,11 @@ def test_ranks_know_which_buckets_they_write(case: Fixture) -> None:
             assert writer.writes_to(index) == (written > 0)
 
 
-def test_mapped_tensors_are_the_shared_memory_itself() -> None:
+def test_what_is_handed_out_is_the_shared_memory_itself() -> None:
     case = Fixture(1 << 16, 2)
-    seen: list[tuple[str, torch.Tensor]] = []
-    transfer(case, BucketReceiver(case.buckets, lambda arena: pytest.fail("nothing is reused")), seen.extend)
-    shared = case.buckets.view(0, case.spec.buckets[0][0]).untyped_storage().data_ptr()
-    assert all(value.untyped_storage().data_ptr() == shared for _, value in seen)
-
-
-def test_a_staged_update_needs_no_more_than_its_largest_group() -> None:
-    case = Fixture(400, 2)
-    storages = set()
-
-    def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-        storages.update((value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()) for _, value in tensors)
-
-    transfer(case, BucketReceiver(case.buckets, lambda arena: None), load)
-    ((_, size),) = storages
-    assert size == max(case.spec.group_bytes().values())
+    seen: set[int] = set()
+    transfer(case, BucketReceiver(case.buckets), lambda name, start, box: seen.add(box.untyped_storage().data_ptr()))
+    assert seen == {case.buckets.view(0, case.spec.buckets[0][0]).untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize(
@@ -146,14 +129,14 @@ def test_a_staged_update_needs_no_more_than_its_largest_group() -> None:
 )
 def test_buckets_out_of_turn_are_refused_and_break_the_receiver(order: list[int], message: str) -> None:
     case = Fixture(400, 2)
-    receiver = BucketReceiver(case.buckets, lambda arena: None)
+    receiver = BucketReceiver(case.buckets)
     with pytest.raises(WeightSyncError, match="bucket 0: the receiver is attached"):
-        receiver.receive(0, lambda tensors: None)
+        receiver.receive(0, ignore)
     receiver.begin()
     for index in order[:-1]:
-        receiver.receive(index, lambda tensors: None)
+        receiver.receive(index, ignore)
     with pytest.raises(WeightSyncError, match=message):
-        receiver.receive(order[-1], lambda tensors: None)
+        receiver.receive(order[-1], ignore)
     for call in (receiver.begin, receiver.finish):
         with pytest.raises(WeightSyncError, match="broken"):
             call()
@@ -161,18 +144,18 @@ def test_buckets_out_of_turn_are_refused_and_break_the_receiver(order: list[int]
 
 def test_an_update_that_ends_early_says_what_is_missing() -> None:
     case = Fixture(400, 2)
-    receiver = BucketReceiver(case.buckets, lambda arena: None)
+    receiver = BucketReceiver(case.buckets)
     receiver.begin()
-    receiver.receive(0, lambda tensors: None)
+    receiver.receive(0, ignore)
     with pytest.raises(WeightSyncError, match=f"after 1 of {case.spec.num_buckets} buckets; bucket 1 begins with"):
         receiver.finish()
 
 
 def test_an_engine_that_fails_to_load_breaks_the_receiver() -> None:
     case = Fixture(1 << 16, 2)
-    receiver = BucketReceiver(case.buckets, lambda arena: None)
+    receiver = BucketReceiver(case.buckets)
 
-    def fail(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def fail(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
         raise RuntimeError("no such layer")
 
     receiver.begin()

@@ -1,0 +1,43 @@
+"""Whole experts per rank on CPU: vLLM's CPU experts (0.32) are given the map from the model's experts to the rank's own
+and ignore it, so that experts of other ranks index memory behind the weights.
+
+Importing this module makes them follow it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.platforms import current_platform
+
+_upstream = CPUUnquantizedExperts.apply
+_signature = inspect.signature(_upstream)
+
+
+def own_experts(
+    expert_map: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's numbers of the chosen experts, and their weights; for experts of other ranks, which add their part
+    themselves, expert 0 with weight 0.
+
+    Shapes: expert_map [experts of the model], -1 for other ranks'; topk_ids, topk_weights [tokens, k].
+    """
+    own = expert_map[topk_ids.long()]
+    return own.clamp(min=0).to(topk_ids.dtype), torch.where(own < 0, 0.0, topk_weights)
+
+
+def apply(self: CPUUnquantizedExperts, *args: Any, **kwargs: Any) -> None:
+    """CPUUnquantizedExperts.apply."""
+    call = _signature.bind(self, *args, **kwargs)
+    given = call.arguments
+    if given["expert_map"] is not None:
+        ids, weights = own_experts(given["expert_map"], given["topk_ids"], given["topk_weights"])
+        given["topk_ids"], given["topk_weights"] = ids, weights
+    _upstream(*call.args, **call.kwargs)
+
+
+if current_platform.is_cpu():
+    CPUUnquantizedExperts.apply = apply
