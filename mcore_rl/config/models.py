@@ -125,8 +125,9 @@ class ActorConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     recompute: str = setting("none", choices=("none", "selective", "full"))
     """none | selective | full activation recomputation."""
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """Of selective recomputation: core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up_proj."""
+    recompute_modules: list[str] = field(default_factory=list)
+    """Of selective recomputation: core_attn, mlp, moe, moe_act, shared_experts, layernorm, mla_up_proj. Empty: those of
+    this model that keep much and are computed again at little cost."""
     recompute_layers: int = setting(1, minimum=1)
     """Of full recomputation: layers between two saved activations."""
     distributed_optimizer: bool = True

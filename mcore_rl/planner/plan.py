@@ -28,6 +28,7 @@ from mcore_rl.spec.adapters import bound_adapters
 from mcore_rl.spec.implementation import Implementation
 from mcore_rl.spec.installed import planned_machine
 from mcore_rl.spec.model import ModelSpec
+from mcore_rl.spec.recompute import recomputed_modules
 from model_converters.errors import LayoutError
 from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout
@@ -139,6 +140,8 @@ class Job:
         spec = ModelSpec.policy(config)
         implementation = spec.implementation(config, planned_machine(cuda=cuda))
         dtype, lora = DTYPES[config.model.dtype], config.actor.lora
+        modules = recomputed_modules(config.actor, spec.arguments, implementation)
+        config = replace(config, actor=replace(config.actor, recompute_modules=modules))
         rows = bound_rows(spec.hf_config, dtype)
         adapters = bound_adapters(lora, spec.hf_config, dtype) if uses_lora(config.actor) else []
         roles = roles_of(config, cuda=cuda)

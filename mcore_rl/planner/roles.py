@@ -35,6 +35,7 @@ from mcore_rl.planner.state import Numerics, RankState, stage_state
 from mcore_rl.spec.installed import planned_machine
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.model import ModelSpec, policy_config
+from mcore_rl.spec.recompute import recomputed_modules
 
 if TYPE_CHECKING:
     from mcore_rl.config.rules.roles import Section
@@ -149,7 +150,10 @@ def role_ranks(config: Config, section: Section, num_ranks: int, *, trained: boo
     with role_keys(keys_of(section)):
         view = as_actor(config, section)
         spec = ModelSpec.value_model(view, num_ranks)
-        engine = spec.implementation(view, planned_machine(cuda=cuda)).transformer_engine
+        implementation = spec.implementation(view, planned_machine(cuda=cuda))
+        modules = recomputed_modules(view.actor, spec.arguments, implementation)
+        view = replace(view, actor=replace(view.actor, recompute_modules=modules))
+        engine = implementation.transformer_engine
         layout, dtype = spec.layout, DTYPES[config.model.dtype]
         numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
         run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=engine)

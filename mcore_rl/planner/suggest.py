@@ -38,6 +38,7 @@ from mcore_rl.planner.model_size import is_parameter, model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
 from mcore_rl.planner.state import Numerics, RankState
+from mcore_rl.spec.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
 
 PEAK_TFLOPS = 989.0
@@ -209,14 +210,9 @@ class _Search:
 
     def recomputations(self) -> list[tuple[str, list[str]]]:
         """From none to full."""
-        sizes = self.job.arguments.transformer
-        if not self.job.cuda:
-            modules = ["core_attn"]
-        elif sizes.get("num_moe_experts"):
-            modules = ["layernorm", "moe_act"] + (["mla_up_proj"] if sizes.get("multi_latent_attention") else [])
-        else:
-            modules = ["layernorm", "mlp"]
-        return [("none", ["core_attn"]), ("selective", modules), ("full", ["core_attn"])]
+        by_model = replace(self.job.config.actor, recompute_modules=[])
+        modules = recomputed_modules(by_model, self.job.arguments, self.job.implementation)
+        return [("none", []), ("selective", modules), ("full", [])]
 
 
 def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:

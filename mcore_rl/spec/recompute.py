@@ -63,10 +63,10 @@ def recompute_arguments(
         }
     if actor.recompute != "selective":
         raise ConfigError(f"{role_key('actor.recompute')} is {actor.recompute!r}; known: none, selective, full")
-    modules = actor.recompute_modules
+    modules = recomputed_modules(actor, arguments, implementation)
     key = f"{role_key('actor.recompute_modules')}={','.join(modules)}"
-    if not modules or len(set(modules)) < len(modules):
-        raise ConfigError(f"{key} must name modules, each once; with none set {role_key('actor.recompute')}=none")
+    if len(set(modules)) < len(modules):
+        raise ConfigError(f"{key} must name modules, each once")
     for module in modules:
         if module not in MODULES:
             raise ConfigError(f"{key}: {module} is not known; known: {', '.join(MODULES)}")
@@ -77,7 +77,25 @@ def recompute_arguments(
             raise ConfigError(
                 f"{key}: {module} cannot be recomputed with {role_key('actor.fp8')}=delayed; leave it out"
             )
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementation: Implementation) -> list[str]:
+    """Of selective recomputation: what is configured, else by the model and what it is built from.
+
+    Torch's attention is most of what there is. TransformerEngine's keeps no scores: with it, norms, activations of
+    experts and up-projections of latent attention, which cost no large product, and in a model without experts the
+    feed-forward layers.
+    """
+    if actor.recompute_modules:
+        return list(actor.recompute_modules)
+    if not implementation.transformer_engine:
+        return ["core_attn"]
+    sizes, delayed = arguments.transformer, implementation.fp8.value == "delayed"
+    cheap = ["mla_up_proj"] if delayed else ["layernorm", "moe_act", "mla_up_proj"]
+    if not sizes.get("num_moe_experts"):
+        cheap.append("mlp")
+    return [module for module in cheap if not MODULES[module](sizes, implementation)] or ["core_attn"]
 
 
 def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout) -> None:

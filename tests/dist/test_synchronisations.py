@@ -19,8 +19,8 @@ LAYERS_WITH_EXPERTS = {"qwen3": 0, "qwen3_moe": 4, "deepseek_v3": 3}
 EXEMPT = (
     # Kernels of the CPU alone: on a GPU they are TransformerEngine's.
     ("mcore_rl/megatron/cpu/", ""),
-    # Attention where TransformerEngine is missing, sequence by sequence: it asks for their lengths in every layer.
-    ("mcore_rl/megatron/build/attention.py", "SDPACoreAttention."),
+    # On tensors of the host, once for a row: which sequences torch's attention takes together.
+    ("mcore_rl/megatron/build/attention.py", "_plan"),
 )
 """megatron's own functions are left out as well: how many tokens each expert gets, the norm that is clipped."""
 _STEP, _BUILD = "mcore_rl/megatron/step", "mcore_rl/megatron/build"
@@ -41,9 +41,6 @@ AN_UPDATE_OF_EXPERTS = {
     Wait(f"{_BUILD}/routers.py", "Routers.finish_update", "tolist"): 1,
 }
 A_MICROBATCH = {
-    # Its rows go to the device, all before the first forward pass.
-    Wait(f"{_STEP}/microbatches.py", "_microbatch.<locals>.to_device", "to"): 8,
-    Wait(f"{_BUILD}/attention.py", "pack_sequences", "to"): 1,
     # Metrics, and whether all is finite: between its forward and its backward pass.
     Wait(f"{_STEP}/objective.py", "Objective.evaluate", "tolist"): 1,
     Wait("mcore_rl/algorithms/losses/surrogate.py", "ratio_metrics", "tolist"): 1,

@@ -74,10 +74,10 @@ class SliceLoader:
         """
         for each in self._kept.get(name, ()):
             low = tuple(map(max, each.start, start))
-            ends = (min(a + n, b + m) for a, n, b, m in zip(each.start, each.size, start, box.shape, strict=True))
-            size = tuple(end - first for first, end in zip(low, ends, strict=True))
-            if min(size, default=1) > 0:
-                self._copy(each, low, size, box[tuple(map(slice, *_within(low, size, start)))] if size else box)
+            high = tuple(map(min, _end(each.start, each.size), _end(start, box.shape)))
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+                self._copy(each, low, box[inside])
 
     def finish(self) -> None:
         """Ends the update.
@@ -101,7 +101,8 @@ class SliceLoader:
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             self.updating = False
 
-    def _copy(self, each: KeptSlice, low: Indices, size: Indices, source: torch.Tensor) -> None:
+    def _copy(self, each: KeptSlice, low: Indices, source: torch.Tensor) -> None:
+        """Puts a part of a slice, which begins at `low`, into its place."""
         numel = source.numel()
         if numel > self._missing[each]:
             raise WeightSyncError(f"a part of {each.name} came twice in one update")
@@ -114,14 +115,12 @@ class SliceLoader:
             if isinstance(layer, VocabParallelEmbedding):
                 parameter.data.zero_()  # rows behind the vocabulary, which no tensor brings
         offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
-        parameter.data.as_strided(size, each.strides, offset).copy_(source)
+        parameter.data.as_strided(source.shape, each.strides, offset).copy_(source)
         self._missing[each] -= numel
         self._module_missing[each.module] -= numel
         if not self._module_missing[each.module]:
             _layerwise_process(layer, info)
 
 
-def _within(low: Indices, size: Indices, start: Indices) -> tuple[Indices, Indices]:
-    """First and end index of a box in another that begins at `start`."""
-    first = tuple(a - b for a, b in zip(low, start, strict=True))
-    return first, tuple(a + n for a, n in zip(first, size, strict=True))
+def _end(start: Indices, size: Sequence[int]) -> Indices:
+    return tuple(first + length for first, length in zip(start, size, strict=True))

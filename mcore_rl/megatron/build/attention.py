@@ -30,9 +30,24 @@ SIMILAR = 0.8
 """The shortest sequence of a batch is at least this fraction of the longest."""
 
 
+def upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The same values on `device`, without a wait of the host: a GPU copies from pinned memory, which torch keeps until
+    the copy is done. On the CPU the tensor itself."""
+    pinned = host.pin_memory() if torch.device(device).type == "cuda" else host
+    return pinned.to(device, non_blocking=True)
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """With the sequences' lengths on the host as well: attention that works sequence by sequence asks for them in every
+    layer, and would wait for a GPU each time. Units: tokens."""
+
+    lengths: tuple[int, ...] = ()
+
+
 def pack_sequences(
     lengths: list[int], device: torch.device | str = "cpu", *, context_parallel: bool = False
-) -> PackedSeqParams:
+) -> PackedRow:
     """What GPTModel.forward takes as packed_seq_params for sequences laid end to end, positions from 0 in each.
 
     Units: lengths in tokens, each at least 1; their sum is the length of the packed row. With context_parallel they are
@@ -41,9 +56,9 @@ def pack_sequences(
     assert min(lengths) > 0, "a packed row has no empty sequence"
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     offsets[1:] = torch.tensor(lengths).cumsum(0)
-    offsets = offsets.to(device)
+    offsets = upload(offsets, device)
     longest = max(lengths)
-    return PackedSeqParams(
+    return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
@@ -53,6 +68,7 @@ def pack_sequences(
         cu_seqlens_kv_padded=offsets if context_parallel else None,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(lengths),
     )
 
 
@@ -116,10 +132,10 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
         source = source.flatten()
         start, end = starts[group[0]], starts[group[0]] + len(source)
         whole = slice(start, end) if torch.equal(source, torch.arange(start, end)) else None
-        batches.append(PaddedBatch(len(group), width, source.to(device), real.to(device), whole))
+        batches.append(PaddedBatch(len(group), width, upload(source, device), upload(real, device), whole))
     place = torch.cat(order).argsort()
     in_order = torch.equal(place, torch.arange(len(place)))
-    return batches, None if in_order else place.to(device)
+    return batches, None if in_order else upload(place, device)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -153,7 +169,7 @@ class SDPACoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Shapes: query [T, heads, d], key and value [T, groups, d] when packed, giving [T, heads * d];
@@ -164,8 +180,7 @@ class SDPACoreAttention(MegatronModule):
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        lengths = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
-        batches, place = _plan(lengths, query.device)
+        batches, place = _plan(packed_seq_params.lengths, query.device)
         outputs = []
         for batch in batches:
             q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
@@ -174,12 +189,11 @@ class SDPACoreAttention(MegatronModule):
         return (packed if place is None else packed.index_select(0, place)).flatten(1)
 
     def _attend_over_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedRow | None
     ) -> torch.Tensor:
         """Shapes: as of forward, of this rank's tokens."""
         if packed is not None:
-            lengths = tuple(packed.cu_seqlens_q.diff().tolist())
-            return context_attention(query, key, value, lengths, self.context, scale=self.scale).flatten(1)
+            return context_attention(query, key, value, packed.lengths, self.context, scale=self.scale).flatten(1)
         length, rows = query.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         lengths = (length * self.context.size,) * rows

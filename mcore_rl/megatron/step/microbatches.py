@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError, McoreRLError
-from mcore_rl.megatron.build.attention import pack_sequences
+from mcore_rl.megatron.build.attention import pack_sequences, upload
 from mcore_rl.megatron.build.context import ALONE, ContextPart
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
@@ -152,7 +152,7 @@ def _microbatch(
     responses = row.responses[mine]
 
     def to_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(packing.device)
+        return upload(torch.from_numpy(values), packing.device)
 
     return MicroBatch(
         samples=tuple(int(sample) for sample in share.samples[members]),

@@ -153,7 +153,6 @@ def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **
 @pytest.mark.parametrize(
     ("model", "modules", "message"),
     [
-        ("qwen3", [], "must name modules"),
         ("qwen3", ["mlp", "mlp"], "each once"),
         ("qwen3", ["attn"], r"attn is not known; known: core_attn"),
         ("qwen3", ["moe"], "the model has no experts"),
@@ -175,6 +174,26 @@ def test_every_module_that_a_model_has_can_be_recomputed() -> None:
         assert found == {"recompute_granularity": "selective", "recompute_modules": [name]}
     with pytest.raises(ConfigError, match=r"moe_act cannot be recomputed with actor\.fp8=delayed"):
         _recompute("qwen3_moe", EVERYTHING, "delayed", recompute="selective", recompute_modules=["moe_act"])
+
+
+@pytest.mark.parametrize(
+    ("model", "installed", "fp8", "modules"),
+    [
+        ("deepseek_v3", EVERYTHING, "none", ["layernorm", "moe_act", "mla_up_proj"]),
+        ("qwen3_moe", EVERYTHING, "none", ["layernorm", "moe_act"]),
+        ("deepseek_v3", EVERYTHING, "delayed", ["mla_up_proj"]),
+        ("qwen3_moe", EVERYTHING, "delayed", ["core_attn"]),
+        # TransformerEngine keeps nothing of a dense model's norms.
+        ("qwen3", EVERYTHING, "none", ["mlp"]),
+        ("deepseek_v3", NOTHING, "none", ["core_attn"]),
+        ("qwen3", NOTHING, "none", ["core_attn"]),
+    ],
+)
+def test_modules_that_nobody_names_are_those_of_the_model(
+    model: str, installed: Installed, fp8: str, modules: list[str]
+) -> None:
+    found = _recompute(model, installed, fp8, recompute="selective")
+    assert found == {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
