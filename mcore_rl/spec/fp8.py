@@ -24,17 +24,19 @@ class Recipe:
 
     def lacks(self, installed: Installed) -> str:
         """What keeps this machine from it, for a message that has named it; "" where nothing does."""
-        found = installed.transformer_engine
-        if found is None or release(found) < self.engine:
-            return f"needs transformer-engine {dotted(self.engine)} or newer, but {found or 'none'} is installed"
+        engine = installed.transformer_engine
+        if engine is None or release(engine) < self.engine:
+            return f"needs transformer-engine {dotted(self.engine)} or newer, but {engine or 'none'} is installed"
         if installed.cuda_version is not None and installed.cuda_version < self.cuda:
             return f"needs a torch for CUDA {dotted(self.cuda)} or newer, not {dotted(installed.cuda_version)}"
-        capability = installed.capability
-        if capability is None or self.capability <= capability < (self.below or (capability[0] + 1, 0)):
+        found, before = installed.capability, self.below
+        if found is None or (found >= self.capability and (before is None or found < before)):
             return ""
-        until = f"of compute capability {dotted(self.capability)} or newer"
-        until += f", before {dotted(self.below)}" if self.below else ""
-        return f"needs a GPU {until}, but this one has {dotted(capability)}"
+        until = f", before {dotted(before)}" if before else ""
+        return (
+            f"needs a GPU of compute capability {dotted(self.capability)} or newer{until}, but this one has "
+            f"{dotted(found)}"
+        )
 
 
 RECIPES = {

@@ -15,6 +15,8 @@ from mcore_rl.types import Completion, GenerationRequest
 
 KINDS = ["vllm"]
 """Engines of the contract suite."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+"""The latents that vLLM's kernel of latent attention on CPU is compiled for."""
 
 
 def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:

@@ -12,12 +12,11 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.weights.verify import compare
-from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.engines import KINDS, LATENT, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "heads of their own": ("qwen3", {"num_key_value_heads": 2, "head_dim": 32}, False),
     "one key-value head, whole experts": ("qwen3_moe", {"num_key_value_heads": 1, "head_dim": 32}, True),

@@ -14,7 +14,7 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.verify import compare
 from model_converters.families import FAMILIES as REGISTRY
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.engines import KINDS, LATENT, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_mended
 from tests.exported import export_through
@@ -27,8 +27,6 @@ MODELS = {
     "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
     "moe_bf16": ("qwen3_moe", "bfloat16", {"num_hidden_layers": 2}),
 }
-# The latents that vLLM's kernel of latent attention on CPU is compiled for.
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3}, TrainLayout(4, tp=2, pp=2)),
     "qwen2": ("qwen2", {}, TrainLayout(4, tp=2, pp=2)),

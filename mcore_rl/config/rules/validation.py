@@ -279,8 +279,15 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError(
             f"{role_key('rollout.tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
-    if config.rollout.expert_parallel and not any(hf.get(key) for key in EXPERT_COUNTS):
-        raise ConfigError(f"{role_key('rollout.expert_parallel')}=true, but the model has no experts; set it to false")
+    if config.rollout.expert_parallel:
+        key, experts = role_key("rollout.expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
+        if not experts:
+            raise ConfigError(f"{key}=true, but the model has no experts; set it to false")
+        if experts < tp:
+            raise ConfigError(
+                f"{key}=true gives each of {role_key('rollout.tp')}={tp} ranks whole ones of {experts} "
+                "experts; lower the ranks, or set it to false"
+            )
     limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit and longest > limit:

@@ -124,6 +124,9 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
         validate(load_config(base, overrides))
     model_of(tmp_path, **{"num_experts": None, key: 8})
     validate(load_config(base, overrides))
+    model_of(tmp_path, **{"num_experts": None, key: 1})
+    with pytest.raises(ConfigError, match=r"rollout\.tp=2 ranks whole ones of 1 experts"):
+        validate(load_config(base, overrides))
 
 
 def test_greedy_samples_are_allowed_where_none_are_compared(base: str) -> None:

@@ -87,12 +87,8 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Ten
             for each in message.slices:
                 empty = torch.full(each.hf_shape, torch.nan), torch.zeros(each.hf_shape, dtype=torch.int64)
                 values, counts = arrived.setdefault(each.hf_name, empty)
-                place = (..., *[slice(None)] * len(each.hf_shape)) if each.hf_shape else ...
-                if each.hf_shape:
-                    place = tuple(
-                        slice(each.start, each.start + each.length) if dim == each.dim else slice(None)
-                        for dim in range(len(each.hf_shape))
-                    )
+                along = slice(each.start, each.start + each.length)
+                place = tuple(along if dim == each.dim else slice(None) for dim in range(len(each.hf_shape)))
                 part = memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape)
                 values[place] = part.float()
                 counts[place] += 1
