@@ -1,5 +1,5 @@
-"""The CUDA packages whose Python tests/contract/cuda reads, and where it lies once scripts/setup_contracts.py has
-fetched it. The versions are those of locks/gpu.txt, and neighbours."""
+"""The CUDA packages whose Python tests/contract/cuda reads and tests/te runs, and where it lies once
+scripts/setup_contracts.py has fetched it. The versions are those of locks/gpu.txt, and neighbours."""
 
 from __future__ import annotations
 

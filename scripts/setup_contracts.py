@@ -1,4 +1,4 @@
-"""Fetches the Python of CUDA packages, without their kernels, for tests/contract/cuda: `.venv/bin/python
+"""Fetches the Python of CUDA packages, without their kernels, for tests/contract/cuda and tests/te: `.venv/bin/python
 scripts/setup_contracts.py` puts each into a folder of .peers/contracts, and leaves those that are there.
 
 pip finds the wheels (with its own settings) and reads of each only the ranges in which its Python lies; from an index
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import tarfile
 import tempfile
@@ -50,7 +51,8 @@ def fetch(package: Package) -> None:
 
 
 def _from_wheel(wheel: ZipFile, package: Package, target: Path) -> None:
-    names = [name for name in wheel.namelist() if name.endswith(".py") and name.startswith(f"{package.module}/")]
+    python = re.compile(rf"{package.module}/.*\.py|[^/]+\.dist-info/.*")  # packages look themselves up
+    names = [name for name in wheel.namelist() if python.fullmatch(name)]
     assert wheel.fp is not None
     for start, stop in spans(wheel, names):
         wheel.fp.seek(start)

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def compare(family: str) -> dict[str, Any]:
     gradients = {name: _relative(local.gradients[name], engine.gradients[name]) for name in local.gradients}
     return {
         "family": family,
+        "version": metadata.version("transformer-engine"),
         "logits": float((local.logits - engine.logits).abs().max()),
         "gradients": max(gradients.values()),
         "parameters": sorted(local.gradients.keys() ^ engine.gradients.keys()),

@@ -121,17 +121,10 @@ def fused_rope_forward(
     return _rotated(t, angles[_positions(offsets, cp_size, cp_rank), 0, 0], sign=1)
 
 
-def fused_rope_backward(
-    gradient: Tensor,
-    angles: Tensor,
-    start: Any,
-    layout: Any,
-    interleaved: bool,
-    offsets: Tensor,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
-    """The rotation back."""
+def fused_rope_backward(gradient: Tensor, angles: Tensor, *options: Any) -> Tensor:
+    """The rotation back. `options` are those of the forward; TransformerEngine 2.9 gives no start."""
+    *_, interleaved, offsets, cp_size, cp_rank = options
+    assert not interleaved
     return _rotated(gradient, angles[_positions(offsets, cp_size, cp_rank), 0, 0], sign=-1)
 
 

@@ -14,7 +14,7 @@ from tests.readme import ROOT
 from tests.te.simulation import is_there
 
 NEEDS_TE = pytest.mark.skipif(
-    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_te.sh fetches it"
+    not is_there(), reason="TransformerEngine's Python is not here: scripts/setup_contracts.py fetches it"
 )
 
 
@@ -35,6 +35,6 @@ def run_python(*arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def json_lines(*arguments: str) -> list[dict[str, Any]]:
+def json_lines(*arguments: str, **variables: str) -> list[dict[str, Any]]:
     """The objects that it prints, one per line, among what others print there."""
-    return [json.loads(line) for line in run_python(*arguments).splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in run_python(*arguments, **variables).splitlines() if line.startswith("{")]

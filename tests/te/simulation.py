@@ -1,6 +1,7 @@
 """TransformerEngine's real Python on the CPU, with stand-ins for its extension, under the real megatron-core.
 
-`install` comes before anything imports megatron. Models can then be built as on a GPU: TransformerEngine's layer
+`install` comes before anything imports megatron. MCORE_RL_TE_VERSION says which TransformerEngine, of those that
+scripts/contract_packages.py has; the newest without. Models can then be built as on a GPU: TransformerEngine's layer
 specification, its linear layers with fused norms, grouped GEMM. What stays untested: which backend of attention it
 picks (SDPA stands in), the fused permutation (megatron's own stands in), FP8, CUDA graphs, streams, and the kernels
 themselves.
@@ -13,18 +14,21 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from contract_packages import TRANSFORMER_ENGINES
+from packaging.version import Version
 
-FOLDER = Path(__file__).parents[2] / ".peers" / "te"
-"""Where scripts/setup_te.sh puts the package."""
-VERSION = "2.11.0"
+PACKAGES = {package.version: package for package in TRANSFORMER_ENGINES}
+CHOICE = "MCORE_RL_TE_VERSION"
+VERSION = os.environ.get(CHOICE, max(PACKAGES, key=Version))
+FOLDER = PACKAGES[VERSION].folder
 _NAME = "transformer_engine"
 _FACTORIES = "arange empty empty_like empty_strided full ones tensor zeros".split()
 
@@ -70,13 +74,19 @@ def _on_cpu(factory: Callable[..., Any], *args: Any, device: Any = None, **optio
     return factory(*args, **options) if device is None else factory(*args, device=device, **options)
 
 
-class _Stream:
+class _Nothing:
+    """Every call of it does nothing."""
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: None
+
+
+def _silent(*_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 _PROPERTIES = types.SimpleNamespace(
@@ -91,23 +101,25 @@ _CUDA = _View(
     get_device_capability=lambda *_: (9, 0),
     is_current_stream_capturing=lambda: False,
     synchronize=lambda *_: None,
-    Stream=_Stream,
-    Event=_Stream,
-    current_stream=lambda *_: _Stream(),
+    device=_silent,
+    nvtx=_View(torch.cuda.nvtx, range=_silent, range_push=_silent, range_pop=_silent),
+    Stream=_Nothing,
+    Event=_Nothing,
+    current_stream=lambda *_: _Nothing(),
 )
 _TORCH = _View(torch, cuda=_CUDA, **{name: partial(_on_cpu, getattr(torch, name)) for name in _FACTORIES})
 
 
 def is_there() -> bool:
-    """Whether the package has been fetched."""
-    return (FOLDER / _NAME).is_dir()
+    """Whether each version of the package has been fetched."""
+    return all(package.folder.is_dir() for package in PACKAGES.values())
 
 
 def install() -> None:
     """In this process, for good; once is enough."""
     if "transformer_engine_torch" in sys.modules:
         return
-    assert is_there(), f"{FOLDER} is missing: scripts/setup_te.sh"
+    assert is_there(), f"{FOLDER} is missing: scripts/setup_contracts.py"
     assert "megatron.core" not in sys.modules, "megatron.core was imported before TransformerEngine"
     from tests.te.extension import Extension
     from tests.te.kernels import KERNELS
@@ -116,7 +128,7 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it looks for no library of its own
     _interpret_triton()
-    extension = Extension(KERNELS | {"get_cudnn_version": lambda: 91600})
+    extension = Extension(KERNELS | {"get_cudnn_version": lambda: 91600, "get_num_cublas_streams": lambda: 1})
     sys.modules["transformer_engine_torch"] = extension
     for name in ("onnx", "onnxscript"):  # for an export that nobody asks for
         if importlib.util.find_spec(name) is None:

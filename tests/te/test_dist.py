@@ -1,5 +1,6 @@
 """Suites of tests/dist under TransformerEngine's layers, simulated: the same tests, whose models are then built as on a
-GPU. With MCORE_RL_EVERY_TEST=1 in the environment all of them; by hand, `MCORE_RL_TE=1 python -m pytest tests/dist`."""
+GPU. With MCORE_RL_EVERY_TEST=1 in the environment all of them, and under each TransformerEngine; by hand,
+`MCORE_RL_TE=1 python -m pytest tests/dist`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.dist.launch import SIMULATION
 from tests.te.processes import NEEDS_TE, run_python
+from tests.te.simulation import CHOICE, PACKAGES, VERSION
 
 pytestmark = [pytest.mark.slow, NEEDS_TE]
 
@@ -24,13 +26,19 @@ SUITES: dict[str, list[str]] = {
 """Modules of tests/dist."""
 
 
-@pytest.mark.parametrize(
-    "suite", [pytest.param(name, marks=[pytest.mark.on_demand] * (name == "the rest")) for name in SUITES]
-)
+CASES = [
+    pytest.param(suite, version, marks=[pytest.mark.on_demand] * (suite == "the rest" or version != VERSION))
+    for suite in SUITES
+    for version in PACKAGES
+]
+
+
+@pytest.mark.parametrize(("suite", "version"), CASES)
 @pytest.mark.timeout(3600)
-def test_a_suite_of_the_ranks_passes(suite: str) -> None:
+def test_a_suite_of_the_ranks_passes(suite: str, version: str) -> None:
     modules = [f"tests/dist/test_{module}.py" for module in SUITES[suite]]
-    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, **{SIMULATION: "1"})
+    variables = {SIMULATION: "1", CHOICE: version}
+    said = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *modules, **variables)
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None, said[-1000:]
     assert int(passed.group(1)) > 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.te.processes import NEEDS_TE, json_lines
+from tests.te.simulation import CHOICE, PACKAGES, VERSION
 
 pytestmark = [pytest.mark.slow, NEEDS_TE]
 
@@ -31,6 +32,15 @@ def test_logits_and_gradients_are_those_of_the_local_layers(compared: dict[str, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_of_a_checkpoint_have_the_same_keys(compared: dict[str, dict[str, Any]], family: str) -> None:
     assert compared[family]["keys"] == []
+
+
+@pytest.mark.parametrize("version", sorted(set(PACKAGES) - {VERSION}))
+def test_layers_of_other_versions_compute_the_same(version: str) -> None:
+    for line in json_lines("-m", "tests.te.compare", "qwen3_moe", "deepseek_v3", **{CHOICE: version}):
+        assert line["version"] == version
+        assert line["logits"] < 2e-5
+        assert line["gradients"] < 1e-5
+        assert (line["parameters"], line["keys"], line["divided"]) == ([], [], [])
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
