@@ -17,9 +17,13 @@ from safetensors import safe_open
 
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
-from mcore_rl.weights.plan import plan_buckets
-from mcore_rl.weights.transports.shared_memory import SharedBuckets
-from mcore_rl.weights.write import BucketWriter
+from mcore_rl.weights.send import part_of
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.messages import views
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.shared_memory import SharedSegment
+from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.load import load_tensors
@@ -117,19 +121,25 @@ def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def bucket_pair(tp: int) -> Pair:
-    """All weights into shared-memory buckets, two slots in turn, and one memcpy."""
-    bound, layout = bound_rows(), TrainLayout(tp, tp=tp)
-    shapes = local_shapes(bound, layout, 0)
-    local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    plans = export_plan(bound, layout)
-    buckets = SharedBuckets.create(plan_buckets(plans, BUCKET_BYTES, 2))
-    buckets.unlink()
-    writer = BucketWriter(buckets.spec, buckets, plans, 0)
+    """All weights packed into two slots of shared memory in turn, for an engine of one rank, and one memcpy."""
+    bound, layout, here = bound_rows(), TrainLayout(tp, tp=tp), Endpoint(this_host(), "127.0.0.1")
+    local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in local_shapes(bound, layout, 0).items()}
+    topology = Topology((here,) * tp, (here,), 1)
+    plan = SyncPlan(CONFIG, torch.bfloat16, layout, EngineLayout(), topology, BUCKET_BYTES, 2)
+    departures = plan.departures(0)
+    slot_bytes = max(message.num_bytes for (message,) in departures.values())
+    segment = SharedSegment.create(2 * slot_bytes)
+    segment.unlink()
+    places = [
+        pair
+        for turn, (message,) in departures.items()
+        for pair in views(message, segment.memory[turn % 2 * slot_bytes :][: message.num_bytes])
+    ]
     num_bytes = sum(tensor.nbytes for tensor in local.values())
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
 
     def ours() -> None:
-        for index in range(buckets.spec.num_buckets):
-            writer.write(index, local)
+        for each, place in places:
+            place.copy_(part_of(each, local, place.shape))
 
     return Pair(ours, lambda: target.copy_(source), num_bytes)

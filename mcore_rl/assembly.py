@@ -34,7 +34,7 @@ from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phases, shares_device
-from mcore_rl.runtime.publisher import SharedMemoryPublisher
+from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.base import RankMap, Role
 from mcore_rl.runtime.roles.critic import critic_role
 from mcore_rl.runtime.roles.judge import judge_role
@@ -58,8 +58,6 @@ from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
-
-MIB = 2**20
 
 
 @contextlib.contextmanager
@@ -120,12 +118,7 @@ class _Site:
         sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
         failures = GradingFailures(config.reward, journal.note)
         collector = self._collector(pool, sampler, failures)
-        publisher = SharedMemoryPublisher.connect(
-            self.processes.trainers,
-            engines,
-            bucket_bytes=int(config.weights.bucket_mib * MIB),
-            num_slots=config.weights.num_buckets,
-        )
+        publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
         reference, kept = self._reference(journal)
         return Run(
             config=config,

@@ -30,6 +30,10 @@ class ClusterDiedError(WorkerDiedError):
     """Ray's own processes ended under the run: nothing more can be asked of any of its processes."""
 
 
+class PeerLostError(WorkerDiedError):
+    """A process waited for another one that is gone or silent: where it died, its death is what has to be told."""
+
+
 class NonFiniteError(McoreRLError):
     """A loss or gradient is not finite; raised on every rank before the optimizer step, naming the samples."""
 

@@ -52,23 +52,29 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
-Arrival_contra = TypeVar("Arrival_contra", contravariant=True)
-"""What a transport says of where weights arrive (weights.buckets.BucketSpec)."""
+Connection_contra = TypeVar("Connection_contra", contravariant=True)
+"""What the processes of a sync are told to come together (weights.connection.Connection)."""
+Comparison = TypeVar("Comparison")
+"""What a rank finds of its weights (weights.verify.Comparison)."""
 
 
-class WeightReceiver(Protocol[Arrival_contra]):
-    """Takes updates of an engine's weights, bucket after bucket, whatever brings them."""
+class WeightReceiver(Protocol[Connection_contra, Comparison]):
+    """Takes updates of an engine's weights, turn after turn, whatever brings them. Lists are by rank of the engine."""
 
-    def attach(self, arrival: Arrival_contra, /) -> None:
-        """Opens the place where buckets arrive, before the first update, or in the place of another."""
+    def connect(self, connection: Connection_contra, engine: int, /) -> None:
+        """Joins the sync as its engine number `engine`, before the first update, or again after one that broke.
+        Collective over all processes of the sync.
+
+        Raises: PeerLostError; WeightSyncError where the engine takes other tensors than are planned.
+        """
 
     def begin_update(self) -> None:
-        """Begins an update. One that was begun and not finished is discarded: its sender may have died."""
+        """Begins an update. One that was begun and not finished is discarded."""
 
-    def receive_bucket(self, index: int) -> int:
-        """Loads bucket `index` of the plan, in their order; returns its bytes as the acknowledgement.
+    def receive_bucket(self, turn: int) -> list[int]:
+        """Loads what comes at a turn of the plan, in their order; returns its bytes as the acknowledgement.
 
-        Raises: WeightSyncError; until the next update is whole, the engine must not generate.
+        Raises: PeerLostError, WeightSyncError; until the next update is whole, the engine must not generate.
         """
 
     def finish_update(self, version: int) -> None:
@@ -77,8 +83,8 @@ class WeightReceiver(Protocol[Arrival_contra]):
         Raises: WeightSyncError when something of the model did not come.
         """
 
-    def checksums(self) -> dict[str, str]:
-        """Digest of every tensor that the engine now holds, by HF name, as `weights.verify.digest` computes it."""
+    def compare(self) -> list[Comparison]:
+        """What the engine computes with against what trainer ranks, which send digests meanwhile, say of it."""
 
 
 class Rewarder(Protocol):

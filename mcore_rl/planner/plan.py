@@ -197,7 +197,7 @@ def make_plan(config: Config) -> Plan:
         ranks += planned_stage(job, stage, chunks, stages[-1], engine)
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.hf_config, job.rows)
-    sync = weight_sync(config, job.rows, job.layout, engine.weights_bytes, cuda=job.cuda)
+    sync = weight_sync(config, job.rows, job.layout, cuda=job.cuda)
     flops = step_flops(config, job.arguments, size, batch)
     seconds = step_seconds(config, flops, batch, engine, job.layout.world_size)
     verdict = judge(config, job.layout, [planned.phases for planned in ranks], engine, batch, sync, cuda=job.cuda)

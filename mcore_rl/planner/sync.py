@@ -1,15 +1,12 @@
-"""What one weight sync moves, and the least possible: on one host buckets of whole tensors, of which every engine rank
-copies its own slices; between hosts these slices alone."""
+"""What one weight sync moves, and the least possible: every engine rank gets its own slices of each tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.plan import plan_buckets
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Needs
 from mcore_rl.weights.slices.routes import Places
@@ -17,7 +14,6 @@ from mcore_rl.weights.slices.totals import count
 from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
-from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import BoundRow
 
 MIB, GIB = 2**20, 2**30
@@ -27,9 +23,9 @@ MIB, GIB = 2**20, 2**30
 class WeightSync:
     """Of one sync.
 
-    `bytes_per_engine_rank`: what the fullest rank copies or receives; `floor_bytes_per_engine_rank`: what it keeps.
-    `slots_bytes`: memory of the ring, per host. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
-    hosts, at plan.network_gib_per_second; None without it.
+    `bytes_per_engine_rank`: what the fullest rank receives; `floor_bytes_per_engine_rank`: what it keeps.
+    `slots_bytes`: memory of the windows, per host. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
+    hosts, at plan.network_gib_per_second; None without it, or where nothing does.
     """
 
     bytes_per_engine_rank: int
@@ -43,53 +39,29 @@ class WeightSync:
     seconds: float | None
 
 
-def weight_sync(
-    config: Config, rows: Sequence[BoundRow], layout: TrainLayout, engine_weights_bytes: int, *, cuda: bool
-) -> WeightSync:
+def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
     """Raises: ConfigError for buckets that are too small for a row, or an engine that does not divide; LayoutError."""
-    if transport(config) == "network":
-        return _own_slices(config, rows, layout, cuda=cuda)
-    # Engines do not load multi-token prediction.
-    served = [bound for bound in rows if bound.row.place != "mtp"]
-    plans = export_plan(served, layout)
-    spec = plan_buckets(plans, int(config.weights.bucket_mib * MIB), config.weights.num_buckets)
-    written = [0] * layout.world_size
-    for plan in plans:
-        for piece in plan.pieces:
-            written[piece.rank] += prod(plan.piece_shape(piece)) * plan.dtype.itemsize
-    return WeightSync(
-        bytes_per_engine_rank=engine_weights_bytes,
-        floor_bytes_per_engine_rank=engine_weights_bytes,
-        buckets=spec.num_buckets,
-        transport=transport(config),
-        total_bytes=spec.total_bytes,
-        slots_bytes=spec.slot_bytes * spec.num_slots,
-        bytes_crossing_hosts=0,
-        busiest_sender_bytes=max(written),
-        seconds=None,
-    )
-
-
-def _own_slices(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
     engine = EngineLayout(tp=config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
+    placement = Placement(rows, layout)  # what it refuses is the trainer's
+    places = _places(config, layout.world_size, cuda=cuda)
     try:
-        needs = Needs(rows, engine)
-        totals = count(Placement(rows, layout), needs, _places(config, layout.world_size, cuda=cuda), bucket_bytes)
+        totals = count(placement, Needs(rows, engine), places, bucket_bytes)
     except LayoutError as error:
         raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = config.plan.network_gib_per_second
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
+    num_windows = min(config.cluster.gpus_per_node if cuda else config.rollout.tp, len(totals.received))
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
-        transport="network",
+        transport=transport(config),
         total_bytes=int(totals.received.sum()),
-        slots_bytes=config.weights.num_buckets * bucket_bytes * min(config.cluster.gpus_per_node, len(totals.received)),
+        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_windows,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
-        seconds=None if bandwidth is None else busiest / (bandwidth * GIB),
+        seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
     )
 
 
@@ -101,9 +73,11 @@ def _places(config: Config, num_trainer_ranks: int, *, cuda: bool) -> Places:
     devices = [
         (slot // slots, slot if cuda else -1) for slot in range(max(num_trainer_ranks, first + num_engine_ranks))
     ]
+    if config.cluster.nodes == 1:  # on a CPU several processes may share a slot
+        devices = [(0, device) for _, device in devices]
     return Places.of(devices[:num_trainer_ranks], devices[first : first + num_engine_ranks])
 
 
 def transport(config: Config) -> str:
-    """Shared memory within one host; what crosses hosts does not exist yet and is named so that a plan can say it."""
+    """Shared memory within one host."""
     return "shared_memory" if config.cluster.nodes == 1 else "network"

@@ -1,110 +1,107 @@
-"""Coordinates a weight sync: the driver moves no bytes, it says who writes and who reads, and counts what arrived."""
+"""Coordinates weight syncs: the driver moves no bytes, it says when, and counts what arrived."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+import ray
+import torch.distributed as dist
+
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.ports import Publisher
 from mcore_rl.runtime.roles.engine import EnginePool
 from mcore_rl.runtime.roles.trainer import TrainerGroup
-from mcore_rl.weights.plan import BucketSpec
-from mcore_rl.weights.transports.shared_memory import SharedBuckets
-from mcore_rl.weights.verify import compare
+from mcore_rl.weights.connection import Connection, check_plan
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.topology import Topology
+from mcore_rl.weights.verify import require_equal
+
+MIB = 2**20
 
 
 @dataclass
-class SharedMemoryPublisher:
-    """Publishes through one ring of shared-memory buckets per host.
+class SlicePublisher:
+    """Publishes own slices: each engine rank gets what it needs, from trainer ranks that have it.
 
-    Writing bucket k + 1 overlaps with reading bucket k; a slot is written again only after every engine has
-    acknowledged what it held.
+    Both sides go through the plan by themselves, converting, sending and loading at the same time; the driver calls
+    each process once. `store` is where they met: it lives as long as the run.
     """
 
     trainers: TrainerGroup
     engines: EnginePool
-    spec: BucketSpec
-    writers: list[list[int]]
-    """writers[bucket]: the ranks that hold a part of it."""
+    plan: SyncPlan
+    store: dist.TCPStore
 
     @classmethod
-    def connect(
-        cls,
-        trainers: TrainerGroup,
-        engines: EnginePool,
-        *,
-        bucket_bytes: int,
-        num_slots: int,
-    ) -> SharedMemoryPublisher:
-        """Plans the buckets, creates the segment, maps it everywhere and removes its name at once, so that no
-        crash can leave it behind."""
-        watch = trainers.watch
-        plan: BucketSpec = watch.get([handle.sync_plan.remote(bucket_bytes, num_slots) for handle in trainers.handles])[
-            0
-        ]
-        segment = SharedBuckets.create(plan)
+    def connect(cls, trainers: TrainerGroup, engines: EnginePool, config: Config) -> SlicePublisher:
+        """Plans the sync, makes windows, maps them everywhere and removes their names at once, so that no crash can
+        leave them behind.
+
+        Raises: ConfigError.
+        """
+        watch, handles = trainers.watch, trainers.handles
+        plan = _plan(trainers, engines, config)
+        check_plan(plan)
+        address = ray.util.get_node_ip_address()
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         try:
-            written = watch.get([handle.attach_buckets.remote(segment.spec) for handle in trainers.handles])
-            engines.call("attach", segment.spec)
+            made = watch.get([handle.make_windows.remote(plan) for handle in handles])
+            segments = {number: name for of_rank in made for number, name in of_rank.items()}
+            seconds = config.cluster.collective_timeout_seconds
+            connection = ray.put(Connection(plan, Meeting(address, store.port, 0), segments, seconds))
+            watch.get(
+                [handle.connect_weights.remote(connection) for handle in handles]
+                + [engine.connect.remote(connection, number) for number, engine in enumerate(engines.handles)]
+            )
         finally:
-            segment.unlink()
-            segment.close()
-        writers: list[list[int]] = [[] for _ in range(plan.num_buckets)]
-        for rank, buckets in enumerate(written):
-            for bucket in buckets:
-                writers[bucket].append(rank)
-        return cls(trainers, engines, segment.spec, writers)
+            watch.get([handle.unlink_windows.remote() for handle in handles])
+        return cls(trainers, engines, plan, store)
 
     def publish(self, version: int) -> int:
-        """Hands every tensor to every engine; returns `version` when all have acknowledged the last bucket.
+        """Hands every tensor to every engine; returns `version` when all have acknowledged everything.
 
-        Raises: WeightSyncError when a bucket was written or read incompletely.
+        Raises: WeightSyncError when other bytes arrived than were sent.
         """
-        # An engine runs its calls in their order, so none is waited for before the next is on its way.
-        calls = self.engines.send("begin_update")
-        receiving: list[list[Any]] = []
-        for bucket in range(self.spec.num_buckets):
-            if bucket >= self.spec.num_slots:  # the slot's previous bucket must have been read
-                self._acknowledge(bucket - self.spec.num_slots, receiving)
-            self._write(bucket)
-            receiving.append(self.engines.send("receive_bucket", bucket))
-        calls += self.engines.send("finish_update", version)
-        for bucket in range(max(0, len(receiving) - self.spec.num_slots), len(receiving)):
-            self._acknowledge(bucket, receiving)
-        self.trainers.watch.get(calls)
+        sending = [handle.send_weights.remote() for handle in self.trainers.handles]
+        results = self.trainers.watch.get(self.engines.send("receive_update", version) + sending)
+        received = [num_bytes for of_engine in results[: self.engines.num_engines] for num_bytes in of_engine]
+        sent = np.sum(results[self.engines.num_engines :], axis=0)
+        for number, window in enumerate(self.plan.topology.windows):
+            for reader in window.readers:
+                if received[reader] != sent[number]:
+                    name = self.plan.topology.name(self.plan.topology.member(reader))
+                    raise WeightSyncError(f"{name} acknowledged {received[reader]} of {sent[number]} bytes")
         return version
 
     def verify(self) -> int:
-        """Compares what every engine computes with to what the trainers hold; returns the number of tensors compared.
+        """Compares what every engine rank computes with to what the trainer ranks hold; returns the number of tensors
+        compared.
 
-        The trainers' tensors go through the buckets once more, where rank 0 digests them whole.
         Raises: WeightSyncError listing the tensors that differ.
         """
-        watch, reader = self.trainers.watch, self.trainers.handles[0]
-        for bucket in range(self.spec.num_buckets):
-            self._write(bucket)
-            watch.get([reader.digest_bucket.remote(bucket)])
-        held_by_trainers = watch.get([reader.bucket_digests.remote()])[0]
-        compared = 0
-        for engine, digests in enumerate(self.engines.call("checksums")):
-            compared += compare(held_by_trainers, digests, f"engine {engine}")
-        return compared
+        sending = [handle.send_digests.remote() for handle in self.trainers.handles]
+        results = self.trainers.watch.get(self.engines.send("compare_weights") + sending)
+        for engine, ranks in enumerate(results[: self.engines.num_engines]):
+            require_equal(ranks, f"engine {engine}")
+        return self.plan.num_tensors * self.engines.num_engines
 
-    def _write(self, bucket: int) -> None:
-        ranks = self.writers[bucket]
-        written = self.trainers.watch.get([self.trainers.handles[rank].write_bucket.remote(bucket) for rank in ranks])
-        if sum(written) != self.spec.bucket_bytes(bucket):
-            raise WeightSyncError(
-                f"bucket {bucket}: ranks {ranks} wrote {sum(written)} of {self.spec.bucket_bytes(bucket)} bytes"
-            )
 
-    def _acknowledge(self, bucket: int, receiving: list[list[Any]]) -> None:
-        expected = self.spec.bucket_bytes(bucket)
-        for engine, received in enumerate(self.trainers.watch.get(receiving[bucket])):
-            if received != expected:
-                raise WeightSyncError(f"bucket {bucket}: engine {engine} acknowledged {received} of {expected} bytes")
+def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:
+    watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
+    endpoints = watch.get([handle.endpoint.remote() for handle in [*trainers.handles, *engines.handles]])
+    of_trainers, of_engines = endpoints[: len(trainers.handles)], endpoints[len(trainers.handles) :]
+    of_ranks = tuple(endpoint for endpoint in of_engines for _ in range(layout.num_ranks))
+    topology = Topology(tuple(of_trainers), of_ranks, layout.num_ranks, config.weights.transport)
+    bucket_bytes = int(config.weights.bucket_mib * MIB)
+    planned = trainers.handles[0].sync_plan.remote(layout, topology, bucket_bytes, config.weights.num_buckets)
+    plan: SyncPlan = watch.get([planned])[0]
+    return plan
 
 
 if TYPE_CHECKING:
-    _port: type[Publisher] = SharedMemoryPublisher
+    _port: type[Publisher] = SlicePublisher

@@ -1,95 +1,89 @@
-"""Certificates: what the trainer wrote against what an engine computes with, tensor by tensor.
+"""Certificates: what trainer ranks hold against what an engine computes with, slice by slice.
 
-Both sides digest whole HF tensors by name. The trainer's digests are taken from the buckets after every rank has
-written them, so they cover the conversion; an engine's are taken from the tensors that its kernels read.
+Both sides digest the slices of the plan: a trainer rank what it would send, from its parameters; an engine rank the
+same indices of the tensors that its kernels read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.transports.shared_memory import SharedBuckets
+from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.slices.needs import Box
 
+DIGEST_BYTES = 16
 _BLOCK_ELEMENTS = 1 << 22
 """Elements normalised at a time, so that a digest needs little memory."""
 
 
-class Digest:
-    """Digest of one tensor whose rows of dim 0 may come in several parts, in order."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._hash = hashlib.blake2b(f"{dtype} {list(shape)}".encode(), digest_size=16)
-
-    def update(self, rows: torch.Tensor) -> None:
-        flat = rows.detach().reshape(-1)
-        for block in flat.split(_BLOCK_ELEMENTS):
-            # -0.0 becomes 0.0: engines whose weights can only be read through a product cannot tell them apart.
-            block = block + 0 if block.is_floating_point() else block
-            self._hash.update(block.cpu().contiguous().view(torch.uint8).numpy())
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> bytes:
     """Digest of shape, dtype and every element; equal for equal tensors on any device and with any strides."""
-    whole = Digest(tuple(tensor.shape), tensor.dtype)
-    whole.update(tensor)
-    return whole.hexdigest()
+    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=DIGEST_BYTES)
+    for block in tensor.detach().reshape(-1).split(_BLOCK_ELEMENTS):
+        # -0.0 becomes 0.0: engines whose weights can only be read through a product cannot tell them apart.
+        block = block + 0 if block.is_floating_point() else block
+        found.update(block.cpu().contiguous().view(torch.uint8).numpy())
+    return found.digest()
 
 
-class BucketDigests:
-    """Digests of all tensors of a hand-over, taken bucket after bucket while the writers go through the plan."""
+@dataclass
+class Comparison:
+    """HF names of what is not the trainer's: `missing` was sent and is not held, `unknown` the other way round."""
 
-    def __init__(self, buckets: SharedBuckets) -> None:
-        self._buckets = buckets
-        self._digests: dict[str, str] = {}
-        self._partial: Digest | None = None
-        self._next = 0
-
-    def add(self, index: int) -> None:
-        """Reads bucket `index`; every rank must have written it.
-
-        Raises: WeightSyncError when it is not this bucket's turn.
-        """
-        if index != self._next:
-            raise WeightSyncError(f"bucket {index} to digest came where bucket {self._next} was due")
-        self._next += 1
-        for entry in self._buckets.spec.buckets[index]:
-            if entry.first_row == 0:
-                self._partial = Digest(entry.shape, entry.dtype)
-            assert self._partial is not None  # entries of one tensor follow each other
-            self._partial.update(self._buckets.view(index, entry))
-            if entry.last:
-                self._digests[entry.name] = self._partial.hexdigest()
-
-    def result(self) -> dict[str, str]:
-        """Digest by HF name.
-
-        Raises: WeightSyncError when buckets are missing.
-        """
-        if self._next != self._buckets.spec.num_buckets:
-            raise WeightSyncError(f"only {self._next} of {self._buckets.spec.num_buckets} buckets were digested")
-        return self._digests
+    differing: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
 
 
-def compare(trainer: Mapping[str, str], engine: Mapping[str, str], engine_name: str = "the engine") -> int:
-    """Compares digests by HF name; returns how many were compared.
+def compare(
+    said: Sequence[tuple[Slice, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
+) -> Comparison:
+    """`said`: slices with their digests on trainer ranks. `held`: what an engine rank has of HF tensors, some perhaps
+    several times (a tied tensor is); `boxes`: which part of each tensor that is, by name."""
+    by_name: dict[str, list[tuple[Slice, bytes]]] = {}
+    for each, expected in said:
+        by_name.setdefault(each.hf_name, []).append((each, expected))
+    found, seen = Comparison(), set()
+    for name, tensor in held:
+        if not tensor.numel():
+            continue  # a rank of which the vocabulary has no rows
+        seen.add(name)
+        if name not in by_name:
+            found.unknown.add(name)
+        elif not _equal(tensor, boxes[name], by_name[name]):
+            found.differing.add(name)
+    found.missing = by_name.keys() - seen
+    return found
+
+
+def _equal(tensor: torch.Tensor, box: Box, slices: Sequence[tuple[Slice, bytes]]) -> bool:
+    start, size = box
+    if tuple(tensor.shape) != tuple(size):
+        return False
+    for each, expected in slices:
+        part = tensor
+        if each.hf_shape:
+            part = tensor.narrow(each.dim, each.start - start[each.dim], each.length)
+        if digest(part) != expected:
+            return False
+    return True
+
+
+def require_equal(ranks: Sequence[Comparison], engine_name: str) -> None:
+    """`ranks`: what each rank of an engine found.
 
     Raises: WeightSyncError naming every tensor that differs, is missing, or is unknown to the trainer.
     """
     problems = {
-        "differ": sorted(name for name in trainer.keys() & engine.keys() if trainer[name] != engine[name]),
-        f"are missing from {engine_name}": sorted(trainer.keys() - engine.keys()),
-        "are unknown to the trainer": sorted(engine.keys() - trainer.keys()),
+        "differ": set().union(*(found.differing for found in ranks)),
+        f"are missing from {engine_name}": set().union(*(found.missing for found in ranks)),
+        "are unknown to the trainer": set().union(*(found.unknown for found in ranks)),
     }
-    messages = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
+    messages = [f"{len(names)} {what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
     if messages:
-        raise WeightSyncError(
-            f"weights of {engine_name} are not the trainer's ({len(trainer)} tensors): {'; '.join(messages)}"
-        )
-    return len(trainer)
+        raise WeightSyncError(f"weights of {engine_name} are not the trainer's: {'; '.join(messages)}")

@@ -56,6 +56,7 @@ class RemoteEngine:
     """An Engine, and its WeightReceiver, by messages; an error raised over there is raised here with its type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
+        self.directory, self.settings = directory, settings
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, kind, str(directory), settings))
@@ -64,7 +65,7 @@ class RemoteEngine:
         self._answer()
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
-        """The name of a method (of the receiver: `receiver.attach`), or a function that is given the engine first."""
+        """The name of a method (of the receiver: `receiver.connect`), or a function that is given the engine first."""
         self._connection.send((method, args))
         return self._answer()
 
@@ -78,6 +79,7 @@ class RemoteEngine:
     def restart(self, directory: Path) -> None:
         """Ends the engine and starts one of another model in the same process: imports take longer than either."""
         self.call("restart", str(directory))
+        self.directory = directory
 
     @property
     def weight_version(self) -> int:

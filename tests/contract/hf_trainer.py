@@ -1,77 +1,114 @@
-"""Stands in for the trainer in sync tests: a transformers model whose tensors two "ranks" write to buckets.
-
-The plan is made here, with no converter in between: what an engine then holds must be the transformers model.
-"""
+"""Stands in for the trainer in sync tests: a transformers model whose tensors two trainer ranks, threads of the test,
+hold and send. What an engine then computes with must be the transformers model."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mcore_rl.weights.plan import plan_buckets
-from mcore_rl.weights.transports.shared_memory import SharedBuckets
-from mcore_rl.weights.verify import BucketDigests
-from mcore_rl.weights.write import BucketWriter
-from model_converters.mapping.plan import Piece, TensorPlan
+from mcore_rl.weights.connection import Connection, TrainerEnd
+from mcore_rl.weights.send import WeightSender
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.topology import Endpoint, Topology
+from mcore_rl.weights.verify import require_equal
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.mapping.layout import TrainLayout
+from tests.contract.engines import RemoteEngine
+from tests.unit.weights.delivery import Sync, Tensors, trainer_tensors
+
+LAYOUT = TrainLayout(2, pp=2)
+TIMEOUT_SECONDS = 20
+HERE = Endpoint(this_host(), "127.0.0.1")
 
 
-def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """HF names (one tensor per expert) in the order embedding, layers, head."""
+def hf_tensors(model: Any) -> Tensors:
+    """HF names, one tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = revert_weight_conversion(model, dict(model.state_dict()))
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    order = {"embedding": -1, "head": 1 << 30}
-    return dict(sorted(state.items(), key=lambda item: order.get(_group(item[0]), 0) or _layer(item[0])))
-
-
-def _group(name: str) -> str:
-    if ".layers." in name:
-        return f"layer.{_layer(name) - 1}"
-    return "embedding" if "embed_tokens" in name else "head"
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) + 1
+    return dict(state)
 
 
 class HFTrainer:
-    """Two writers: even rows of every tensor's halves come from rank 0, the others from rank 1."""
+    """Two trainer ranks beside `engine`, connected with it."""
 
-    def __init__(self, model: Any, bucket_bytes: int, num_slots: int) -> None:
+    _meetings = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _generations = itertools.count()
+
+    def __init__(
+        self, model: Any, engine: RemoteEngine, bucket_bytes: int, num_slots: int, transport: str = "auto"
+    ) -> None:
         self.model = model
-        plans = []
-        for name, tensor in hf_tensors(model).items():
-            half = tensor.shape[0] // 2
-            pieces = (Piece(0, name, 0, 0, 0, half, 0), Piece(1, name, 0, 0, half, tensor.shape[0] - half, 0))
-            plans.append(TensorPlan(name, tuple(tensor.shape), tensor.dtype, _group(name), pieces))
-        self.buckets = SharedBuckets.create(plan_buckets(plans, bucket_bytes, num_slots))
-        self.spec = self.buckets.spec
-        self.writers = [BucketWriter(self.spec, self.buckets, plans, rank) for rank in (0, 1)]
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(32)  # some may wait, until their time is over, for an update that broke
+        rollout = engine.settings["rollout_config"]
+        layout = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+        topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport)
+        hf_config, dtype = read_hf_config(Path(engine.directory)), getattr(torch, engine.settings["dtype"])
+        self.plan = SyncPlan(hf_config, dtype, LAYOUT, layout, topology, bucket_bytes, num_slots)
+        self.connect()
 
-    def write(self, index: int) -> int:
-        tensors = hf_tensors(self.model)
-        halves = [
-            {name: tensor[: tensor.shape[0] // 2] for name, tensor in tensors.items()},
-            {name: tensor[tensor.shape[0] // 2 :] for name, tensor in tensors.items()},
-        ]
-        return sum(writer.write(index, half) for writer, half in zip(self.writers, halves, strict=True))
+    def connect(self) -> None:
+        """Before the first update, and after one that broke."""
+        self.ends = [TrainerEnd(self.plan, rank) for rank in range(LAYOUT.world_size)]
+        segments = {number: name for end in self.ends for number, name in end.make_windows().items()}
+        meeting = Meeting("127.0.0.1", self._meetings.port, next(self._generations))
+        connection = Connection(self.plan, meeting, segments, TIMEOUT_SECONDS)
+        try:
+            connecting = [self._pool.submit(end.connect, connection) for end in self.ends]
+            self._engine.call("receiver.connect", connection, 0)
+            self._senders = [each.result() for each in connecting]
+        finally:
+            for end in self.ends:
+                end.unlink()
 
-    def publish(self, engine: Any, version: int) -> None:
-        engine.call("receiver.begin_update")
-        for index in range(self.spec.num_buckets):
-            written = self.write(index)
-            assert engine.call("receiver.receive_bucket", index) == written == self.spec.bucket_bytes(index)
-        engine.call("receiver.finish_update", version)
+    @contextmanager
+    def sending(self, *, to_the_end: bool = True) -> Iterator[None]:
+        """One update leaves the ranks during the block, and is waited for unless it is to break."""
+        sending = self._on_ranks(WeightSender.send)
+        yield
+        if to_the_end:
+            for each in sending:
+                each.result()
 
-    def digests(self) -> dict[str, str]:
-        digests = BucketDigests(self.buckets)
-        for index in range(self.spec.num_buckets):
-            self.write(index)
-            digests.add(index)
-        return digests.result()
+    def publish(self, version: int) -> None:
+        with self.sending():
+            self._engine.call("receiver.begin_update")
+            self.receive(range(self.plan.num_turns))
+            self._engine.call("receiver.finish_update", version)
+
+    def receive(self, turns: range) -> None:
+        """What comes at these turns, which each rank of the engine acknowledges."""
+        arrivals = self.plan.arrivals(range(len(self.plan.topology.windows)))
+        planned = [[sum(placed.message.num_bytes for placed in of_window.at(turn)) for of_window in arrivals.values()]
+                   for turn in turns]  # fmt: skip
+        for turn, num_bytes in zip(turns, planned, strict=True):
+            assert self._engine.call("receiver.receive_bucket", turn) == num_bytes
+
+    def certify(self) -> int:
+        """Compares what the ranks hold with what the engine computes with; returns how many tensors.
+
+        Raises: WeightSyncError naming those that differ.
+        """
+        sending = self._on_ranks(WeightSender.send_digests)
+        ranks = self._engine.call("receiver.compare")
+        for each in sending:
+            each.result()
+        require_equal(ranks, "the engine")
+        return self.plan.num_tensors
 
     def perturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -79,3 +116,17 @@ class HFTrainer:
             for parameter in self.model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.05
                 parameter.add_(noise.to(parameter.dtype))
+
+    def overwrite_windows(self) -> None:
+        for end in self.ends:
+            for segment in end._made.values():
+                segment.memory.fill_(63)
+
+    def _on_ranks(self, method: Callable[[WeightSender, Tensors], Any]) -> list[Future[Any]]:
+        checkpoint = hf_tensors(self.model)
+        sync = Sync(self.plan.rows, LAYOUT, None, None, 0)  # type: ignore[arg-type]
+        held = [trainer_tensors(sync, rank, checkpoint) for rank in range(LAYOUT.world_size)]
+        return [
+            self._pool.submit(partial(method, sender, tensors))
+            for sender, tensors in zip(self._senders, held, strict=True)
+        ]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.weights.verify import compare
-from tests.contract.engines import KINDS, LATENT, RemoteEngine, start_engine
+from tests.contract.engines import KINDS, LATENT, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
@@ -56,35 +55,23 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert not left
 
 
-def attached_trainer(engine: RemoteEngine, model: Any) -> HFTrainer:
-    trainer = HFTrainer(model, TINY_BUCKET, 2)
-    engine.call("receiver.attach", trainer.spec)
-    trainer.buckets.unlink()
-    return trainer
-
-
-def hand_over(engine: RemoteEngine, trainer: HFTrainer, buckets: range) -> None:
-    for index in buckets:
-        trainer.write(index)
-        engine.call("receiver.receive_bucket", index)
-
-
-def test_ranks_each_take_their_shards(two_ranks: Any) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_ranks_each_take_their_shards(two_ranks: Any, transport: str) -> None:
     engine, model = two_ranks
-    trainer = attached_trainer(engine, model(7))
+    trainer = HFTrainer(model(7), engine, TINY_BUCKET, 2, transport)
     for version in (1, 2):
-        trainer.publish(engine, version)
+        trainer.publish(version)
         check_greedy(engine, trainer.model, version)
-        held = engine.call("receiver.checksums")
-        assert compare(trainer.digests(), held) == len(held)
+        assert trainer.certify() > 10
         trainer.perturb(version)
 
 
 def test_an_update_after_one_that_broke_on_both_ranks_is_whole(two_ranks: Any) -> None:
     """Each call gets its own answers: vLLM leaves those of the ranks after the first that failed to the next call."""
     engine, model = two_ranks
-    trainer = attached_trainer(engine, model(8))
-    for received in (1, trainer.spec.num_buckets // 2, trainer.spec.num_buckets - 1):
+    trainer = HFTrainer(model(8), engine, TINY_BUCKET, 2)
+    num_turns = trainer.plan.num_turns
+    for received in (1, num_turns // 2, num_turns - 1):
         check_mended(engine, trainer, received)
 
 
@@ -113,23 +100,28 @@ def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
     two_ranks: Any, ranks: list[int], named: str
 ) -> None:
     engine, model = two_ranks
-    trainer = attached_trainer(engine, model(9))
-    engine.call("receiver.begin_update")
-    hand_over(engine, trainer, range(7))
-    engine.call(_fail_on, ranks, "no such layer")
-    with pytest.raises(WorkerDiedError) as caught:
-        hand_over(engine, trainer, range(7, trainer.spec.num_buckets))  # the first of them may complete no tensor
+    trainer = HFTrainer(model(9), engine, TINY_BUCKET, 2)
+    with trainer.sending(to_the_end=False):
+        engine.call("receiver.begin_update")
+        trainer.receive(range(3))
+        engine.call(_fail_on, ranks, "no such layer")
+        with pytest.raises(WorkerDiedError) as caught:
+            trainer.receive(range(3, trainer.plan.num_turns))  # the first of them may bring a rank nothing
     assert f"the engine, {named} failed in `receive_bucket`" in str(caught.value)
     assert str(caught.value).endswith("LookupError: no such layer")
     engine.call(_fail_on, [], "")
-    trainer.publish(engine, 7)
+    trainer.connect()
+    trainer.publish(7)
     check_greedy(engine, trainer.model, 7)
-    held = engine.call("receiver.checksums")
-    assert compare(trainer.digests(), held) == len(held)
+    assert trainer.certify() > 10
 
 
 def _processes(engine: Any) -> list[int]:
     return [worker.proc.pid for worker in engine._engine.model_executor.workers]
+
+
+def _ask_ranks(engine: Any) -> None:
+    engine._ranks.call("routed_layers")
 
 
 def _set_deadline(engine: Any, seconds: float) -> None:
@@ -143,12 +135,12 @@ def test_an_engine_with_a_rank_that_does_not_answer_says_so_in_time_and_is_not_u
     engine.call(_set_deadline, 3)
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(WorkerDiedError) as caught:
-        engine.call("receiver.checksums")
+        engine.call(_ask_ranks)
     os.kill(process, signal.SIGCONT)
     message = str(caught.value)
-    assert "the engine: not every rank answered `held_weight_modules` within 3 s" in message
+    assert "the engine: not every rank answered `routed_layers` within 3 s" in message
     assert "cluster.collective_timeout_seconds" in message
     assert f"rank 1 (process {process}) is stopped" in message
-    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call("receiver.begin_update")):
-        with pytest.raises(WorkerDiedError, match="not every rank answered `held_weight_modules`"):
+    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_ask_ranks)):
+        with pytest.raises(WorkerDiedError, match="not every rank answered `routed_layers`"):
             call()

@@ -13,6 +13,7 @@ import torch
 
 from mcore_rl.config.models import OffloadConfig
 from tests.dist import lora, policy_batch
+from tests.dist.syncing import synced_slices
 from tests.dist.two_steps import train_two_steps
 
 Layout = tuple[int, dict[str, Any]]
@@ -161,34 +162,16 @@ def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, An
     return held, before, policy()
 
 
-def _digests(actor: Any) -> dict[str, str]:
-    """What a certificate says of the weights in the buckets; of the rank that reads them."""
-    import torch.distributed as dist
+def _digests(actor: Any) -> dict[tuple[str, int, int, int], bytes]:
+    """Of all that this rank sends to an engine, by name, dim, start and length."""
+    from mcore_rl.weights.send import part_of
+    from mcore_rl.weights.verify import digest
 
-    from mcore_rl.weights.plan import plan_buckets
-    from mcore_rl.weights.transports.shared_memory import SharedBuckets
-    from mcore_rl.weights.verify import BucketDigests
-    from mcore_rl.weights.write import BucketWriter
-
-    plans, holder = actor.sync_plan(), [None]
-    if actor.rank == 0:
-        holder = [SharedBuckets.create(plan_buckets(plans, 1 << 14, 2))]
-        specs: list[Any] = [holder[0].spec]  # type: ignore[union-attr]
-    else:
-        specs = [None]
-    dist.broadcast_object_list(specs)
-    buckets: Any = holder[0] or SharedBuckets.attach(specs[0])
-    writer, digests = BucketWriter(specs[0], buckets, plans, actor.rank), BucketDigests(buckets)
-    for index in range(specs[0].num_buckets):
-        writer.write(index, actor.tensors())
-        dist.barrier()
-        if actor.rank == 0:
-            digests.add(index)
-        dist.barrier()
-    if actor.rank == 0:
-        buckets.unlink()
-    buckets.close()
-    return digests.result() if actor.rank == 0 else {}
+    sent = synced_slices(actor)
+    tensors = actor.tensors()
+    return {
+        (each.hf_name, each.dim, each.start, each.length): digest(part_of(each, tensors, each.shape)) for each in sent
+    }
 
 
 def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict[str, Any]]:

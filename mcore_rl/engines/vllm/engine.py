@@ -249,7 +249,7 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         "enable_expert_parallel": config.expert_parallel,
         # The default, raw_logprobs, ignores the temperature.
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "mcore_rl.engines.vllm.worker_extension.BucketReceiverExtension",
+        "worker_extension_cls": "mcore_rl.engines.vllm.worker_extension.WeightReceiverExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "async_scheduling": False,

@@ -8,9 +8,8 @@ found by packing element numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -46,15 +45,11 @@ _PROBE_ROWS = 1024
 """Columns of a weight read by one product: bounds the extra memory."""
 
 
-@dataclass(frozen=True)
-class HeldTensor:
-    """One rank's shard of the HF tensor `name`: shards concatenate along `dim`, `replicas` neighbouring ranks hold
-    the same one; dim None: every rank that has any of it holds it all."""
+class HeldTensor(NamedTuple):
+    """What one rank holds of the HF tensor `name`."""
 
     name: str
     tensor: torch.Tensor
-    dim: int | None = None
-    replicas: int = 1
 
 
 def held_modules(model: torch.nn.Module) -> list[str]:
@@ -104,7 +99,7 @@ def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
             f"{name}: how latent attention keeps {', '.join(sorted(names))} is not known; set weights.verify_every to 0"
         )
     weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
-    return HeldTensor(f"{name}.weight", weight.flatten(0, 1), dim=0)
+    return HeldTensor(f"{name}.weight", weight.flatten(0, 1))
 
 
 def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
@@ -130,12 +125,12 @@ def _vocabulary(module: VocabParallelEmbedding, name: str) -> HeldTensor:
     rows = shard.org_vocab_end_index - shard.org_vocab_start_index
     # Look-ups read the table itself; logits come from its packed copy.
     weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
-    return HeldTensor(f"{name}.weight", weight[:rows], dim=0)
+    return HeldTensor(f"{name}.weight", weight[:rows])
 
 
 def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
     prefix, _, last = name.rpartition(".")
-    dim, replicas, sizes = _sharding(module)
+    sizes = _sizes(module)
     parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
     if len(parts) != len(sizes):
         raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
@@ -145,27 +140,22 @@ def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
             yield HeldTensor(f"{name}.{key}", parameter.detach())
     weights = _weight(module).split(sizes, dim=0)
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        yield HeldTensor(f"{prefix}.{part}.weight", weight, dim, replicas[index])
+        yield HeldTensor(f"{prefix}.{part}.weight", weight)
         if bias is not None:
             shard = bias.detach().to(weight.dtype).split(sizes, dim=0)[index]
-            yield HeldTensor(f"{prefix}.{part}.bias", shard, None if dim == 1 else dim, replicas[index])
+            yield HeldTensor(f"{prefix}.{part}.bias", shard)
 
 
-def _sharding(module: LinearBase) -> tuple[int | None, tuple[int, ...], list[int]]:
-    """(dim that tensor parallelism divides, replicas of each part, rows of each part on this rank)."""
+def _sizes(module: LinearBase) -> list[int]:
+    """Rows of each part on this rank."""
     if isinstance(module, QKVParallelLinear):
-        heads = module.num_heads * module.head_size
         kv = module.num_kv_heads
-        sizes = [heads, kv * module.head_size, kv * module.v_head_size]
-        return 0, (1, module.num_kv_head_replicas, module.num_kv_head_replicas), sizes
+        return [module.num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]
     if isinstance(module, MergedColumnParallelLinear):
-        sizes = [size // module.tp_size for size in module.output_sizes]
-        return None if module.disable_tp else 0, (1,) * len(sizes), sizes
+        return [size // module.tp_size for size in module.output_sizes]
     if isinstance(module, ColumnParallelLinear):
-        return 0, (1,), [module.output_size_per_partition]
-    if isinstance(module, RowParallelLinear):
-        return 1, (1,), [module.output_size]
-    return None, (1,), [module.output_size]
+        return [module.output_size_per_partition]
+    return [module.output_size]
 
 
 def _weight(module: Any) -> torch.Tensor:
@@ -201,14 +191,12 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
         )
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
-    whole = module.expert_map is not None
-    rows, columns = (None, None) if whole else (0, 1)
     for own, expert in enumerate(_own_experts(module)):
         gate_up = _unpacked(module.w13_weight[own], isa)
         padded = gate_up.shape[0] // 2
-        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner], rows)
-        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner], rows)
-        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner], columns)
+        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner])
+        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner])
+        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner])
 
 
 def _own_experts(module: RoutedExperts) -> list[int]:

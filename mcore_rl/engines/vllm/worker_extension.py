@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,26 +15,29 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from mcore_rl.engines.vllm import cpu, cpu_experts  # noqa: F401  (every engine rank registers its kernels)
-from mcore_rl.engines.vllm.held_weights import HeldTensor, held_modules, held_tensors
+from mcore_rl.engines.vllm.held_weights import held_modules, held_tensors
 from mcore_rl.engines.vllm.kept_slices import TensorSpec, record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
 from mcore_rl.engines.vllm.slice_loader import SliceLoader
-from mcore_rl.weights.plan import BucketSpec
-from mcore_rl.weights.receive import BucketReceiver
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.connection import Connection, connect_engine_rank
+from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.needs import Box, Needs
 from mcore_rl.weights.slices.recorded import require_planned
-from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY, SharedBuckets
+from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
+from mcore_rl.weights.verify import Comparison, compare
 
 
-class BucketReceiverExtension(RankMethods, RoutingExtension):
+class WeightReceiverExtension(RankMethods, RoutingExtension):
     """Mixed into vllm's Worker; one instance per engine rank. Names must not occur in Worker."""
 
     vllm_config: VllmConfig
     model_runner: Any
-    _buckets: SharedBuckets | None = None
-    _bucket_receiver: BucketReceiver
-    _slice_loader: SliceLoader
+    _slice_receiver: SliceReceiver
+    _slice_loader: SliceLoader | None = None
+    _boxes: dict[str, Box]
     _kv_cache_bytes: list[int]
 
     def prepare_cpu_worker(self) -> None:
@@ -48,47 +50,64 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
             if isinstance(module, RotaryEmbeddingBase) and not module.is_neox_style:
                 module._forward_method = module.forward_native
 
-    def attach(self, spec: BucketSpec) -> None:
-        """Maps the buckets, and records what this rank keeps of their tensors.
+    def connect_weights(self, connection: Connection, first_rank: int) -> None:
+        """Joins a weight sync, and records what this rank keeps of its tensors. `first_rank`: the engine's first among
+        the ranks of all engines.
 
+        Collective over all processes of the sync.
         Raises: WeightSyncError where that is not what a plan would send it.
         """
-        if self._buckets is not None:
-            self._discard_update()
-            self._bucket_receiver.detach()
-            self._buckets.close()
-        self._buckets = SharedBuckets.attach(spec)
-        self._bucket_receiver = BucketReceiver(self._buckets)
-        brought = {e.name: TensorSpec(e.name, e.dtype, e.shape) for bucket in spec.buckets for e in bucket}
+        self._discard_update()
+        layout, plan = _layout(self.vllm_config), connection.plan
+        if layout != plan.engine_layout:
+            raise WeightSyncError(f"the engine is {layout}, and the plan of weights is of {plan.engine_layout}")
+        self._slice_receiver = connect_engine_rank(connection, first_rank + self.rank)
+        needs = Needs(plan.rows, layout)
+        self._boxes = needs.boxes(self.rank)
+        brought = [
+            TensorSpec(name, bound.dtype, shape)
+            for bound in needs.rows
+            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
+        ]
         with self._engine_context():
-            kept = record_kept_slices(self._model, brought.values())
-            recorded = {each.name: (each.start, each.size) for each in kept}
-            require_planned(recorded, self.vllm_config.model_config.model, _layout(self.vllm_config), self.rank)
+            kept = record_kept_slices(self._model, brought)
+            require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self.rank)
             self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
     def begin_update(self) -> None:
         self._discard_update()
-        self._bucket_receiver.begin()
+        self._slice_receiver.begin()
         with self._engine_context():
-            self._slice_loader.begin()
+            self._loader.begin()
 
-    def receive_bucket(self, index: int) -> int:
-        """Loads bucket `index` of the plan; returns its bytes."""
+    def receive_bucket(self, turn: int) -> int:
+        """Loads what comes at a turn of the plan; returns its bytes."""
         with self._engine_context():
-            return self._bucket_receiver.receive(index, self._slice_loader.put)
+            return self._slice_receiver.receive(turn, self._loader.put)
 
     def finish_update(self) -> None:
         """Raises: WeightSyncError when something that this rank keeps has not come."""
-        self._bucket_receiver.finish()
+        self._slice_receiver.finish()
         with self._engine_context():
-            self._slice_loader.finish()
+            self._loader.finish()
+
+    def compare_weights(self) -> Comparison:
+        """What this rank's kernels compute with against what the trainer ranks say, one module at a time."""
+        said = self._slice_receiver.digests()
+        with self._engine_context():
+            held = ((each.name, each.tensor) for name in held_modules(self._model)
+                    for each in held_tensors(self._model, name))  # fmt: skip
+            return compare(said, held, self._boxes)
 
     def _discard_update(self) -> None:
-        assert self._buckets is not None
-        if self._slice_loader.updating:
+        if self._slice_loader is not None and self._slice_loader.updating:
             with self._engine_context():
                 self._slice_loader.discard()
-            self._bucket_receiver = BucketReceiver(self._buckets)
+
+    @property
+    def _loader(self) -> SliceLoader:
+        assert self._slice_loader is not None, "connect_weights has not been called"
+        return self._slice_loader
 
     def free_device_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
@@ -111,17 +130,6 @@ class BucketReceiverExtension(RankMethods, RoutingExtension):
         """Of all layers, which may share one."""
         storages = [tensor.untyped_storage() for tensor in self.model_runner.kv_caches]
         return list({storage._cdata: storage for storage in storages}.values())
-
-    def held_weight_modules(self) -> list[str]:
-        """Names of the modules with weights; the same on every rank."""
-        return held_modules(self._model)
-
-    def held_weights(self, module: str) -> list[HeldTensor]:
-        """What this rank's kernels compute with in one module, as shards of HF tensors, in host memory: a tensor of a
-        device is pickled with that device, and those of several cannot be joined."""
-        with self._engine_context():
-            held = held_tensors(self._model, module)
-        return [replace(shard, tensor=shard.tensor.cpu()) for shard in held]
 
     @property
     def _model(self) -> torch.nn.Module:

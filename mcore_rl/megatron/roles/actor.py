@@ -35,6 +35,9 @@ from mcore_rl.megatron.step.rank_batch import RankBatch
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
@@ -261,12 +264,17 @@ class MegatronActor:
 
     def export_plan(self) -> list[TensorPlan]:
         """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
-        dtype = next(iter(self.tensors().values())).dtype
-        return export_plan(bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, dtype), self.layout)
+        rows = bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, self._dtype)
+        return export_plan(rows, self.layout)
 
-    def sync_plan(self) -> list[TensorPlan]:
-        """The part of export_plan that engines load: without multi-token prediction. Not collective."""
-        return [plan for plan in self.export_plan() if plan.group != "mtp"]
+    def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
+        """How the policy's weights go to engines. Not collective."""
+        return SyncPlan(self.hf_config, self._dtype, self.layout, engine, topology, bucket_bytes, num_slots)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """In which weights leave the policy: that of its parameters."""
+        return next(iter(self.tensors().values())).dtype
 
     def shutdown(self) -> None:
         """Leaves the process groups."""

@@ -29,6 +29,7 @@ from mcore_rl.types import (
     TokenColumn,
 )
 from mcore_rl.weights.transports.hosts import Host, this_host
+from mcore_rl.weights.transports.topology import Endpoint
 
 if TYPE_CHECKING:
     pass
@@ -65,6 +66,11 @@ class RunProcess:
     def where(self) -> tuple[Host, int]:
         """Host and process id."""
         return this_host(), os.getpid()
+
+    @ray.method(concurrency_group="watch")
+    def endpoint(self) -> Endpoint:
+        """Where others reach this process."""
+        return Endpoint(this_host(), ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="watch")
     def pending_collectives(self) -> list[Collective]:

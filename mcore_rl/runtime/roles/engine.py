@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
-from mcore_rl.ports import WeightReceiver
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.data.transcripts import PromptSource
+from mcore_rl.engines.vllm.engine import VllmEngine
+from mcore_rl.ports import Rewarder, WeightReceiver
+from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
 from mcore_rl.types import (
+    RolloutResult,
     RolloutScalars,
     RolloutTask,
     Span,
     TrajectoryBuffers,
 )
-
-if TYPE_CHECKING:
-    from mcore_rl.weights.plan import BucketSpec
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
-from mcore_rl.data.transcripts import PromptSource
-from mcore_rl.engines.vllm.engine import VllmEngine
-from mcore_rl.ports import Rewarder
-from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
-from mcore_rl.types import RolloutResult
-from mcore_rl.weights.plan import BucketSpec
+from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.verify import Comparison
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -74,23 +69,26 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"wake up {part}"):
             self.worker.engine.wake_up(part)
 
-    def attach(self, arrival: BucketSpec) -> None:
-        self.receiver.attach(arrival)
+    def connect(self, connection: Connection, engine: int) -> None:
+        with self.spans.span("connect weights"):
+            self.receiver.connect(connection, engine)
+        self._num_turns = connection.plan.num_turns
 
-    def begin_update(self) -> None:
+    def receive_update(self, version: int) -> list[int]:
+        """A whole update, which is visible then; returns the bytes that came, by rank."""
         self.receiver.begin_update()
-
-    def receive_bucket(self, index: int) -> int:
-        with self.spans.span("receive bucket"):
-            return self.receiver.receive_bucket(index)
-
-    def finish_update(self, version: int) -> None:
+        totals = [0]
+        for turn in range(self._num_turns):
+            with self.spans.span("receive bucket"):
+                received = self.receiver.receive_bucket(turn)
+            totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version)
+        return totals
 
-    def checksums(self) -> dict[str, str]:
-        with self.spans.span("digest"):
-            return self.receiver.checksums()
+    def compare_weights(self) -> list[Comparison]:
+        with self.spans.span("compare weights"):
+            return self.receiver.compare()
 
 
 @dataclass
@@ -142,7 +140,7 @@ class EnginePool:
 
 def build_worker(
     config: Config, name: str, rewarder: Rewarder, prompts: Mapping[str, PromptSource]
-) -> tuple[RolloutWorker, WeightReceiver[BucketSpec]]:
+) -> tuple[RolloutWorker, WeightReceiver[Connection, Comparison]]:
     """An engine on model.hf_path with its graders, and what takes its weights: it has none before the first publish,
     which delivers every tensor. `name` is the process's, for messages."""
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
@@ -158,7 +156,3 @@ def build_worker(
         capture_routing=config.actor.moe.router_replay == "engine",
     )
     return RolloutWorker(engine, rewarder, prompts, tokenizer), engine.receiver
-
-
-if TYPE_CHECKING:
-    _port: type[WeightReceiver[BucketSpec]] = EngineProcess

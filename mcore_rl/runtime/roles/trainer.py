@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import ray
 
 from mcore_rl.config.schema import Config
@@ -18,7 +19,10 @@ from mcore_rl.types import (
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.step.rank_batch import RankBatch
-    from mcore_rl.weights.plan import BucketSpec
+    from mcore_rl.weights.connection import Connection
+    from mcore_rl.weights.slices.engine_layout import EngineLayout
+    from mcore_rl.weights.sync_plan import SyncPlan
+    from mcore_rl.weights.transports.topology import Topology
 from dataclasses import dataclass
 
 from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
@@ -96,36 +100,32 @@ class TrainerProcess(TrainedRankProcess):
         self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
 
-    def sync_plan(self, bucket_bytes: int, num_slots: int) -> BucketSpec:
-        """The bucket plan of what engines load of this model and layout; the same on every rank."""
-        from mcore_rl.weights.plan import plan_buckets
+    def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
+        """The same on every rank."""
+        return self.actor.sync_plan(engine, topology, bucket_bytes, num_slots)
 
-        self._plans = self.actor.sync_plan()
-        return plan_buckets(self._plans, bucket_bytes, num_slots)
+    def make_windows(self, plan: SyncPlan) -> dict[int, str]:
+        """Begins to connect; names of the shared memory that this rank has made, by window."""
+        from mcore_rl.weights.connection import TrainerEnd
 
-    def attach_buckets(self, spec: BucketSpec) -> list[int]:
-        """Maps the shared segment; returns the buckets that this rank writes to."""
-        from mcore_rl.weights.transports.shared_memory import SharedBuckets
-        from mcore_rl.weights.write import BucketWriter
+        self._end = TrainerEnd(plan, self.actor.rank)
+        return self._end.make_windows()
 
-        self._buckets = SharedBuckets.attach(spec)
-        self._writer = BucketWriter(spec, self._buckets, self._plans, self.actor.rank)
-        return [index for index in range(spec.num_buckets) if self._writer.writes_to(index)]
+    def connect_weights(self, connection: Connection) -> None:
+        """Collective over all processes of the sync."""
+        with self.spans.span("connect weights"):
+            self._sender = self._end.connect(connection)
 
-    def write_bucket(self, index: int) -> int:
-        with self.spans.span("write bucket"):
-            return self._writer.write(index, self.actor.tensors())
+    def unlink_windows(self) -> None:
+        self._end.unlink()
 
-    def digest_bucket(self, index: int) -> None:
-        from mcore_rl.weights.verify import BucketDigests
+    def send_weights(self) -> npt.NDArray[np.int64]:
+        """One update; bytes that this rank sent into each window."""
+        return self._sender.send(self.actor.tensors(), self.spans.span)
 
+    def send_digests(self) -> None:
         with self.spans.span("digest"):
-            if index == 0:
-                self._digests = BucketDigests(self._buckets)
-            self._digests.add(index)
-
-    def bucket_digests(self) -> dict[str, str]:
-        return self._digests.result()
+            self._sender.send_digests(self.actor.tensors())
 
     def export_hf(self, directory: str, source: str) -> None:
         """Collective over all ranks."""

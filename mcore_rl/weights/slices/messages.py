@@ -6,17 +6,24 @@ sends one engine rank of a bucket: slices one behind the other, each packed row 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import torch
 
-from mcore_rl.weights.plan import aligned
 from mcore_rl.weights.slices.needs import Needs, Ranks
 from mcore_rl.weights.slices.routes import Places, Route, Router
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.transforms import Shape
+
+ALIGNMENT_BYTES = 64
+"""Of every slice: a cache line, and a multiple of every element size."""
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,8 @@ class Message:
     """From a trainer rank to an engine rank (counted through all engines), in bucket `bucket`."""
 
     bucket: int
-    sender: int
     receiver: int
+    sender: int
     slices: tuple[Slice, ...]
 
     @property
@@ -65,27 +72,35 @@ class Message:
         return self.slices[-1].end
 
 
+def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, torch.Tensor]]:
+    """Every slice with its place in the message's bytes."""
+    return [
+        (each, memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape))
+        for each in message.slices
+    ]
+
+
 _Slices = dict[tuple[int, int, int], list[Slice]]
-"""By bucket, sender and receiver."""
+"""By bucket, receiver and sender."""
 
 
 def received_by(
-    engine_rank: int, placement: Placement, needs: Needs, places: Places, bucket_bytes: int
+    receivers: Collection[int], placement: Placement, needs: Needs, places: Places, bucket_bytes: int
 ) -> list[Message]:
-    """Everything that an engine rank gets, in the order of its buckets; of one bucket by sender.
+    """Everything that these engine ranks get, in the order of the buckets; of one bucket by receiver, then sender.
 
     Raises: LayoutError.
     """
-    router = Router(placement, needs, places)
+    wanted, router = np.array(sorted(receivers)), Router(placement, needs, places)
     slices: _Slices = {}
     for bucket, chunk in needs.chunks(bucket_bytes):
         for route in router.routes(chunk):
-            _append(slices, bucket, route, np.flatnonzero(route.receivers == engine_rank))
+            _append(slices, bucket, route, np.flatnonzero(np.isin(route.receivers, wanted)))
     return _messages(slices)
 
 
 def sent_by(trainer_rank: int, placement: Placement, needs: Needs, places: Places, bucket_bytes: int) -> list[Message]:
-    """Everything that a trainer rank sends, in the order of its buckets; of one bucket by receiver.
+    """Everything that a trainer rank sends, in the order of the buckets; of one bucket by receiver.
 
     Raises: LayoutError.
     """
@@ -101,7 +116,7 @@ def sent_by(trainer_rank: int, placement: Placement, needs: Needs, places: Place
 def _append(slices: _Slices, bucket: int, route: Route, receivers: Ranks) -> None:
     bound = route.chunk.bound
     for at in receivers.tolist():
-        message = slices.setdefault((bucket, int(route.senders[at]), int(route.receivers[at])), [])
+        message = slices.setdefault((bucket, int(route.receivers[at]), int(route.senders[at])), [])
         for part, start, length, local_start in route.shares(int(route.shards[at])):
             shape = bound.row.shapes[part]
             message.append(

@@ -275,7 +275,10 @@ def _num_pieces(row: Row, num_shards: int, element_bytes: int, bucket_bytes: int
     longest = max(length for run in runs for length, _ in run)
     while any(sum(-(-length // num_pieces) * size for length, size in run) > bucket_bytes for run in runs):
         if num_pieces >= longest:
-            raise LayoutError(f"one index of dim {row.dim} of {', '.join(row.hf)} exceeds {bucket_bytes} bytes")
+            least = max(sum(size for _, size in run) for run in runs)
+            raise LayoutError(
+                f"one index of dim {row.dim} of {', '.join(row.hf)} exceeds {bucket_bytes} bytes: it takes {least}"
+            )
         num_pieces += 1
     return num_pieces
 

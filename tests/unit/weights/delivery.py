@@ -32,7 +32,7 @@ class Sync:
         return sent_by(rank, self.placement, self.needs, self.places, self.bucket_bytes)
 
     def received_by(self, rank: int) -> list[Message]:
-        return received_by(rank, self.placement, self.needs, self.places, self.bucket_bytes)
+        return received_by([rank], self.placement, self.needs, self.places, self.bucket_bytes)
 
     @property
     def placement(self) -> Placement:

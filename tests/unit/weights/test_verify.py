@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.verify import compare, digest
+from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.verify import Comparison, compare, digest, require_equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -35,12 +36,28 @@ def test_tensors_larger_than_one_block_are_digested_to_their_end() -> None:
     assert digest(base) != digest(changed)
 
 
-def test_a_comparison_names_everything_that_is_wrong() -> None:
-    trainer = {"a": "1", "b": "2", "c": "3", "d": "4"}
-    assert compare(trainer, dict(trainer)) == 4
+def test_what_ranks_find_is_said_at_once_by_name() -> None:
+    require_equal([Comparison(), Comparison()], "engine 1")
     with pytest.raises(WeightSyncError) as caught:
-        compare(trainer, {"a": "1", "b": "x", "c": "y", "e": "5"}, "engine 1")
+        require_equal([Comparison({"c", "b"}), Comparison({"b"}, {"d"}, {"e"})], "engine 1")
     message = str(caught.value)
     assert "2 differ: b, c" in message
     assert "1 are missing from engine 1: d" in message
     assert "1 are unknown to the trainer: e" in message
+
+
+def test_slices_are_compared_where_an_engine_rank_has_them() -> None:
+    """A rank's half of a matrix, sent in two parts, and a scalar."""
+    whole = torch.randn(6, 8)
+    slices = [Slice("w", (6, 8), torch.float32, 1, start, length, "m", 0, 0) for start, length in ((4, 1), (5, 3))]
+    said = [(each, digest(whole[:, each.start : each.start + each.length])) for each in slices]
+    said.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0), digest(torch.tensor(2.0))))
+    boxes = {"w": ((0, 4), (6, 4)), "s": ((), ())}
+    held = {"w": whole[:, 4:].contiguous(), "s": torch.tensor(2.0)}
+    assert compare(said, held.items(), boxes) == Comparison()
+    for column in range(4):
+        changed = held["w"].clone()
+        changed[3, column] += 1
+        assert compare(said, [("w", changed), ("s", held["s"])], boxes) == Comparison({"w"})
+    assert compare(said, [("w", whole[:, :4]), ("s", torch.tensor(3.0))], boxes) == Comparison({"w", "s"})
+    assert compare(said, [("w", whole), ("x", whole)], boxes) == Comparison({"w"}, {"s"}, {"x"})

@@ -1,0 +1,168 @@
+"""Weights by way of memory that both sides map: writers put their messages straight into the window of the readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.slices.messages import Message
+from mcore_rl.weights.sync_plan import Arrivals, Placed
+from mcore_rl.weights.transports.interface import Arrived
+from mcore_rl.weights.transports.link import Ears, Kind, Link, Pending, Topic
+from mcore_rl.weights.transports.topology import Topology, Window
+
+
+@dataclass(frozen=True, eq=False)
+class MappedWindow:
+    """Window `number` in this process: `num_slots` slots, one behind the other."""
+
+    number: int
+    topology: Topology
+    arrivals: Arrivals
+    memory: torch.Tensor
+    num_slots: int
+
+    @property
+    def window(self) -> Window:
+        return self.topology.windows[self.number]
+
+    @property
+    def readers(self) -> list[int]:
+        """By their numbers in the transfer group."""
+        return [self.topology.member(reader) for reader in self.window.readers]
+
+    @property
+    def home(self) -> list[int]:
+        return [] if self.window.home is None else [self.window.home]
+
+    def words(self, peers: Sequence[int], kind: Kind, turn: int) -> list[tuple[int, Topic]]:
+        """To whom, and about what."""
+        return [(peer, Topic(kind, self.number, turn)) for peer in peers]
+
+    def bytes_of(self, turn: int, placed: Placed) -> torch.Tensor:
+        start = turn % self.num_slots * self.arrivals.slot_bytes + placed.offset
+        return self.memory[start : start + placed.message.num_bytes]
+
+    def direct(self, turn: int) -> list[Placed]:
+        """Messages of those who map the window."""
+        return [placed for placed in self.arrivals.at(turn) if placed.message.sender in self.window.writers]
+
+    def relayed(self, turn: int) -> list[Placed]:
+        """Messages that come by way of the home."""
+        return [placed for placed in self.arrivals.at(turn) if placed.message.sender not in self.window.writers]
+
+
+class MappedOutlet:
+    """An Outlet into a window that this trainer rank, number `rank`, maps."""
+
+    def __init__(self, link: Link, mapped: MappedWindow, rank: int) -> None:
+        self._link = link
+        self._mapped = mapped
+        self._placed = {
+            turn: each for turn in mapped.arrivals.turns for each in mapped.direct(turn) if each.message.sender == rank
+        }
+        free = {turn: mapped.words(mapped.readers, Kind.FREE, turn) for turn in self._placed}
+        self._free = Ears(link, free, mapped.num_slots)
+
+    def begin(self) -> None:
+        self._free.begin()
+
+    def open(self, turn: int, message: Message) -> torch.Tensor:
+        self._free.hear(turn)
+        return self._mapped.bytes_of(turn, self._placed[turn])
+
+    def send(self, turn: int, message: Message) -> None:
+        for reader, topic in self._mapped.words(self._mapped.readers, Kind.READY, turn):
+            self._link.tell(message.num_bytes, reader, topic)
+
+    def flush(self) -> None:
+        self._link.flush()
+
+
+class Relay:
+    """What a window's home does for trainer ranks that do not map it: it receives their messages into the window."""
+
+    def __init__(self, link: Link, mapped: MappedWindow) -> None:
+        self._link = link
+        self._mapped = mapped
+        self._coming: dict[int, list[Pending]] = {}
+        turns = [turn for turn in mapped.arrivals.turns if mapped.relayed(turn)]
+        free = {turn: mapped.words(mapped.readers, Kind.FREE_TO_RELAY, turn) for turn in turns}
+        self._free = Ears(link, free, mapped.num_slots)
+
+    def begin(self) -> None:
+        self._free.begin()
+
+    def open(self, turn: int) -> None:
+        """Begins to receive, once the slot is free.
+
+        Raises: PeerLostError.
+        """
+        self._free.hear(turn)
+        topic = Topic(Kind.WEIGHTS, self._mapped.number, turn)
+        self._coming[turn] = [
+            self._link.receive(self._mapped.bytes_of(turn, placed), placed.message.sender, topic)
+            for placed in self._mapped.relayed(turn)
+        ]
+
+    def close(self, turn: int) -> None:
+        """Waits for what was to come, and says so.
+
+        Raises: PeerLostError.
+        """
+        pending = self._coming.pop(turn, [])
+        for each in pending:
+            each.wait()
+        if pending:
+            num_bytes = sum(each.memory.numel() for each in pending)
+            for reader, topic in self._mapped.words(self._mapped.readers, Kind.RELAYED, turn):
+                self._link.tell(num_bytes, reader, topic)
+
+
+class MappedInlet:
+    """An Inlet from a window that this engine rank maps."""
+
+    def __init__(self, link: Link, mapped: MappedWindow) -> None:
+        self._link = link
+        self._mapped = mapped
+        self._written = Ears(link, {turn: self._from_writers(turn) for turn in mapped.arrivals.turns}, mapped.num_slots)
+
+    def begin(self) -> None:
+        self._written.begin()
+        for turn in range(self._mapped.num_slots):
+            self._free(turn)
+
+    def take(self, turn: int) -> list[Arrived]:
+        mapped = self._mapped
+        planned = [placed.message.num_bytes for placed in mapped.direct(turn)]
+        if mapped.relayed(turn):
+            planned.append(sum(placed.message.num_bytes for placed in mapped.relayed(turn)))
+        for said, num_bytes, (writer, _) in zip(
+            self._written.hear(turn), planned, self._from_writers(turn), strict=True
+        ):
+            if said != num_bytes:
+                name = mapped.topology.name(writer)
+                raise WeightSyncError(f"turn {turn}: {name} wrote {said} bytes where {num_bytes} are planned")
+        return [Arrived(placed.message, mapped.bytes_of(turn, placed)) for placed in mapped.arrivals.at(turn)]
+
+    def release(self, turn: int) -> None:
+        self._free(turn + self._mapped.num_slots)
+
+    def finish(self) -> None:
+        self._link.flush()
+
+    def _from_writers(self, turn: int) -> list[tuple[int, Topic]]:
+        mapped = self._mapped
+        words = mapped.words([placed.message.sender for placed in mapped.direct(turn)], Kind.READY, turn)
+        return words + (mapped.words(mapped.home, Kind.RELAYED, turn) if mapped.relayed(turn) else [])
+
+    def _free(self, turn: int) -> None:
+        """Whoever writes at this turn may do so."""
+        mapped = self._mapped
+        words = mapped.words([placed.message.sender for placed in mapped.direct(turn)], Kind.FREE, turn)
+        words += mapped.words(mapped.home, Kind.FREE_TO_RELAY, turn) if mapped.relayed(turn) else []
+        for writer, topic in words:
+            self._link.tell(turn, writer, topic)

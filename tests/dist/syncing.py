@@ -1,0 +1,19 @@
+"""What a rank sends in a weight sync."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.topology import Endpoint, Topology
+
+
+def synced_slices(actor: Any) -> list[Slice]:
+    """What the actor's rank sends to one engine of one rank."""
+    here = Endpoint(this_host(), "127.0.0.1")
+    topology = Topology((here,) * actor.layout.world_size, (here,), 1)
+    plan = actor.sync_plan(EngineLayout(), topology, 1 << 14, 2)
+    messages = [message for turn in plan.departures(actor.rank).values() for message in turn]
+    return [each for message in messages for each in message.slices]

@@ -1,0 +1,205 @@
+"""Updates through real sockets and shared memory, on pretended hosts: whatever the ways, every element arrives once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import ConfigError, PeerLostError, WeightSyncError
+from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.messages import Slice
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.verify import compare
+from model_converters.mapping.layout import TrainLayout
+from tests.tiny_models import tiny_fields
+from tests.unit.weights import transfer
+from tests.unit.weights.delivery import Sync, Tensors, trainer_tensors
+from tests.unit.weights.engine_boxes import box
+from tests.unit.weights.test_slices import random_checkpoint
+from tests.unit.weights.transfer import Processes, Taken, connected, sync_plan, update
+
+DENSE, EXPERTS = tiny_fields("qwen3", vocab_size=97), tiny_fields("qwen3_moe", vocab_size=97)
+CASES = {
+    "one host": (DENSE, TrainLayout(2, tp=2), EngineLayout(tp=2), "AA", "AA"),
+    "two engines read one window": (DENSE, TrainLayout(2, pp=2), EngineLayout(), "AA", "AA"),
+    "engine elsewhere": (EXPERTS, TrainLayout(2, ep=2), EngineLayout(), "AA", "B"),
+    "engine over two hosts": (EXPERTS, TrainLayout(2), EngineLayout(tp=2), "AB", "AB"),
+    "engine over two hosts, whole experts": (EXPERTS, TrainLayout(2, ep=2), EngineLayout(2, 1, 1, True), "AB", "AB"),
+    "an engine on each host": (EXPERTS, TrainLayout(2, ep=2), EngineLayout(), "AB", "AB"),
+    "all kinds": (EXPERTS, TrainLayout(4, tp=2, pp=2), EngineLayout(), "ABBC", "ABD"),
+    "four of everything": (EXPERTS, TrainLayout(4, ep=2, tp=2), EngineLayout(tp=2), "AABB", "AABBCC"),
+}
+
+
+@pytest.fixture(scope="module")
+def store() -> dist.TCPStore:
+    return transfer.store()
+
+
+_generation = iter(range(10**6))
+
+
+def checkpoint_of(plan: SyncPlan, seed: int) -> Tensors:
+    return random_checkpoint(plan.rows, seed)
+
+
+def held_by(plan: SyncPlan, checkpoint: Tensors) -> list[Tensors]:
+    sync = Sync(plan.rows, plan.train_layout, None, None, 0)  # type: ignore[arg-type]
+    return [trainer_tensors(sync, rank, checkpoint) for rank in range(plan.train_layout.world_size)]
+
+
+def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
+    """Each engine rank took its part of each tensor, once."""
+    layout = plan.engine_layout
+    for rank, boxes in enumerate(taken):
+        for name, whole in checkpoint.items():
+            part = box(name, tuple(whole.shape), plan.hf_config, layout, rank % layout.num_ranks)
+            values, counts = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
+            for start, values_of_box in boxes.get(name, []):
+                place = tuple(slice(a, a + n) for a, n in zip(start, values_of_box.shape, strict=True))
+                values[place] = values_of_box
+                counts[place] += 1
+            if part is None:
+                assert name not in boxes
+                continue
+            assert torch.equal(values[part], whole[part]), (name, rank)
+            assert int(counts[part].min()) == int(counts.max()) == 1, (name, rank)
+            assert int(counts.sum()) == values[part].numel(), (name, rank)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_three_updates_arrive_bit_by_bit(store: dist.TCPStore, case: str, num_slots: int) -> None:
+    plan = sync_plan(*CASES[case], num_slots=num_slots)
+    assert plan.num_turns > 3
+    with connected(plan, store, next(_generation)) as processes:
+        for seed in range(3):
+            checkpoint = checkpoint_of(plan, seed)
+            taken, received, sent = update(processes, held_by(plan, checkpoint))
+            check(plan, taken, checkpoint)
+            by_window = np.sum(sent, axis=0)
+            windows = plan.topology.windows
+            assert received == [by_window[plan.topology.window_of(rank)] for rank in range(len(received))]
+            assert len(by_window) == len(windows)
+
+
+def test_ranks_on_the_same_host_share_windows_and_others_are_sent_to() -> None:
+    described = {}
+    for name, case in CASES.items():
+        windows = sync_plan(*case).topology.windows
+        described[name] = [(window.readers, window.writers, window.home) for window in windows]
+    assert described["one host"] == [((0,), (0, 1), 0), ((1,), (0, 1), 1)]
+    assert described["two engines read one window"] == [((0, 1), (0, 1), 0)]
+    assert described["engine elsewhere"] == [((0,), (), None)]
+    assert described["engine over two hosts"] == [((0,), (0,), 0), ((1,), (1,), 1)]
+    assert described["all kinds"] == [((0,), (0,), 0), ((1,), (1, 2), 1), ((2,), (), None)]
+
+
+@pytest.mark.parametrize(("transport", "homes"), [("network", [None, None]), ("shared_memory", [0, 1])])
+def test_a_transport_that_is_asked_for_is_taken(store: dist.TCPStore, transport: str, homes: list[int | None]) -> None:
+    plan = sync_plan(*CASES["one host"], transport=transport)
+    assert [window.home for window in plan.topology.windows] == homes
+    with connected(plan, store, next(_generation)) as processes:
+        checkpoint = checkpoint_of(plan, 4)
+        check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+
+
+def test_shared_memory_that_is_not_there_is_refused() -> None:
+    plan = sync_plan(*CASES["all kinds"], transport="shared_memory")
+    with pytest.raises(ConfigError, match=r"weights\.transport=shared_memory: no trainer rank shares memory .* on D"):
+        _ = plan.topology.windows
+
+
+def test_engines_begin_at_different_buckets() -> None:
+    """Else the ranks of one pipeline stage would send to all engines while the others wait."""
+    plan = sync_plan(DENSE, TrainLayout(2, pp=2), EngineLayout(), "AB", "CD", bucket_bytes=20_000)
+    senders = [{placed.message.sender for placed in plan.arrivals([window])[window].at(0)} for window in range(2)]
+    assert senders == [{0}, {1}]
+
+
+def test_digests_of_trainer_ranks_cover_all_that_an_engine_takes(store: dist.TCPStore) -> None:
+    plan = sync_plan(*CASES["all kinds"])
+    with connected(plan, store, next(_generation)) as processes:
+        checkpoint = checkpoint_of(plan, 5)
+        held = held_by(plan, checkpoint)
+        said = certify(processes, held)
+        whole = {name: value for name, value in checkpoint.items() if "rotary" not in name}
+        boxes = {name: ((0,) * value.dim(), tuple(value.shape)) for name, value in whole.items()}
+        for of_rank in said:
+            found = compare(of_rank, whole.items(), boxes)
+            assert (found.differing, found.missing, found.unknown) == (set(), set(), set())
+        name = "model.layers.1.self_attn.k_proj.weight"
+        changed = whole | {name: whole[name] + torch.nn.functional.pad(torch.ones(1, 1), (3, 28, 5, 26))}
+        assert compare(said[0], changed.items(), boxes).differing == {name}
+        del changed[name]
+        assert compare(said[0], changed.items(), boxes).missing == {name}
+
+
+def certify(processes: Processes, held: list[Tensors]) -> list[list[tuple[Slice, bytes]]]:
+    calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
+    calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
+    return transfer.at_once(calls)[: len(processes.receivers)]
+
+
+def drained(receiver: SliceReceiver) -> None:
+    receiver.begin()
+    for turn in range(receiver.num_turns):
+        receiver.receive(turn, ignore)
+
+
+def ignore(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+    pass
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "TIMEOUT_SECONDS", 2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_tensor_that_a_rank_has_not_is_named(store: dist.TCPStore) -> None:
+    plan = sync_plan(*CASES["one host"])
+    with connected(plan, store, next(_generation)) as processes:
+        held = held_by(plan, checkpoint_of(plan, 6))
+        for tensors in held:
+            del tensors["decoder.final_layernorm.weight"]
+        calls = [partial(sender.send, tensors) for sender, tensors in zip(processes.senders, held, strict=True)]
+        readers = [partial(drained, receiver) for receiver in processes.receivers]
+        with pytest.raises(WeightSyncError, match=r"this rank has no decoder\.final_layernorm\.weight, .*model\.norm"):
+            transfer.at_once([*calls, *readers])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_peer_that_does_not_answer_is_named(store: dist.TCPStore) -> None:
+    plan = sync_plan(*CASES["engine elsewhere"])
+    with connected(plan, store, next(_generation)) as processes:
+        processes.receivers[0].begin()
+        with pytest.raises(PeerLostError, match="trainer rank 0 on A: "):
+            processes.receivers[0].receive(0, ignore)
+        with pytest.raises(WeightSyncError, match="broken"):
+            processes.receivers[0].begin()
+        with pytest.raises(PeerLostError, match="rollout engine 0 on B: "):
+            processes.senders[0].send(held_by(plan, checkpoint_of(plan, 7))[0])
+    with connected(plan, store, next(_generation)) as processes:  # all of them anew
+        checkpoint = checkpoint_of(plan, 7)
+        check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+
+
+def test_turns_out_of_order_are_refused(store: dist.TCPStore) -> None:
+    plan = sync_plan(*CASES["engine elsewhere"])
+    with connected(plan, store, next(_generation)) as processes:
+        receiver = processes.receivers[0]
+        with pytest.raises(WeightSyncError, match="bucket 0: the receiver is attached"):
+            receiver.receive(0, ignore)
+        receiver.begin()
+        with pytest.raises(WeightSyncError, match="bucket 1 came where bucket 0 was due"):
+            receiver.receive(1, ignore)
+        with pytest.raises(WeightSyncError, match="broken"):
+            receiver.finish()

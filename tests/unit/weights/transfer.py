@@ -1,0 +1,112 @@
+"""A whole weight sync within one test: every process of it a thread, with sockets and shared memory as in a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
+from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.send import WeightSender
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.hosts import Host
+from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.topology import Endpoint, Topology
+from model_converters.mapping.layout import TrainLayout
+from tests.unit.weights.delivery import Tensors
+
+TIMEOUT_SECONDS = 20
+
+
+def on_host(name: str) -> Endpoint:
+    """A process on a host of this name, which has a memory of its own."""
+    return Endpoint(Host(name, (name, 0)), "127.0.0.1")
+
+
+def sync_plan(
+    config: dict[str, Any],
+    train_layout: TrainLayout,
+    engine_layout: EngineLayout,
+    trainers: str,
+    engines: str,
+    *,
+    bucket_bytes: int = 20_000,
+    num_slots: int = 2,
+    transport: str = "auto",
+) -> SyncPlan:
+    """`trainers` and `engines`: the host of each rank, a letter."""
+    of_trainers, of_engines = (tuple(map(on_host, hosts)) for hosts in (trainers, engines))
+    topology = Topology(of_trainers, of_engines, engine_layout.num_ranks, transport)
+    return SyncPlan(config, torch.float32, train_layout, engine_layout, topology, bucket_bytes, num_slots)
+
+
+@dataclass
+class Processes:
+    """Both sides, connected."""
+
+    plan: SyncPlan
+    senders: list[WeightSender]
+    receivers: list[SliceReceiver]
+
+
+@contextmanager
+def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iterator[Processes]:
+    ends = [TrainerEnd(plan, rank) for rank in range(len(plan.topology.trainers))]
+    try:
+        segments = {number: name for end in ends for number, name in end.make_windows().items()}
+        meeting = Meeting("127.0.0.1", store.port, generation)
+        connection = Connection(plan, meeting, segments, TIMEOUT_SECONDS)
+        engine_ranks = range(len(plan.topology.engines))
+        calls: list[Callable[[], Any]] = [partial(end.connect, connection) for end in ends]
+        calls += [partial(connect_engine_rank, connection, rank) for rank in engine_ranks]
+        made = at_once(calls)
+    finally:
+        for end in ends:
+            end.unlink()
+    yield Processes(plan, made[: len(ends)], made[len(ends) :])
+
+
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of calls that wait for each other; the first error, if any."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+Taken = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]
+
+
+def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], list[int], list[Any]]:
+    """One update of what trainer ranks hold: boxes that engine ranks took, bytes that each received, and bytes that
+    each trainer rank sent by window."""
+    taken: list[Taken] = [{} for _ in processes.receivers]
+    lock = threading.Lock()
+
+    def receive(rank: int) -> int:
+        receiver = processes.receivers[rank]
+
+        def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+            with lock:
+                taken[rank].setdefault(name, []).append((start, box.clone()))
+
+        receiver.begin()
+        num_bytes = sum(receiver.receive(turn, put) for turn in range(receiver.num_turns))
+        receiver.finish()
+        return num_bytes
+
+    calls: list[Callable[[], Any]] = [partial(receive, rank) for rank in range(len(taken))]
+    calls += [partial(sender.send, own) for sender, own in zip(processes.senders, held, strict=True)]
+    results = at_once(calls)
+    return taken, results[: len(taken)], results[len(taken) :]
