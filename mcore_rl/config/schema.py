@@ -79,7 +79,10 @@ class RolloutConfig:
     num_engines: int = setting(1, minimum=1)
     """Copies of the policy that generate, each on rollout.tp ranks."""
     tp: int = setting(1, minimum=1)
-    """Tensor-parallel ranks of one engine."""
+    """Tensor-parallel ranks of one engine; more than cluster.gpus_per_node span whole nodes."""
+    nodes: int = setting(0, minimum=0)
+    """The last nodes of the cluster are the engines' alone (cluster.placement=disaggregated); 0: engines take the slots
+    that the trainer ranks leave."""
     samples_per_prompt: int = setting(8, minimum=1)
     """Responses to a prompt; they form a group."""
     temperature: float = setting(1.0, minimum=0)

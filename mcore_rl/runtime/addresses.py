@@ -1,10 +1,15 @@
-"""Ports for servers that start a while after their port was chosen."""
+"""Where processes of several hosts meet: this node's address, its interface, and ports."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from pathlib import Path
+
+import psutil
+
+from mcore_rl.errors import ConfigError
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 10_000
@@ -25,3 +30,23 @@ def free_port() -> int:
                 continue
             return port
     raise OSError("none of 100 ports below the ephemeral range is free")
+
+
+def meet_at(address: str) -> None:
+    """Collectives and engines of this process meet others at this node's address, by its interface; what the user has
+    set stays.
+
+    Raises: ConfigError naming an interface that the user has set and this host has not.
+    """
+    interfaces = psutil.net_if_addrs()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if any(name not in interfaces for name in chosen.split(",") if name):
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={chosen}: {socket.gethostname()} has no such interface, but "
+            f"{', '.join(sorted(interfaces))}; set it to one that every host has, or leave it out"
+        )
+    found = [name for name, addresses in interfaces.items() if address in (each.address for each in addresses)]
+    if found:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", found[0])
+    os.environ.setdefault("VLLM_HOST_IP", address)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError, storage_error
+from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.weights.transports.hosts import this_host
@@ -37,6 +37,10 @@ class Watch:
         """`handle.watch` must block for ever, in a concurrency group of its own."""
         self.names[handle.watch.remote()] = name
         self.handles[name] = handle
+
+    def add_call(self, handle: Any, call: Any) -> None:
+        """`call` of a process that was added ends only when the process has nothing more to do for the run."""
+        self.names[call] = next(name for name, known in self.handles.items() if known is handle)
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
         """Results of `refs`, in order.
@@ -77,6 +81,8 @@ class Watch:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, PeerLostError):
+                self._blame_the_dead()
             if isinstance(cause, OSError):
                 cause = storage_error(cause) or cause
             if isinstance(cause, McoreRLError):
@@ -111,7 +117,7 @@ class Watch:
             raise WorkerDiedError(f"{self.names[ref]} died: {_first_line(error)}") from None
         except (RayError, GetTimeoutError) as error:
             raise WorkerDiedError(f"{self.names[ref]} stopped: {_first_line(error)}") from None
-        raise WorkerDiedError(f"{self.names[ref]} stopped watching itself")
+        raise WorkerDiedError(f"{self.names[ref]} ended: see its log in run.logs")
 
 
 def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:

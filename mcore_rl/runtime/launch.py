@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
+from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.placement import Placement, place, visible_devices
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
-from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess
+from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess, FollowerProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.weights.transports.hosts import Host, check_one_host, this_host
 
 PLACE = "scheduling_strategy"
 
@@ -41,6 +41,8 @@ class _Handles:
     watch: Watch
     ranks: list[Any]
     engines: list[Any]
+    followers: list[list[Any]]
+    """Of each engine."""
     beside: dict[str, list[Any]]
 
 
@@ -65,17 +67,12 @@ def launch(
     with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, roles, nodes, on_gpus) as started:
         watch, ranks, engines = started.watch, started.ranks, started.engines
         say(f"setting up {_counted(started)}")
-        if engines:
-            check_one_host([("driver", this_host()), *_hosts(watch, ranks, engines)])
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         around = Surroundings(config, references, watch)
         of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if on_gpus else []
-        starting = [
-            engine.setup.remote(config, visible_devices(placement, slot, of_ranks), references)
-            for engine, slot in zip(engines, placement.engines, strict=True)
-        ]
-        pool = EnginePool(engines, watch) if engines else None
+        starting = _start_engines(started, config, placement, references, of_ranks)
+        pool = EnginePool(engines, watch, started.followers) if engines else None
         takes_turns = pool is not None and shares_device(config)
         if pool is not None and takes_turns:
             # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
@@ -110,7 +107,6 @@ def _started(
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
     owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
-    engine_options = {"num_cpus": config.rollout.tp, "num_gpus": config.rollout.tp if owns_gpus else 0}
     try:
         ranks = [
             _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]}, logs)
@@ -131,20 +127,47 @@ def _started(
             ]
             for role in roles
         }
-        engines = [
-            _start(
-                EngineProcess,
-                f"rollout engine {index}",
-                watch,
-                handles,
-                engine_options | {PLACE: nodes[slot.node]},
-                logs,
+        engines, followers = [], []
+        for index, slots in enumerate(placement.engines):
+            size = config.rollout.tp // len(slots)
+            options = {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
+            name = f"rollout engine {index}"
+            engines.append(_start(EngineProcess, name, watch, handles, options | {PLACE: nodes[slots[0].node]}, logs))
+            followers.append(
+                [
+                    _start(
+                        FollowerProcess,
+                        f"{name}, host {host} of {len(slots)}",
+                        watch,
+                        handles,
+                        options | {PLACE: nodes[slot.node]},
+                        logs,
+                    )
+                    for host, slot in enumerate(slots[1:], 2)
+                ]
             )
-            for index, slot in enumerate(placement.engines)
-        ]
-        yield _Handles(watch, ranks, engines, beside)
+        yield _Handles(watch, ranks, engines, followers, beside)
     finally:
         kill_all(handles)
+
+
+def _start_engines(
+    started: _Handles, config: Config, placement: Placement, prompts: dict[str, Any], of_ranks: list[str]
+) -> list[Any]:
+    """References of the end of each engine's set-up; `of_ranks`: the GPUs of trainer ranks."""
+    starting = []
+    for engine, followers, slots in zip(started.engines, started.followers, placement.engines, strict=True):
+        hosts = ONE_HOST
+        if followers:
+            address, _, port = (
+                started.watch.get([engine.free_address.remote()])[0].removeprefix("tcp://").rpartition(":")
+            )
+            hosts = EngineHosts(len(slots), 0, address, int(port))
+        leader, *others = (visible_devices(placement, slot, of_ranks) for slot in slots)
+        starting.append(engine.setup.remote(config, leader, prompts, hosts))
+        for index, (follower, visible) in enumerate(zip(followers, others, strict=True), 1):
+            started.watch.add_call(follower, follower.follow.remote(config, visible, replace(hosts, index=index)))
+    return starting
 
 
 def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], logs: str) -> Any:
@@ -164,11 +187,3 @@ def _counted(started: _Handles) -> str:
 def _count(number: int, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"
-
-
-def _hosts(watch: Watch, ranks: list[Any], engines: list[Any]) -> list[tuple[str, Host]]:
-    """Where every process is."""
-    names = [f"trainer rank {rank}" for rank in range(len(ranks))]
-    names += [f"rollout engine {index}" for index in range(len(engines))]
-    places = watch.get([handle.where.remote() for handle in [*ranks, *engines]])
-    return [(name, host) for name, (host, _) in zip(names, places, strict=True)]

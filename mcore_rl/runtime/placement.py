@@ -41,7 +41,8 @@ class Placement:
     """`ranks[r]` is the node of trainer rank r; nodes count from 0, in the order of their names, the driver's first."""
 
     ranks: tuple[int, ...]
-    engines: tuple[Slot, ...]
+    engines: tuple[tuple[Slot, ...], ...]
+    """Of each engine the slot on every node that it spans, with equal numbers of its ranks; the first leads it."""
     guests: dict[str, tuple[Slot, ...]]
     """By section."""
     bundle: dict[str, float]
@@ -67,20 +68,58 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
     slots, tp = config.cluster.gpus_per_node, config.rollout.tp
     ranks = tuple(rank // slots for rank in range(num_trainer_ranks(config)))
     colocated = config.cluster.placement == "colocated"
-    if colocated:
-        engines = _shared_slots(config, Guests("rollout", num_engines, tp), len(ranks), on_gpus)
+    engines: tuple[tuple[Slot, ...], ...]
+    if config.cluster.nodes > 1 and tp > slots:
+        engines = _wide_engines(config, num_engines, len(ranks), on_gpus)
+    elif colocated:
+        engines = tuple(
+            (slot,) for slot in _shared_slots(config, Guests("rollout", num_engines, tp), len(ranks), on_gpus)
+        )
     else:
-        engines = tuple(_own_slot(config, engine, num_engines, on_gpus) for engine in range(num_engines))
+        engines = tuple((_own_slot(config, engine, on_gpus),) for engine in range(num_engines))
     placed = {each.section: _shared_slots(config, each, len(ranks), on_gpus) for each in guests}
     cpus_of, gpus_of = Counter(ranks), Counter(ranks)
-    for slot in engines:
-        cpus_of[slot.node] += tp
-        gpus_of[slot.node] += 0 if colocated else tp
+    for hosts in engines:
+        for slot in hosts:
+            cpus_of[slot.node] += tp // len(hosts)
+            gpus_of[slot.node] += 0 if colocated else tp // len(hosts)
     for each in guests:
         for slot in placed[each.section]:
             cpus_of[slot.node] += each.num_cpus
     bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
     return Placement(ranks, engines, placed, bundle)
+
+
+def _wide_engines(config: Config, num_engines: int, num_ranks: int, on_gpus: bool) -> tuple[tuple[Slot, ...], ...]:
+    """Engines of more ranks than a node has slots: each fills whole nodes, one engine after the other."""
+    slots, nodes, tp = config.cluster.gpus_per_node, config.cluster.nodes, config.rollout.tp
+    if tp % slots:
+        raise ConfigError(
+            f"rollout.tp={tp}: an engine that spans nodes fills them; set a multiple of cluster.gpus_per_node={slots}, "
+            "or at most as many"
+        )
+    colocated = config.cluster.placement == "colocated"
+    first, end = (
+        (0, num_ranks // slots if on_gpus else nodes) if colocated else (_first_free_node(config, num_ranks), nodes)
+    )
+    span = tp // slots
+    if first + num_engines * span > end:
+        raise ConfigError(
+            f"rollout.num_engines={num_engines} of rollout.tp={tp} span {num_engines * span} nodes of "
+            f"cluster.gpus_per_node={slots}, and {max(end - first, 0)} of cluster.nodes={nodes} are there for engines; "
+            "lower rollout.num_engines or rollout.tp"
+        )
+    places = tuple(range(slots)) if on_gpus and colocated else None
+    return tuple(
+        tuple(Slot(first + engine * span + node, places) for node in range(span)) for engine in range(num_engines)
+    )
+
+
+def _first_free_node(config: Config, num_ranks: int) -> int:
+    """Of those that are the engines' alone."""
+    if config.rollout.nodes:
+        return config.cluster.nodes - config.rollout.nodes
+    return -(-num_ranks // config.cluster.gpus_per_node)
 
 
 def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:
@@ -111,19 +150,20 @@ def _engine_slot(config: Config, guests: Guests, engine: int, num_ranks: int, on
     return Slot(node, tuple(range(first, first + tp)))
 
 
-def _own_slot(config: Config, engine: int, num_engines: int, on_gpus: bool) -> Slot:
+def _own_slot(config: Config, engine: int, on_gpus: bool) -> Slot:
     tp, slots, nodes = config.rollout.tp, config.cluster.gpus_per_node, config.cluster.nodes
-    if not on_gpus:
-        return Slot(engine * nodes // num_engines, None)
+    if not on_gpus and nodes == 1:
+        return Slot(0, None)
     # The first slot after the ranks at which an engine can begin without crossing to another node.
     ranks, per_node = num_trainer_ranks(config), slots // tp
-    node, used = divmod(ranks, slots)
+    node, used = (nodes - config.rollout.nodes, 0) if config.rollout.nodes else divmod(ranks, slots)
     nth = engine + min(-(-used // tp), per_node)
     if per_node == 0 or node + nth // per_node >= nodes:
         raise ConfigError(
             f"cluster.placement=disaggregated: {ranks} trainer ranks leave no room for "
-            f"rollout.num_engines={num_engines} of rollout.tp={tp}, an engine within one node, on "
-            f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}; lower actor.num_ranks or rollout.num_engines"
+            f"rollout.num_engines={config.rollout.num_engines} of rollout.tp={tp}, an engine within one node, on "
+            f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}; lower actor.num_ranks or rollout.num_engines, or "
+            "raise rollout.nodes"
         )
     return Slot(node + nth // per_node, None)
 

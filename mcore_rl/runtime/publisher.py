@@ -93,10 +93,9 @@ class SlicePublisher:
 
 def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:
     watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
-    endpoints = watch.get([handle.endpoint.remote() for handle in [*trainers.handles, *engines.handles]])
-    of_trainers, of_engines = endpoints[: len(trainers.handles)], endpoints[len(trainers.handles) :]
-    of_ranks = tuple(endpoint for endpoint in of_engines for _ in range(layout.num_ranks))
-    topology = Topology(tuple(of_trainers), of_ranks, layout.num_ranks, config.weights.transport)
+    of_trainers = watch.get([handle.endpoint.remote() for handle in trainers.handles])
+    of_engines = engines.endpoints(layout.num_ranks)
+    topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, config.weights.transport)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
     planned = trainers.handles[0].sync_plan.remote(layout, topology, bucket_bytes, config.weights.num_buckets)
     plan: SyncPlan = watch.get([planned])[0]

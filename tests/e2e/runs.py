@@ -83,16 +83,19 @@ class TrainProcess:
     overrides: tuple[str, ...] = ()
     log_dir: Path | None = None
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "mcore_rl.cli", "train", str(self.config), f"run.dir={self.run_dir}"]
 
     def __enter__(self) -> TrainProcess:
         self.output = (self.log_dir or self.run_dir.parent) / f"{self.run_dir.name}.{self.token[:6]}.log"
-        command = [sys.executable, "-m", "mcore_rl.cli", "train", str(self.config), f"run.dir={self.run_dir}"]
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, *self.overrides],
+                [*self.command(), *self.overrides],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, RUN_VARIABLE: self.token},
+                env=self.environment | {RUN_VARIABLE: self.token},
                 start_new_session=True,
             )
         return self

@@ -16,15 +16,4 @@ def unavailable_engine(config: Config) -> str | None:
 def cannot_run(config: Config) -> list[str]:
     """What this version lacks for the configuration to run, each beginning with its key; [] where it lacks nothing."""
     engine = unavailable_engine(config)
-    problems = [] if engine is None else [engine]
-    nodes, slots = config.cluster.nodes, config.cluster.gpus_per_node
-    if nodes > 1 and not is_supervised(config.algorithm):
-        problems.append(
-            f"cluster.nodes={nodes}: weights go through shared memory, which ends at the host; a transport between "
-            "hosts is not available yet"
-        )
-        if config.rollout.tp > slots:
-            problems.append(
-                f"rollout.tp={config.rollout.tp}: an engine cannot span nodes of cluster.gpus_per_node={slots} yet"
-            )
-    return problems
+    return [] if engine is None else [engine]

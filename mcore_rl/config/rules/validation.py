@@ -26,8 +26,12 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def num_trainer_ranks(config: Config) -> int:
-    """Trainer ranks of this run: actor.num_ranks, or every slot that the cluster offers."""
-    return config.actor.num_ranks or config.cluster.nodes * config.cluster.gpus_per_node
+    """Trainer ranks of this run: actor.num_ranks, or every slot of the nodes that are not the engines' alone."""
+    return config.actor.num_ranks or _trainer_nodes(config) * config.cluster.gpus_per_node
+
+
+def _trainer_nodes(config: Config) -> int:
+    return config.cluster.nodes - config.rollout.nodes
 
 
 def num_critic_ranks(config: Config) -> int:

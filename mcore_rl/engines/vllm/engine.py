@@ -6,8 +6,6 @@ before the first step, what is generated depends on nothing but weights, request
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,12 +17,12 @@ import torch
 
 from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts, engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks
 from mcore_rl.engines.vllm.receiver import VllmReceiver
 from mcore_rl.errors import ConfigError, DataError, WeightSyncError
 from mcore_rl.ports import Engine
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
-from mcore_rl.weights.engine_config import engine_overrides
 
 
 @dataclass
@@ -41,7 +39,8 @@ class VllmEngine:
     """One vLLM engine of rollout.tp ranks.
 
     `name` stands in messages; ranks have `timeout_seconds` to answer a call. load_weights False: the weights are random
-    until the first update of `receiver`. capture_routing: completions carry the experts of their tokens.
+    until the first update of `receiver`. capture_routing: completions carry the experts of their tokens. `hosts`: where
+    the ranks are; those of the first one start with this object, others are followed (follower.follow).
     Raises: ConfigError for settings that vLLM cannot run.
     """
 
@@ -57,21 +56,16 @@ class VllmEngine:
         timeout_seconds: float,
         load_weights: bool = True,
         capture_routing: bool = False,
+        hosts: EngineHosts = ONE_HOST,
     ) -> None:
         set_environment(timeout_seconds)
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
         self._asleep: set[str] = set()
-        arguments: dict[str, Any] = {
-            "model": str(model_dir),
-            "dtype": dtype,
-            "seed": seed,
-            "load_format": "auto" if load_weights else "dummy",
-            "hf_overrides": engine_overrides(model_dir, load_weights=load_weights),
-        }
+        model = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
         if capture_routing and torch.cuda.is_available():
-            arguments["enable_return_routed_experts"] = True
-        self._engine = _start(arguments, rollout_config)
+            model["enable_return_routed_experts"] = True
+        self._engine = _start(engine_arguments(rollout_config, hosts) | model, rollout_config)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds)
         self.receiver = VllmReceiver(self._ranks, self._reset_prefix_cache)
@@ -218,63 +212,10 @@ class VllmEngine:
         return Completion(entry.request.request_id, token_ids, logp, reason, self.weight_version, routing)
 
 
-def set_environment(timeout_seconds: float) -> None:
-    """Settings that vLLM reads when it is imported; a value that the user has set stays. A step has `timeout_seconds`.
-
-    The engine core runs in this process (no queue between it and us); OpenMP threads are not bound to cores, since
-    engine and trainer ranks share them.
-    """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(math.ceil(timeout_seconds)))
-    if not torch.cuda.is_available():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
 def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments |= {
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # nothing of the model directory's own sampling defaults
-        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
-        "max_num_seqs": config.max_concurrent_requests,
-        "tensor_parallel_size": config.tp,
-        "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
-        "enable_expert_parallel": config.expert_parallel,
-        # The default, raw_logprobs, ignores the temperature.
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "mcore_rl.engines.vllm.worker_extension.WeightReceiverExtension",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "async_scheduling": False,
-    }
-    if config.max_batched_tokens is not None:
-        # A prompt longer than what is left of a pass is computed in pieces.
-        arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
-    if torch.cuda.is_available():
-        arguments |= {
-            "gpu_memory_utilization": config.gpu_memory_fraction,
-            "enforce_eager": config.enforce_eager,
-            "enable_sleep_mode": True,
-        }
-    else:
-        from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
-
-        arguments |= {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "enforce_eager": True,
-            "ir_op_priority": IR_OP_PRIORITY,
-            # vLLM's default of 128 spreads short sequences over memory that no cache holds.
-            "block_size": 32,
-            # Of latent attention alone. Its AMX kernels want bfloat16 and drop kv_b_proj, which a reload needs.
-            "attention_backend": "CPU_MLA",
-        }
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:

@@ -117,6 +117,8 @@ class _Recorder(TorchDispatchMode):
         if func is not _COPY or not args[1].is_meta:
             return func(*args, **(kwargs or {}))
         target, view = args[:2]
+        if not view.numel():
+            return target  # a rank behind the end of the vocabulary
         name, whole = self._sources.get(_storage(view), ("", None))
         module, parameter = self._places.get(_storage(target), ("", ""))
         kept = None if whole is None or not parameter else _kept(whole, view, target)

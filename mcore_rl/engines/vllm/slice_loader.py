@@ -44,6 +44,7 @@ class SliceLoader:
             self._kept.setdefault(each.name, []).append(each)
         brought = {f"{each.module}.{each.parameter}" for each in kept}
         without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - brought
+        without -= {f"{name}.weight" for name, module in self._modules.items() if _is_padding(module)}
         if without:
             raise WeightSyncError(f"no tensor of the trainer brings anything of {', '.join(sorted(without))}")
         self._missing: Counter[KeptSlice] = Counter()
@@ -120,6 +121,11 @@ class SliceLoader:
         self._module_missing[each.module] -= numel
         if not self._module_missing[each.module]:
             _layerwise_process(layer, info)
+
+
+def _is_padding(module: torch.nn.Module) -> bool:
+    """Whether this rank's part of the vocabulary is all behind its end."""
+    return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
 
 
 def _end(start: Indices, size: Sequence[int]) -> Indices:

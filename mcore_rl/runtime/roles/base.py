@@ -17,7 +17,7 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
-from mcore_rl.runtime.addresses import free_port
+from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
@@ -57,6 +57,7 @@ class RunProcess:
             write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
+        meet_at(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -77,6 +78,11 @@ class RunProcess:
         """What this process waits for its peers in."""
         return pending_collectives()
 
+    @ray.method(concurrency_group="watch")
+    def free_address(self) -> str:
+        """tcp://host:port that others can reach; the port was free a moment ago."""
+        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
+
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
 
@@ -87,10 +93,6 @@ class RankProcess(RunProcess):
     def visible_devices(self) -> str:
         """The GPU that Ray gave this process, by the name that CUDA takes."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
-
-    def free_address(self) -> str:
-        """tcp://host:port that the other ranks can reach; the port was free a moment ago."""
-        return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
 
 class TrainedRankProcess(RankProcess):

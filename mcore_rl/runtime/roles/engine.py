@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
+from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.engines.vllm.engine import VllmEngine
 from mcore_rl.ports import Rewarder, WeightReceiver
 from mcore_rl.rollout.worker import RolloutWorker
@@ -25,6 +27,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
 )
 from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
@@ -37,6 +40,7 @@ class EngineProcess(RunProcess):
         config: Config,
         visible_devices: str | None,
         prompts: dict[str, Any],
+        hosts: EngineHosts = ONE_HOST,
     ) -> None:
         see_only(visible_devices)
         from mcore_rl.rewards.manager import RewardManager
@@ -45,7 +49,7 @@ class EngineProcess(RunProcess):
             # Grading processes start while the engine does.
             rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved)
+            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved, hosts)
             rewarder.wait_ready()
 
     @ray.method(num_returns=2)
@@ -91,12 +95,32 @@ class EngineProcess(RunProcess):
             return self.receiver.compare()
 
 
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class FollowerProcess(RunProcess):
+    """The ranks of a rollout engine on another host than its EngineProcess."""
+
+    def follow(self, config: Config, visible_devices: str | None, hosts: EngineHosts) -> None:
+        """As long as they live."""
+        see_only(visible_devices)
+        from mcore_rl.engines.vllm.follower import follow
+
+        follow(
+            config.model.hf_path,
+            config.rollout,
+            hosts,
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            timeout_seconds=config.cluster.collective_timeout_seconds,
+        )
+
+
 @dataclass
 class EnginePool:
-    """All rollout engines."""
+    """All rollout engines; `followers` of each, on its other hosts."""
 
     handles: list[Any]
     watch: Watch
+    followers: list[list[Any]] = field(default_factory=list)
 
     @property
     def num_engines(self) -> int:
@@ -119,6 +143,18 @@ class EnginePool:
         ]
         self.watch.get(calls)
 
+    def endpoints(self, ranks_per_engine: int) -> list[Endpoint]:
+        """Of all engine ranks, engine by engine."""
+        followers = self.followers or [[] for _ in self.handles]
+        hosts = [[leader, *others] for leader, others in zip(self.handles, followers, strict=True)]
+        found = iter(self.watch.get([host.endpoint.remote() for of_engine in hosts for host in of_engine]))
+        return [
+            endpoint
+            for of_engine in hosts
+            for endpoint in islice(found, len(of_engine))
+            for _ in range(ranks_per_engine // len(of_engine))
+        ]
+
     def send(self, method: str, *arguments: Any) -> list[Any]:
         """References of the results of a method on every engine."""
         return [getattr(handle, method).remote(*arguments) for handle in self.handles]
@@ -139,7 +175,11 @@ class EnginePool:
 
 
 def build_worker(
-    config: Config, name: str, rewarder: Rewarder, prompts: Mapping[str, PromptSource]
+    config: Config,
+    name: str,
+    rewarder: Rewarder,
+    prompts: Mapping[str, PromptSource],
+    hosts: EngineHosts = ONE_HOST,
 ) -> tuple[RolloutWorker, WeightReceiver[Connection, Comparison]]:
     """An engine on model.hf_path with its graders, and what takes its weights: it has none before the first publish,
     which delivers every tensor. `name` is the process's, for messages."""
@@ -154,5 +194,6 @@ def build_worker(
         timeout_seconds=config.cluster.collective_timeout_seconds,
         load_weights=False,
         capture_routing=config.actor.moe.router_replay == "engine",
+        hosts=hosts,
     )
     return RolloutWorker(engine, rewarder, prompts, tokenizer), engine.receiver

@@ -1,4 +1,4 @@
-"""Ranks fill nodes in order, engines share their node's slots or have their own, and one host is told from several."""
+"""Ranks fill nodes in order, engines share their node's slots or have their own, and wide ones fill nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.addresses import EPHEMERAL, free_port
 from mcore_rl.runtime.placement import Guests, natural, place, visible_devices
-from mcore_rl.weights.transports.hosts import Host, check_one_host, this_host
 
 
 def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated", ranks: int | None = None) -> Config:
@@ -26,7 +25,7 @@ def test_consecutive_ranks_fill_a_node_and_every_gpu_is_asked_for_once() -> None
 
 def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
     found = place(config(2, 8, tp=4), on_gpus=True, num_engines=4)
-    assert [(slot.node, slot.places) for slot in found.engines] == [
+    assert [(slot.node, slot.places) for (slot,) in found.engines] == [
         (0, (0, 1, 2, 3)),
         (0, (4, 5, 6, 7)),
         (1, (0, 1, 2, 3)),
@@ -37,21 +36,24 @@ def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
 
 def test_fewer_engines_than_gpus_spread_over_the_nodes() -> None:
     found = place(config(4, 8, tp=2), on_gpus=True, num_engines=6)
-    assert [slot.node for slot in found.engines] == [0, 0, 1, 2, 2, 3]
-    assert [slot.places for slot in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
+    assert [slot.node for (slot,) in found.engines] == [0, 0, 1, 2, 2, 3]
+    assert [slot.places for (slot,) in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
 
 
 def test_disaggregated_engines_take_the_gpus_after_the_ranks() -> None:
     found = place(config(2, 8, tp=2, placement="disaggregated", ranks=9), on_gpus=True, num_engines=3)
-    assert [slot.node for slot in found.engines] == [1, 1, 1]
-    assert [slot.places for slot in found.engines] == [None] * 3
+    assert [slot.node for (slot,) in found.engines] == [1, 1, 1]
+    assert [slot.places for (slot,) in found.engines] == [None] * 3
     assert found.bundle["GPU"] == 8.0
 
 
 @pytest.mark.parametrize(
     ("made", "num_engines", "key"),
     [
-        (config(2, 8, tp=16), 1, "rollout.tp"),
+        (config(2, 8, tp=12), 1, r"rollout\.tp=12: .* multiple of cluster\.gpus_per_node=8"),
+        (config(2, 8, tp=32), 1, r"span 4 nodes .* 2 of cluster\.nodes=2"),
+        (config(3, 8, tp=16), 2, r"span 4 nodes .* 3 of cluster\.nodes=3"),
+        (config(2, 8, tp=16, placement="disaggregated", ranks=8), 1, r"span 2 nodes .* 1 of cluster\.nodes=2"),
         (config(2, 2, tp=1), 5, "rollout.num_engines"),
         (config(2, 8, tp=2, placement="disaggregated", ranks=11), 3, "actor.num_ranks"),
         (config(2, 8, placement="disaggregated"), 1, "actor.num_ranks"),
@@ -65,7 +67,7 @@ def test_engines_that_fit_nowhere_are_refused(made: Config, num_engines: int, ke
 
 def test_on_cpu_slots_are_processes_and_no_gpu_is_asked_for() -> None:
     found = place(config(2, 1), on_gpus=False, num_engines=1)
-    assert [slot.places for slot in found.engines] == [None]
+    assert [slot.places for (slot,) in found.engines] == [None]
     assert found.bundle == {"CPU": 2.0}
 
 
@@ -83,15 +85,15 @@ def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
     """Ray hands them out in no order, and of an inherited CUDA_VISIBLE_DEVICES=4,5,6,7 as on the first node."""
     placed = place(config(2, 4, tp=2), on_gpus=True, num_engines=4)
     of_ranks = ["5", "4", "7", "6", "GPU-a", "GPU-b", "GPU-c", "GPU-d"]
-    seen = [visible_devices(placed, slot, of_ranks) for slot in placed.engines]
+    seen = [visible_devices(placed, slot, of_ranks) for (slot,) in placed.engines]
     assert seen == ["5,4", "7,6", "GPU-a,GPU-b", "GPU-c,GPU-d"]
     own = place(config(1, 4, placement="disaggregated", ranks=2), on_gpus=True, num_engines=1)
-    assert visible_devices(own, own.engines[0], ["0", "1"]) is None
+    assert visible_devices(own, own.engines[0][0], ["0", "1"]) is None
 
 
 def test_colocated_engines_stay_on_the_gpus_of_the_ranks() -> None:
     """Those of a node beyond them are nobody's in Ray's books."""
-    assert place(config(1, 4, ranks=2), on_gpus=True, num_engines=2).engines[1].places == (1,)
+    assert place(config(1, 4, ranks=2), on_gpus=True, num_engines=2).engines[1][0].places == (1,)
     with pytest.raises(ConfigError, match=r"rollout\.num_engines=3 .* GPUs of 2 trainer ranks"):
         place(config(1, 4, ranks=2), on_gpus=True, num_engines=3)
 
@@ -108,13 +110,33 @@ def test_guests_that_fit_nowhere_are_refused(guests: Guests, key: str) -> None:
         place(config(1, 4), on_gpus=True, num_engines=0, guests=[guests])
 
 
-def test_processes_that_share_no_memory_are_named() -> None:
-    here = this_host()
-    check_one_host([("driver", here), ("trainer rank 0", this_host())])
-    there = Host("node7", ("another boot", 1))
-    container = Host(here.name, (here.memory[0], here.memory[1] + 1))
-    with pytest.raises(ConfigError, match=r"cluster\.nodes.*3 hosts.*node7 \(trainer rank 1, trainer rank 2\)"):
-        check_one_host([("driver", here), ("trainer rank 1", there), ("engine", container), ("trainer rank 2", there)])
+def test_engines_wider_than_a_node_fill_whole_ones() -> None:
+    found = place(config(4, 8, tp=16), on_gpus=True, num_engines=2)
+    assert [[(slot.node, slot.places) for slot in hosts] for hosts in found.engines] == [
+        [(0, tuple(range(8))), (1, tuple(range(8)))],
+        [(2, tuple(range(8))), (3, tuple(range(8)))],
+    ]
+    assert found.bundle == {"CPU": 16.0, "GPU": 8.0}
+    on_cpu = place(config(2, 1, tp=2), on_gpus=False, num_engines=1)
+    assert [[(slot.node, slot.places) for slot in hosts] for hosts in on_cpu.engines] == [[(0, None), (1, None)]]
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "first"), [(8, 0, 1), (9, 0, 2), (None, 2, 2)])
+def test_wide_engines_of_their_own_begin_behind_the_ranks(ranks: int | None, nodes: int, first: int) -> None:
+    made = config(4, 8, tp=16, placement="disaggregated", ranks=ranks)
+    made.rollout.nodes = nodes
+    found = place(made, on_gpus=True, num_engines=1)
+    assert [slot.node for slot in found.engines[0]] == [first, first + 1]
+    assert len(found.ranks) == (ranks or 16)
+
+
+def test_nodes_of_the_engines_alone_are_the_last() -> None:
+    made = config(3, 2, placement="disaggregated")
+    made.rollout.nodes = 1
+    for on_gpus in (False, True):
+        found = place(made, on_gpus=on_gpus, num_engines=2)
+        assert found.ranks == (0, 0, 1, 1)
+        assert [slot.node for (slot,) in found.engines] == [2, 2]
 
 
 def test_a_port_that_waits_for_its_server_is_none_of_the_kernels() -> None:

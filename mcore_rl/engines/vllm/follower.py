@@ -1,0 +1,23 @@
+"""The ranks of an engine on a host that does not lead it: they do what the leader's scheduler says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.vllm.arguments import EngineHosts, engine_arguments, model_arguments, set_environment
+
+
+def follow(
+    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
+) -> None:
+    """Starts this host's ranks, and returns when one of them has ended. That the leader has ended is not noticed here:
+    whoever called this ends it."""
+    set_environment(timeout_seconds)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = engine_arguments(config, hosts) | model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=False)
+    vllm_config = EngineArgs(**arguments).create_engine_config(headless=True)
+    executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)

@@ -1,0 +1,83 @@
+"""A run over two hosts, each with a network, a name and a /dev/shm of its own, is the run on one: whatever is where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
+from tests.e2e.runs import TrainProcess, metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WAYS = {
+    "engine on a host of its own": ("cluster.placement=disaggregated", "rollout.nodes=1", "cluster.gpus_per_node=2"),
+    "an engine on each host": ("cluster.gpus_per_node=1", "rollout.num_engines=2"),
+    "one engine over both hosts": ("cluster.gpus_per_node=1", "rollout.tp=2"),
+}
+"""The trainer has two expert-parallel ranks: on host A in the first, on one host each in the others."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts() as running:
+        yield running
+
+
+class HostsRun(TrainProcess):
+    """`mcore-rl train` on host A."""
+
+    hosts: TwoHosts
+
+    def command(self) -> list[str]:
+        return self.hosts.command("A", *super().command())
+
+
+def start(hosts: TwoHosts, task: Path, run_dir: Path, *overrides: str) -> HostsRun:
+    run = HostsRun(task, run_dir, ("cluster.nodes=2", f"cluster.address={ADDRESS}", *overrides))
+    run.hosts = hosts
+    run.environment |= {"TWO_HOSTS": hosts.name}
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_over_two_hosts_is_the_run_on_one(
+    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, way: str
+) -> None:
+    before = {host: hosts.shared_memory(host) for host in "AB"}
+    exported = tmp_path / "exported"
+    with start(hosts, task, tmp_path / "run", *WAYS[way], f"trainer.export_hf={exported}") as run:
+        assert run.finish() == 0, run.text()[-6000:]
+        assert not run.left_after(30)
+    ours, one_host = metrics(tmp_path / "run"), metrics(whole_run)
+    assert ours.keys() == one_host.keys()
+    engines = 2 if "rollout.num_engines=2" in WAYS[way] else 1
+    for step, expected in one_host.items():
+        for name, value in expected.items():
+            if name == "weights/tensors_verified":
+                assert ours[step][name] == engines * value
+            elif name.startswith("rollout/") and "rollout.tp=2" in WAYS[way]:
+                # What the engine computed itself: products of halves are added in another order.
+                assert ours[step][name] == pytest.approx(value, abs=2e-5), (step, name)
+            else:
+                assert ours[step][name] == value, (step, name)
+    check_greedy(tmp_path / "run", exported)
+    assert {host: hosts.shared_memory(host) for host in "AB"} == before
+
+
+def check_greedy(run_dir: Path, exported: Path) -> None:
+    """The last validation, sampled after four updates, is what transformers says of the exported weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    for line in (run_dir / "rollouts" / "val_step_4.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        ids = tokenizer(record["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
