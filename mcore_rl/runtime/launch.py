@@ -12,6 +12,7 @@ import ray
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
@@ -20,6 +21,7 @@ from mcore_rl.runtime.placement import Placement, place, visible_devices
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
 from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess, FollowerProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.weights.transports.hosts import this_host
 
 PLACE = "scheduling_strategy"
 
@@ -67,6 +69,8 @@ def launch(
     with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, roles, nodes, on_gpus) as started:
         watch, ranks, engines = started.watch, started.ranks, started.engines
         say(f"setting up {_counted(started)}")
+        if config.cluster.nodes > 1:
+            check_hosts(config, lambda question: _of_other_hosts(started, question))
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         around = Surroundings(config, references, watch)
@@ -149,6 +153,15 @@ def _started(
         yield _Handles(watch, ranks, engines, followers, beside)
     finally:
         kill_all(handles)
+
+
+def _of_other_hosts(started: _Handles, question: Question) -> list[HostFacts]:
+    """Of one process on each host but the driver's."""
+    handles = [*started.ranks, *started.engines, *(each for of_engine in started.followers for each in of_engine)]
+    hosts = [host for host, _ in started.watch.get([handle.where.remote() for handle in handles])]
+    others = {host.memory: handle for host, handle in zip(hosts, handles, strict=True) if host != this_host()}
+    facts: list[HostFacts] = started.watch.get([handle.host_facts.remote(question) for handle in others.values()])
+    return facts
 
 
 def _start_engines(

@@ -51,7 +51,9 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield engine, model
     finally:
         engine.shutdown()
-    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name}
+    left = {
+        path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name or "psm_" in path.name
+    }
     assert not left
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +47,30 @@ class TwoHosts:
         """Names in the host's /dev/shm, but Ray's."""
         names = self.call(host, "ls", "/dev/shm").split()
         return {name for name in names if not name.startswith(("plasma", "ray", "sem."))}
+
+    def processes(self, host: str, *titles: str) -> list[psutil.Process]:
+        """Of those on a host the ones with any of these in their title."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", f"{self.name}_{host}"], capture_output=True, text=True, check=True
+        )
+        found = []
+        for pid in map(int, done.stdout.split()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any(title in " ".join(process.cmdline()) for title in titles):
+                    found.append(process)
+        return found
+
+    def signal(self, host: str, title: str, number: signal.Signals) -> None:
+        process, *_ = self.processes(host, title)
+        process.send_signal(number)
+
+    def wait_until_none(self, *titles: str, seconds: float = 30) -> None:
+        """Until neither host has a process with any of these in its title."""
+        deadline = time.monotonic() + seconds
+        while left := [process for host in "AB" for process in self.processes(host, *titles)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +83,56 @@ def check_greedy(run_dir: Path, exported: Path) -> None:
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
+
+
+FAULTS = {
+    "an engine rank on the other host dies": ("VLLM", "kill"),
+    "the process that follows the leader dies": ("ray::FollowerProcess", "kill"),
+    "a trainer rank on the other host dies": ("ray::TrainerProcess", "kill"),
+    "an engine rank on the other host stops": ("VLLM", "stop"),
+    "the link is cut": ("", "cut"),
+}
+"""Title of the process on B, and what happens to it."""
+USUAL = ("an engine rank on the other host dies", "the link is cut")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.on_demand] * (name not in USUAL)) for name in FAULTS]
+)
+def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
+    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, fault: str
+) -> None:
+    run_dir, timeout = tmp_path / "run", 12
+    overrides = (
+        *WAYS["one engine over both hosts"],
+        f"cluster.collective_timeout_seconds={timeout}",
+        "checkpoint.every_steps=1",
+    )
+    title, what = FAULTS[fault]
+    with start(hosts, task, run_dir, *overrides) as run:
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_2").is_dir())
+        if what == "cut":
+            hosts.call("A", "ip", "link", "set", "veth0", "down")
+        else:
+            hosts.signal("B", title, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            code = run.finish(90)
+            assert time.monotonic() - began < 30 + timeout
+            assert code == 1, run.text()[-4000:]
+        finally:
+            if what == "cut":
+                hosts.call("A", "ip", "link", "set", "veth0", "up")
+        said = run.text()
+    assert "Traceback" not in said
+    assert "host-b" in said or "10.213.7.2" in said, said[-3000:]
+    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM")
+    assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
+    if what == "cut":
+        return  # Ray takes a host that was silent for dead, and does not take it back
+    with start(hosts, task, run_dir, *overrides) as run:
+        assert run.finish() == 0, run.text()[-6000:]
+    figures = metrics(run_dir)[4]
+    for name, value in metrics(whole_run)[4].items():
+        if not name.startswith(("rollout/", "weights/")):
+            assert figures[name] == value, name

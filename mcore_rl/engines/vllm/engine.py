@@ -18,7 +18,7 @@ import torch
 from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts, engine_arguments, model_arguments, set_environment
-from mcore_rl.engines.vllm.ranks import EngineRanks
+from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.engines.vllm.receiver import VllmReceiver
 from mcore_rl.errors import ConfigError, DataError, WeightSyncError
 from mcore_rl.ports import Engine
@@ -68,6 +68,8 @@ class VllmEngine:
         self._engine = _start(engine_arguments(rollout_config, hosts) | model, rollout_config)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds)
+        self._ranks.call("unlink_queues")
+        unlink_queues()
         self.receiver = VllmReceiver(self._ranks, self._reset_prefix_cache)
         if not torch.cuda.is_available():
             self._ranks.call("prepare_cpu_worker")

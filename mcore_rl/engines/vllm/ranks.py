@@ -7,15 +7,19 @@ call has a deadline, and an engine of which an answer is missing answers nothing
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
 from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
 
 _TRACE_LINES = 12
 """Of a rank's traceback: the frame that failed and the message."""
@@ -31,10 +35,24 @@ class Failure:
     text: str
 
 
+def unlink_queues() -> None:
+    """Removes the names of the shared memory that this process has mapped for vLLM's message queues, once all who share
+    it have: nothing is left then, however the processes end. Ray kills the helper of Python's that would see to it."""
+    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    for path in map(Path, mapped):
+        if path.parent == SHARED_MEMORY and path.name.startswith("psm_"):
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(KeyError):
+                resource_tracker.unregister(f"/{path.name}", "shared_memory")
+
+
 class RankMethods:
     """Mixed into vllm's Worker; one instance per engine rank."""
 
     rank: int
+
+    def unlink_queues(self) -> None:
+        unlink_queues()
 
     def answer(self, method: str, *args: Any) -> Any:
         """The method's result, or a Failure."""

@@ -18,6 +18,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
+from mcore_rl.runtime.agreement import HostFacts, Question, answer
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
@@ -67,6 +68,10 @@ class RunProcess:
     def where(self) -> tuple[Host, int]:
         """Host and process id."""
         return this_host(), os.getpid()
+
+    @ray.method(concurrency_group="watch")
+    def host_facts(self, question: Question) -> HostFacts:
+        return answer(question)
 
     @ray.method(concurrency_group="watch")
     def endpoint(self) -> Endpoint:

