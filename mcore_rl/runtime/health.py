@@ -38,9 +38,18 @@ class Watch:
         self.names[handle.watch.remote()] = name
         self.handles[name] = handle
 
+    def name_hosts(self, hosts: Sequence[str]) -> None:
+        """Where each process that was added runs, in their order, for messages."""
+        told = {name: f"{name} on {host}" for name, host in zip(self.handles, hosts, strict=True)}
+        self.names = {ref: told[name] for ref, name in self.names.items()}
+        self.handles = {told[name]: handle for name, handle in self.handles.items()}
+
     def add_call(self, handle: Any, call: Any) -> None:
         """`call` of a process that was added ends only when the process has nothing more to do for the run."""
-        self.names[call] = next(name for name, known in self.handles.items() if known is handle)
+        self.names[call] = self._name_of(handle)
+
+    def _name_of(self, handle: Any) -> str:
+        return next(name for name, known in self.handles.items() if known is handle)
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
         """Results of `refs`, in order.

@@ -70,7 +70,7 @@ def launch(
         watch, ranks, engines = started.watch, started.ranks, started.engines
         say(f"setting up {_counted(started)}")
         if config.cluster.nodes > 1:
-            check_hosts(config, lambda question: _of_other_hosts(started, question))
+            _check_hosts(config, watch)
         address = watch.get([ranks[0].free_address.remote()])[0]
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         around = Surroundings(config, references, watch)
@@ -155,13 +155,22 @@ def _started(
         kill_all(handles)
 
 
-def _of_other_hosts(started: _Handles, question: Question) -> list[HostFacts]:
-    """Of one process on each host but the driver's."""
-    handles = [*started.ranks, *started.engines, *(each for of_engine in started.followers for each in of_engine)]
-    hosts = [host for host, _ in started.watch.get([handle.where.remote() for handle in handles])]
+def _check_hosts(config: Config, watch: Watch) -> None:
+    """Messages name the host of a process from here on.
+
+    Raises: ConfigError where hosts have not the same.
+    """
+    handles = list(watch.handles.values())
+    hosts = [host for host, _ in watch.get([handle.where.remote() for handle in handles])]
+    watch.name_hosts([host.name for host in hosts])
     others = {host.memory: handle for host, handle in zip(hosts, handles, strict=True) if host != this_host()}
-    facts: list[HostFacts] = started.watch.get([handle.host_facts.remote(question) for handle in others.values()])
-    return facts
+
+    def ask(question: Question) -> list[HostFacts]:
+        """One process on each host but the driver's."""
+        facts: list[HostFacts] = watch.get([handle.host_facts.remote(question) for handle in others.values()])
+        return facts
+
+    check_hosts(config, ask)
 
 
 def _start_engines(
