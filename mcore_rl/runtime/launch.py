@@ -184,7 +184,8 @@ def _start_engines(
             address, _, port = (
                 started.watch.get([engine.free_address.remote()])[0].removeprefix("tcp://").rpartition(":")
             )
-            hosts = EngineHosts(len(slots), 0, address, int(port))
+            places = started.watch.get([process.where.remote() for process in (engine, *followers)])
+            hosts = EngineHosts(tuple(host.name for host, _ in places), 0, address, int(port))
         leader, *others = (visible_devices(placement, slot, of_ranks) for slot in slots)
         starting.append(engine.setup.remote(config, leader, prompts, hosts))
         for index, (follower, visible) in enumerate(zip(followers, others, strict=True), 1):

@@ -16,13 +16,17 @@ from mcore_rl.weights.engine_config import engine_overrides
 
 @dataclass(frozen=True)
 class EngineHosts:
-    """The hosts of one engine: `num`, each with as many of its ranks; `index` is this one. They meet at the first's
+    """The hosts of one engine, by name, each with as many of its ranks; `index` is this one. They meet at the first's
     `address` and `port`."""
 
-    num: int = 1
+    names: tuple[str, ...] = ("",)
     index: int = 0
     address: str = ""
     port: int = 0
+
+    @property
+    def num(self) -> int:
+        return len(self.names)
 
 
 ONE_HOST = EngineHosts()

@@ -67,7 +67,7 @@ class VllmEngine:
             model["enable_return_routed_experts"] = True
         self._engine = _start(engine_arguments(rollout_config, hosts) | model, rollout_config)
         self._core = self._engine.engine_core
-        self._ranks = EngineRanks(self._engine, name, timeout_seconds)
+        self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
         self._ranks.call("unlink_queues")
         unlink_queues()
         self.receiver = VllmReceiver(self._ranks, self._reset_prefix_cache)

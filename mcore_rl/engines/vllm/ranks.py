@@ -68,9 +68,11 @@ class RankMethods:
 class EngineRanks:
     """All ranks of `engine` (vllm's LLMEngine), which messages call `name`."""
 
-    def __init__(self, engine: Any, name: str, timeout_seconds: float) -> None:
+    def __init__(self, engine: Any, name: str, timeout_seconds: float, elsewhere: Sequence[str] = ()) -> None:
+        """`elsewhere`: the other hosts with ranks of the engine."""
         self.timeout_seconds = timeout_seconds
         self._name = name
+        self._elsewhere = elsewhere
         self._engine = engine
         self._lost: str | None = None
         self._bound_all_calls()
@@ -127,9 +129,8 @@ class EngineRanks:
 
     def _states(self) -> str:
         workers = getattr(self._engine.model_executor, "workers", [])  # none where the only rank is this process
-        return ", ".join(
-            f"rank {worker.rank} (process {worker.proc.pid}) {_state(worker.proc.pid)}" for worker in workers
-        )
+        here = [f"rank {worker.rank} (process {worker.proc.pid}) {_state(worker.proc.pid)}" for worker in workers]
+        return ", ".join([*here, *(f"those on {host} are not seen from here" for host in self._elsewhere)])
 
 
 def _state(pid: int) -> str:
