@@ -52,14 +52,19 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
+Endpoint = TypeVar("Endpoint")
+"""Where a rank is (weights.transports.topology.Endpoint)."""
 Connection_contra = TypeVar("Connection_contra", contravariant=True)
 """What the processes of a sync are told to come together (weights.connection.Connection)."""
 Comparison = TypeVar("Comparison")
 """What a rank finds of its weights (weights.verify.Comparison)."""
 
 
-class WeightReceiver(Protocol[Connection_contra, Comparison]):
+class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
     """Takes updates of an engine's weights, turn after turn, whatever brings them. Lists are by rank of the engine."""
+
+    def endpoints(self) -> list[Endpoint]:
+        """Where the engine's ranks take weights."""
 
     def connect(self, connection: Connection_contra, engine: int, /) -> None:
         """Joins the sync as its engine number `engine`, before the first update, or again after one that broke.

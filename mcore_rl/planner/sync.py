@@ -56,7 +56,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
-        transport=transport(config),
+        transport=transport(config, cuda=cuda),
         total_bytes=int(totals.received.sum()),
         slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_windows,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
@@ -78,6 +78,10 @@ def _places(config: Config, num_trainer_ranks: int, *, cuda: bool) -> Places:
     return Places.of(devices[:num_trainer_ranks], devices[first : first + num_engine_ranks])
 
 
-def transport(config: Config) -> str:
-    """Shared memory within one host."""
+def transport(config: Config, *, cuda: bool) -> str:
+    """How weights reach an engine rank at last: as weights.transport asks, or by what it shares with trainer ranks."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    if config.cluster.placement == "colocated":
+        return "cuda_ipc" if cuda else "shared_memory"
     return "shared_memory" if config.cluster.nodes == 1 else "network"

@@ -76,7 +76,7 @@ def launch(
         around = Surroundings(config, references, watch)
         of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if on_gpus else []
         starting = _start_engines(started, config, placement, references, of_ranks)
-        pool = EnginePool(engines, watch, started.followers) if engines else None
+        pool = EnginePool(engines, watch) if engines else None
         takes_turns = pool is not None and shares_device(config)
         if pool is not None and takes_turns:
             # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.

@@ -94,7 +94,7 @@ class SlicePublisher:
 def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:
     watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
     of_trainers = watch.get([handle.endpoint.remote() for handle in trainers.handles])
-    of_engines = engines.endpoints(layout.num_ranks)
+    of_engines = engines.endpoints()
     topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, config.weights.transport)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
     planned = trainers.handles[0].sync_plan.remote(layout, topology, bucket_bytes, config.weights.num_buckets)

@@ -9,12 +9,18 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.cuda_ipc import DeviceSegment
 from mcore_rl.weights.transports.interface import Inlet
-from mcore_rl.weights.transports.link import MOST_WINDOWS, Link, Meeting
+from mcore_rl.weights.transports.link import MOST_TURNS, Link, Meeting
 from mcore_rl.weights.transports.mapped import MappedInlet, MappedWindow
 from mcore_rl.weights.transports.network import NetworkInlet
 from mcore_rl.weights.transports.shared_memory import SharedSegment
+from mcore_rl.weights.transports.topology import CUDA_IPC
 from model_converters.errors import LayoutError
+
+Segment = SharedSegment | DeviceSegment
+SEGMENTS: dict[bool, type[SharedSegment] | type[DeviceSegment]] = {False: SharedSegment, True: DeviceSegment}
+"""By whether a window is a GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,13 @@ class Connection:
     meeting: Meeting
     segments: Mapping[int, str]
     timeout_seconds: float
+
+    def segment(self, window: int) -> Segment:
+        """A window, mapped in this process.
+
+        Raises: WeightSyncError where it is gone.
+        """
+        return SEGMENTS[self.plan.topology.windows[window].kind == CUDA_IPC].attach(self.segments[window])
 
     def link(self, member: int) -> Link:
         topology = self.plan.topology
@@ -47,7 +60,7 @@ class TrainerEnd:
         self._rank = rank
         windows = plan.topology.windows
         self._arrivals = plan.arrivals([number for number, each in enumerate(windows) if rank in each.writers])
-        self._made: dict[int, SharedSegment] = {}
+        self._made: dict[int, Segment] = {}
 
     def make_windows(self) -> dict[int, str]:
         """Names of the windows of which this rank is the home.
@@ -55,8 +68,10 @@ class TrainerEnd:
         Raises: ConfigError where this host's shared memory is too small.
         """
         for number, arrivals in self._arrivals.items():
-            if self._plan.topology.windows[number].home == self._rank:
-                self._made[number] = SharedSegment.create(arrivals.slot_bytes * self._plan.num_slots)
+            window = self._plan.topology.windows[number]
+            if window.home == self._rank:
+                kind = SEGMENTS[window.kind == CUDA_IPC]
+                self._made[number] = kind.create(arrivals.slot_bytes * self._plan.num_slots)
         return {number: segment.name for number, segment in self._made.items()}
 
     def connect(self, connection: Connection) -> WeightSender:
@@ -66,7 +81,7 @@ class TrainerEnd:
                 number,
                 self._plan.topology,
                 arrivals,
-                (self._made.get(number) or SharedSegment.attach(connection.segments[number])).memory,
+                (self._made.get(number) or connection.segment(number)).memory,
                 self._plan.num_slots,
             )
             for number, arrivals in self._arrivals.items()
@@ -86,7 +101,7 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     plan = connection.plan
     number = plan.topology.window_of(engine_rank)
     arrivals, num_turns = plan.arrivals([number])[number], plan.num_turns
-    memory = SharedSegment.attach(connection.segments[number]).memory if number in connection.segments else None
+    memory = connection.segment(number).memory if number in connection.segments else None
     link = connection.link(plan.topology.member(engine_rank))
     link.greet(plan.peers_of_reader(number, arrivals))
     inlet: Inlet
@@ -101,7 +116,9 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
 def check_plan(plan: SyncPlan) -> None:
     """Raises: ConfigError for buckets that cannot hold a row, and engines that do not divide the model."""
     try:
-        if plan.num_turns >= 2**32 // (MOST_WINDOWS * 8):
-            raise ConfigError(f"weights.bucket_mib: {plan.num_turns} buckets are too many; raise it")
+        if plan.num_turns > MOST_TURNS:
+            raise ConfigError(
+                f"weights.bucket_mib: {plan.num_turns} buckets are more than {MOST_TURNS}, the most of a sync; raise it"
+            )
     except LayoutError as error:
         raise ConfigError(f"weights.bucket_mib, rollout.tp: {error}") from error

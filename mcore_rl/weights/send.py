@@ -46,12 +46,9 @@ class WeightSender:
         away = {turn: [each for each in messages if each.receiver not in mapped]
                 for turn, messages in self._departures.items()}  # fmt: skip
         network = NetworkOutlet(link, plan.topology, away, plan.num_slots)
+        targets = {message.receiver for messages in self._departures.values() for message in messages}
         self._outlets: dict[int, Outlet] = {
-            message.receiver: MappedOutlet(link, mapped[message.receiver], rank)
-            if message.receiver in mapped
-            else network
-            for messages in self._departures.values()
-            for message in messages
+            window: MappedOutlet(link, mapped[window], rank) if window in mapped else network for window in targets
         }
         self._relays = [Relay(link, window) for window in mapped.values() if window.window.home == rank]
 

@@ -49,7 +49,7 @@ def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.9 * sync["total_bytes"] < sync["bytes_crossing_hosts"] < sync["total_bytes"]
     assert sync["busiest_sender_bytes"] < 1.2 * sync["total_bytes"] / 512
     assert sync["buckets"] == pytest.approx(sync["bytes_per_engine_rank"] / 2**28, rel=0.05)
-    assert (sync["transport"], sync["seconds"]) == ("network", None)
+    assert (sync["transport"], sync["seconds"]) == ("cuda_ipc", None)
 
 
 def test_too_little_memory_names_key_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from mcore_rl.engines.vllm.ranks import EngineRanks
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.ports import WeightReceiver
 from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
@@ -20,6 +21,9 @@ class VllmReceiver:
         self._ranks = ranks
         self._reset_prefix_cache = reset_prefix_cache
         self._whole = True
+
+    def endpoints(self) -> list[Endpoint]:
+        return self._ranks.call("endpoint")
 
     def connect(self, connection: Connection, engine: int) -> None:
         first_rank = engine * connection.plan.topology.ranks_per_engine
@@ -51,4 +55,4 @@ class VllmReceiver:
 
 
 if TYPE_CHECKING:
-    _port: type[WeightReceiver[Connection, Comparison]] = VllmReceiver
+    _port: type[WeightReceiver[Endpoint, Connection, Comparison]] = VllmReceiver

@@ -26,7 +26,10 @@ from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Box, Needs
 from mcore_rl.weights.slices.recorded import require_planned
+from mcore_rl.weights.transports.cuda_ipc import device_uuid
+from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
+from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison, compare
 
 
@@ -49,6 +52,10 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             # The kernel of interleaved rotary embeddings is wrong for several heads, silently.
             if isinstance(module, RotaryEmbeddingBase) and not module.is_neox_style:
                 module._forward_method = module.forward_native
+
+    def endpoint(self) -> Endpoint:
+        """Where this rank takes weights."""
+        return Endpoint(this_host(), os.environ["VLLM_HOST_IP"], device_uuid())
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
         """Joins a weight sync, and records what this rank keeps of its tensors. `first_rank`: the engine's first among

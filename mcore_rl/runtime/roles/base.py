@@ -30,7 +30,6 @@ from mcore_rl.types import (
     TokenColumn,
 )
 from mcore_rl.weights.transports.hosts import Host, this_host
-from mcore_rl.weights.transports.topology import Endpoint
 
 if TYPE_CHECKING:
     pass
@@ -72,11 +71,6 @@ class RunProcess:
     @ray.method(concurrency_group="watch")
     def host_facts(self, question: Question) -> HostFacts:
         return answer(question)
-
-    @ray.method(concurrency_group="watch")
-    def endpoint(self) -> Endpoint:
-        """Where others reach this process."""
-        return Endpoint(this_host(), ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="watch")
     def pending_collectives(self) -> list[Collective]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,6 +72,9 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"wake up {part}"):
             self.worker.engine.wake_up(part)
 
+    def endpoints(self) -> list[Endpoint]:
+        return self.receiver.endpoints()
+
     def connect(self, connection: Connection, engine: int) -> None:
         with self.spans.span("connect weights"):
             self.receiver.connect(connection, engine)
@@ -116,11 +118,10 @@ class FollowerProcess(RunProcess):
 
 @dataclass
 class EnginePool:
-    """All rollout engines; `followers` of each, on its other hosts."""
+    """All rollout engines."""
 
     handles: list[Any]
     watch: Watch
-    followers: list[list[Any]] = field(default_factory=list)
 
     @property
     def num_engines(self) -> int:
@@ -143,17 +144,9 @@ class EnginePool:
         ]
         self.watch.get(calls)
 
-    def endpoints(self, ranks_per_engine: int) -> list[Endpoint]:
+    def endpoints(self) -> list[Endpoint]:
         """Of all engine ranks, engine by engine."""
-        followers = self.followers or [[] for _ in self.handles]
-        hosts = [[leader, *others] for leader, others in zip(self.handles, followers, strict=True)]
-        found = iter(self.watch.get([host.endpoint.remote() for of_engine in hosts for host in of_engine]))
-        return [
-            endpoint
-            for of_engine in hosts
-            for endpoint in islice(found, len(of_engine))
-            for _ in range(ranks_per_engine // len(of_engine))
-        ]
+        return [endpoint for of_engine in self.call("endpoints") for endpoint in of_engine]
 
     def send(self, method: str, *arguments: Any) -> list[Any]:
         """References of the results of a method on every engine."""
@@ -180,7 +173,7 @@ def build_worker(
     rewarder: Rewarder,
     prompts: Mapping[str, PromptSource],
     hosts: EngineHosts = ONE_HOST,
-) -> tuple[RolloutWorker, WeightReceiver[Connection, Comparison]]:
+) -> tuple[RolloutWorker, WeightReceiver[Endpoint, Connection, Comparison]]:
     """An engine on model.hf_path with its graders, and what takes its weights: it has none before the first publish,
     which delivers every tensor. `name` is the process's, for messages."""
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)

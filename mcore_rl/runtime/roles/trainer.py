@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from mcore_rl.weights.connection import Connection
     from mcore_rl.weights.slices.engine_layout import EngineLayout
     from mcore_rl.weights.sync_plan import SyncPlan
-    from mcore_rl.weights.transports.topology import Topology
+    from mcore_rl.weights.transports.topology import Endpoint, Topology
 from dataclasses import dataclass
 
 from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
 from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metrics
+from mcore_rl.weights.transports.hosts import this_host
 
 
 @ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
@@ -99,6 +100,13 @@ class TrainerProcess(TrainedRankProcess):
                 reports.append(self.actor.update(batch, index))
         self.actor.gather_parameters()  # weights are read rank by rank from here on
         return reports
+
+    def endpoint(self) -> Endpoint:
+        """From where this rank sends weights."""
+        from mcore_rl.weights.transports.cuda_ipc import device_uuid
+        from mcore_rl.weights.transports.topology import Endpoint
+
+        return Endpoint(this_host(), ray.util.get_node_ip_address(), device_uuid())
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
         """The same on every rank."""

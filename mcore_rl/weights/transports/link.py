@@ -49,7 +49,8 @@ class Topic(NamedTuple):
 
 
 MOST_WINDOWS = 1 << 14
-"""Of a sync; tags have 32 bits."""
+MOST_TURNS = (1 << 31) // (MOST_WINDOWS * len(Kind))
+"""Of a sync: a tag is a positive number of 32 bits."""
 
 
 @dataclass(frozen=True)

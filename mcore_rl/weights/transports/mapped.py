@@ -42,6 +42,11 @@ class MappedWindow:
         """To whom, and about what."""
         return [(peer, Topic(kind, self.number, turn)) for peer in peers]
 
+    def settle(self) -> None:
+        """Waits until what this process has queued on a window's GPU is done: others are told so next."""
+        if self.memory.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
     def bytes_of(self, turn: int, placed: Placed) -> torch.Tensor:
         start = turn % self.num_slots * self.arrivals.slot_bytes + placed.offset
         return self.memory[start : start + placed.message.num_bytes]
@@ -75,6 +80,7 @@ class MappedOutlet:
         return self._mapped.bytes_of(turn, self._placed[turn])
 
     def send(self, turn: int, message: Message) -> None:
+        self._mapped.settle()
         for reader, topic in self._mapped.words(self._mapped.readers, Kind.READY, turn):
             self._link.tell(message.num_bytes, reader, topic)
 
@@ -88,7 +94,7 @@ class Relay:
     def __init__(self, link: Link, mapped: MappedWindow) -> None:
         self._link = link
         self._mapped = mapped
-        self._coming: dict[int, list[Pending]] = {}
+        self._coming: dict[int, list[tuple[Pending, torch.Tensor]]] = {}
         turns = [turn for turn in mapped.arrivals.turns if mapped.relayed(turn)]
         free = {turn: mapped.words(mapped.readers, Kind.FREE_TO_RELAY, turn) for turn in turns}
         self._free = Ears(link, free, mapped.num_slots)
@@ -103,21 +109,26 @@ class Relay:
         """
         self._free.hear(turn)
         topic = Topic(Kind.WEIGHTS, self._mapped.number, turn)
-        self._coming[turn] = [
-            self._link.receive(self._mapped.bytes_of(turn, placed), placed.message.sender, topic)
-            for placed in self._mapped.relayed(turn)
-        ]
+        for placed in self._mapped.relayed(turn):
+            target = self._mapped.bytes_of(turn, placed)
+            # gloo receives into host memory.
+            memory = torch.empty(target.shape, dtype=torch.uint8, pin_memory=True) if target.is_cuda else target
+            pending = self._link.receive(memory, placed.message.sender, topic)
+            self._coming.setdefault(turn, []).append((pending, target))
 
     def close(self, turn: int) -> None:
         """Waits for what was to come, and says so.
 
         Raises: PeerLostError.
         """
-        pending = self._coming.pop(turn, [])
-        for each in pending:
-            each.wait()
-        if pending:
-            num_bytes = sum(each.memory.numel() for each in pending)
+        coming = self._coming.pop(turn, [])
+        for pending, target in coming:
+            pending.wait()
+            if target.is_cuda:
+                target.copy_(pending.memory)
+        if coming:
+            self._mapped.settle()
+            num_bytes = sum(target.numel() for _, target in coming)
             for reader, topic in self._mapped.words(self._mapped.readers, Kind.RELAYED, turn):
                 self._link.tell(num_bytes, reader, topic)
 
@@ -149,6 +160,7 @@ class MappedInlet:
         return [Arrived(placed.message, mapped.bytes_of(turn, placed)) for placed in mapped.arrivals.at(turn)]
 
     def release(self, turn: int) -> None:
+        self._mapped.settle()
         self._free(turn + self._mapped.num_slots)
 
     def finish(self) -> None:

@@ -1,13 +1,16 @@
 """In which memory each engine rank's weights arrive, and which trainer ranks can write there: a pure function of where
 the processes run.
 
-    an engine rank whose memory a trainer rank shares   a window that both map; who is elsewhere sends to its `home`
-    any other                                           memory of its own, into which every trainer rank sends
+    on a trainer rank's GPU     a window of that GPU's memory, which both map (cuda_ipc)
+    on a trainer rank's host    a window of the host's memory, which both map (shared_memory)
+    elsewhere                   memory of the engine rank's own, into which every trainer rank sends (network)
+
+Who does not map a window sends to its home, a trainer rank that does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,13 +18,22 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.weights.slices.routes import Places
 from mcore_rl.weights.transports.hosts import Host
 
+CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"
+MEMORY = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
+"""What a trainer rank and an engine rank share."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process of a sync runs, and the address at which others reach it."""
+    """Where a process of a sync runs, and the address at which others reach it; `device` names its GPU, if any."""
 
     host: Host
     address: str
+    device: str = ""
+
+
+Place = tuple[tuple[str, int], str]
+"""A piece of memory: of a host, or of a GPU on it."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Window:
     """
 
     readers: tuple[int, ...]
+    kind: str = NETWORK
     writers: tuple[int, ...] = ()
     home: int | None = None
 
@@ -45,7 +58,7 @@ class Topology:
     engines: tuple[Endpoint, ...]
     ranks_per_engine: int
     transport: str = "auto"
-    """weights.transport: shared_memory insists on windows that trainer ranks map, network on none."""
+    """weights.transport: auto, or the only kind of window that may be."""
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -54,28 +67,32 @@ class Topology:
         Raises: ConfigError where the transport asks for memory that is not shared.
         """
         windows = []
-        homes: dict[tuple[str, int], int] = {}
+        homes: Counter[Place] = Counter()
         for engines in self._engines_alike():
             for rank in range(self.ranks_per_engine):
                 readers = tuple(engine * self.ranks_per_engine + rank for engine in engines)
-                where = self.engines[readers[0]]
-                writers = self._writers(where)
+                kind, writers = self._shared(self.engines[readers[0]])
                 home = None
                 if writers:
-                    # The homes of a host's windows take turns.
-                    turn = homes[where.host.memory] = homes.get(where.host.memory, -1) + 1
-                    home = writers[turn % len(writers)]
-                windows.append(Window(readers, writers, home))
+                    place = self._place(self.engines[readers[0]], kind)
+                    home = writers[homes[place] % len(writers)]  # the homes of a host's windows take turns
+                    homes[place] += 1
+                windows.append(Window(readers, kind, writers, home))
         return windows
 
     @property
     def places(self) -> Places:
         """Of trainer ranks, and of windows in the place of engine ranks."""
         hosts: dict[tuple[str, int], int] = {}
+        devices: dict[str, int] = {"": -1}
         for endpoint in (*self.trainers, *self.engines):
             hosts.setdefault(endpoint.host.memory, len(hosts))
-        trainers = [(hosts[endpoint.host.memory], -1) for endpoint in self.trainers]
-        windows = [(hosts[self.engines[window.readers[0]].host.memory], -1) for window in self.windows]
+            devices.setdefault(endpoint.device, len(devices))
+        of_windows = [self.engines[window.readers[0]] for window in self.windows]
+        trainers, windows = (
+            [(hosts[endpoint.host.memory], devices[endpoint.device]) for endpoint in endpoints]
+            for endpoints in (self.trainers, of_windows)
+        )
         return Places.of(trainers, windows)
 
     def window_of(self, engine_rank: int) -> int:
@@ -93,31 +110,41 @@ class Topology:
         of = f", rank {rank}" if self.ranks_per_engine > 1 else ""
         return f"rollout engine {engine}{of} on {self.engines[member - len(self.trainers)].host.name}"
 
-    @cached_property
-    def _trainers_by_memory(self) -> dict[tuple[str, int], tuple[int, ...]]:
-        ranks: dict[tuple[str, int], tuple[int, ...]] = {}
-        for rank, trainer in enumerate(self.trainers):
-            ranks[trainer.host.memory] = (*ranks.get(trainer.host.memory, ()), rank)
-        return ranks
-
-    def _writers(self, where: Endpoint) -> tuple[int, ...]:
-        if self.transport == "network":
-            return ()
-        writers = self._trainers_by_memory.get(where.host.memory, ())
-        if self.transport == "shared_memory" and not writers:
+    def _shared(self, where: Endpoint) -> tuple[str, tuple[int, ...]]:
+        """The nearest memory that an engine rank shares with trainer ranks, and these."""
+        kinds = [CUDA_IPC, SHARED_MEMORY] if self.transport == "auto" else [self.transport]
+        for kind in kinds:
+            if kind == NETWORK or (kind == CUDA_IPC and not where.device):
+                continue
+            writers = self._trainers_at.get(self._place(where, kind), ())
+            if writers:
+                return kind, writers
+        if self.transport in MEMORY:
             raise ConfigError(
-                f"weights.transport=shared_memory: no trainer rank shares memory with the engine ranks on "
-                f"{where.host.name}; set it to auto or network"
+                f"weights.transport={self.transport}: no trainer rank shares {MEMORY[self.transport]} with the engine "
+                f"ranks on {where.host.name}; set it to auto or network"
             )
-        return writers
+        return NETWORK, ()
+
+    @cached_property
+    def _trainers_at(self) -> dict[Place, tuple[int, ...]]:
+        ranks: dict[Place, list[int]] = {}
+        for rank, trainer in enumerate(self.trainers):
+            for kind in (CUDA_IPC, SHARED_MEMORY) if trainer.device else (SHARED_MEMORY,):
+                ranks.setdefault(self._place(trainer, kind), []).append(rank)
+        return {place: tuple(at) for place, at in ranks.items()}
+
+    @staticmethod
+    def _place(where: Endpoint, kind: str) -> Place:
+        return where.host.memory, where.device if kind == CUDA_IPC else ""
 
     def _engines_alike(self) -> list[list[int]]:
-        """Engines whose ranks read the same windows: on the same hosts, rank by rank, all shared with trainers."""
+        """Engines whose ranks read the same windows: in the same memory, rank by rank, all shared with trainers."""
         size = self.ranks_per_engine
         alike: dict[object, list[int]] = {}
         for engine in range(len(self.engines) // size):
-            ranks: Sequence[Endpoint] = self.engines[engine * size : (engine + 1) * size]
-            mapped = all(self._writers(where) for where in ranks)
-            key = tuple(where.host.memory for where in ranks) if mapped else engine
-            alike.setdefault(key, []).append(engine)
+            ranks = self.engines[engine * size : (engine + 1) * size]
+            kinds = [self._shared(where)[0] for where in ranks]
+            places = tuple(self._place(where, kind) for where, kind in zip(ranks, kinds, strict=True))
+            alike.setdefault(engine if NETWORK in kinds else (tuple(kinds), places), []).append(engine)
         return list(alike.values())

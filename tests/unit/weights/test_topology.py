@@ -1,0 +1,89 @@
+"""Where weights arrive is decided by what processes share: a GPU, a host, or nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.weights.transports.hosts import Host
+from mcore_rl.weights.transports.topology import Endpoint, Topology, Window
+
+
+def at(places: str) -> tuple[Endpoint, ...]:
+    """`A0 A1 B`: a host, and the number of a GPU on it, for each process."""
+    return tuple(
+        Endpoint(Host(place[0], (place[0], 0)), "127.0.0.1", f"{place[0]} GPU {place[1:]}" if place[1:] else "")
+        for place in places.split()
+    )
+
+
+def windows(trainers: str, engines: str, size: int = 1, transport: str = "auto") -> list[Window]:
+    return Topology(at(trainers), at(engines), size, transport).windows
+
+
+def test_an_engine_rank_on_a_trainers_gpu_has_a_window_there() -> None:
+    assert windows("A0 A1 B0 B1", "A0 A1 B0 B1", 4) == [Window((i,), "cuda_ipc", (i,), i) for i in range(4)]
+
+
+def test_a_gpu_has_a_window_for_each_of_its_engine_ranks_but_engines_alike_share() -> None:
+    assert windows("A0 A1", "A0 A1 A0 A1", 2) == [Window((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
+
+
+def test_other_gpus_of_a_host_are_reached_through_its_memory() -> None:
+    assert windows("A0 A1", "A2 A3", 2) == [
+        Window((0,), "shared_memory", (0, 1), 0),
+        Window((1,), "shared_memory", (0, 1), 1),
+    ]
+    assert windows("A0 A1", "A2 A3", 1) == [Window((0, 1), "shared_memory", (0, 1), 0)]
+
+
+def test_hosts_without_trainers_are_reached_by_the_network() -> None:
+    assert windows("A0 A1", "B0 A0", 1) == [Window((0,)), Window((1,), "cuda_ipc", (0,), 0)]
+    assert windows("A A", "B B", 1) == [Window((0,)), Window((1,))]
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind", "writers"),
+    [("network", "network", ()), ("shared_memory", "shared_memory", (0, 1)), ("cuda_ipc", "cuda_ipc", (0,))],
+)
+def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int, ...]) -> None:
+    (window,) = windows("A0 A1", "A0", transport=transport)
+    assert (window.kind, window.writers) == (kind, writers)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "transport", "message"),
+    [
+        ("A0 A1", "A0 A2", "cuda_ipc", r"weights\.transport=cuda_ipc: no trainer rank shares a GPU with .* on A"),
+        ("A A", "A", "cuda_ipc", r"weights\.transport=cuda_ipc: .* set it to auto or network"),
+        (
+            "A A",
+            "A B",
+            "shared_memory",
+            r"transport=shared_memory: no trainer rank shares memory with .* on B",
+        ),
+    ],
+)
+def test_what_is_not_shared_is_refused(trainers: str, engines: str, transport: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        windows(trainers, engines, transport=transport)
+
+
+def test_senders_know_gpus_and_hosts() -> None:
+    places = Topology(at("A0 A1 B0"), at("A1 B0 C"), 1).places
+    assert places.trainer_hosts.tolist() == [0, 0, 1]
+    assert places.engine_hosts.tolist() == [0, 1, 2]
+    assert places.engine_devices[0] == places.trainer_devices[1]
+    assert places.engine_devices[1] == places.trainer_devices[2]
+    assert places.engine_devices[2] == -1
+    assert len(np.unique(places.trainer_devices)) == 3
+
+
+def test_names_say_rank_and_host() -> None:
+    topology = Topology(at("A B"), at("A B C D"), 2)
+    assert [topology.name(member) for member in (1, 2, 5)] == [
+        "trainer rank 1 on B",
+        "rollout engine 0, rank 0 on A",
+        "rollout engine 1, rank 1 on D",
+    ]
