@@ -1,4 +1,5 @@
-"""A real SLURM of three nodes on this machine, in a directory of its own, gone when the block ends."""
+"""A real SLURM of three nodes on this machine, in a directory of its own, gone when the block ends. Each node is a
+pretended host: with a network, a name and a /dev/shm of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -52,12 +54,68 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
 
 
+@dataclass(frozen=True)
+class Network:
+    """A bridge of this machine, and the nodes' networks on it."""
+
+    name: str
+    prefix: str
+
+    def address(self, node: str) -> str:
+        return f"{self.prefix}.{NODES.index(node) + 1}"
+
+    @property
+    def controller(self) -> str:
+        return f"{self.prefix}.254"
+
+    def namespace(self, node: str) -> str:
+        return f"{self.name}_{node}"
+
+    def hosts(self) -> str:
+        """/etc/hosts of the nodes."""
+        lines = [f"{self.address(node)} {node}" for node in NODES]
+        return "\n".join(["127.0.0.1 localhost", f"{self.controller} {socket.gethostname()}", *lines, ""])
+
+
+@contextlib.contextmanager
+def node_networks() -> Iterator[Network]:
+    """Skips the test where this machine lets nobody make them."""
+    if os.geteuid() != 0:
+        pytest.skip("SLURM nodes with networks of their own need root")
+    network = Network(f"s{secrets.token_hex(3)}", f"10.214.{secrets.randbelow(256)}")
+    try:
+        _ip("link", "add", network.name, "type", "bridge")
+        _ip("addr", "add", f"{network.controller}/24", "dev", network.name)
+        _ip("link", "set", network.name, "up")
+        for node in NODES:
+            space, outside = network.namespace(node), f"{network.name}{node}"
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", outside, "netns", str(os.getpid()))
+            _ip("link", "set", outside, "master", network.name, "up")
+            _ip("-n", space, "addr", "add", f"{network.address(node)}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", space, "link", "set", link, "up")
+            _ip("-n", space, "route", "add", "default", "via", network.controller)
+        yield network
+    finally:
+        for node in NODES:
+            subprocess.run(["ip", "netns", "del", network.namespace(node)], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", network.name], check=False, capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"networks for SLURM nodes cannot be made here: {done.stderr.strip()}")
+
+
 @dataclass
 class Slurm:
     """The running cluster."""
 
     directory: Path
     environment: dict[str, str]
+    network: Network
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
         """Runs one of SLURM's commands and returns what it prints."""
@@ -98,20 +156,26 @@ class Slurm:
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Slurm]:
     """munged, slurmctld and one slurmd per node; all that they started is killed at the end, whatever happened."""
+    with node_networks() as network, _daemons(network) as slurm:
+        yield slurm
+
+
+@contextlib.contextmanager
+def _daemons(network: Network) -> Iterator[Slurm]:
     # Not pytest's: munged refuses a socket in a directory that others cannot enter.
     directory = Path(tempfile.mkdtemp(prefix="mcore_rl_slurm_", dir="/tmp"))
     directory.chmod(0o755)
     (directory / "state").mkdir()
     ports = _free_ports(len(NODES) + 1)
-    host = socket.gethostname()
     nodes = [
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
+        f"NodeName={name} NodeAddr={network.address(name)} Port={port} CPUs=1 RealMemory=2000 State=UNKNOWN"
         for name, port in zip(NODES, ports, strict=False)
     ]
+    (directory / "hosts").write_text(network.hosts())
     configuration = directory / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            host=f"{host}(127.0.0.1)",
+            host=f"{socket.gethostname()}({network.controller})",
             user=getpass.getuser(),
             directory=directory,
             port=ports[-1],
@@ -121,7 +185,7 @@ def slurm_cluster() -> Iterator[Slurm]:
     )
     environment = {**os.environ, "SLURM_CONF": str(configuration), "PATH": SEARCHED, MARK: str(directory)}
     try:
-        slurm = Slurm(directory, environment)
+        slurm = Slurm(directory, environment, network)
         _start(slurm)
         yield slurm
     finally:
@@ -139,7 +203,13 @@ def _start(slurm: Slurm) -> None:
     slurm.call("munged", *options)
     slurm.call("slurmctld", "-f", slurm.environment["SLURM_CONF"])
     for name in NODES:
-        slurm.call("slurmd", "-N", name, "-f", slurm.environment["SLURM_CONF"])
+        start = (
+            f"mount -t tmpfs -o size=50% shm /dev/shm && mount --bind {directory}/hosts /etc/hosts && "
+            f'hostname {name} && exec slurmd -N {name} -f "$SLURM_CONF"'
+        )
+        # Not by `ip netns exec`, which hides the control groups that slurmd asks for.
+        enter = ("nsenter", f"--net=/run/netns/{slurm.network.namespace(name)}")
+        slurm.call(*enter, "unshare", "--mount", "--ipc", "--uts", "bash", "-c", start)
     idle = lambda: slurm.call("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
     slurm.wait(idle, "all nodes to be idle", directory / "slurmctld.log", 120)
 
