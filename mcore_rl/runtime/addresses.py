@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.errors import ConfigError
-
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 10_000
 
@@ -34,19 +32,22 @@ def free_port() -> int:
 
 def meet_at(address: str) -> None:
     """Collectives and engines of this process meet others at this node's address, by its interface; what the user has
-    set stays.
-
-    Raises: ConfigError naming an interface that the user has set and this host has not.
-    """
-    interfaces = psutil.net_if_addrs()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if any(name not in interfaces for name in chosen.split(",") if name):
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={chosen}: {socket.gethostname()} has no such interface, but "
-            f"{', '.join(sorted(interfaces))}; set it to one that every host has, or leave it out"
-        )
-    found = [name for name, addresses in interfaces.items() if address in (each.address for each in addresses)]
+    set stays."""
+    found = [
+        name for name, addresses in psutil.net_if_addrs().items() if address in (each.address for each in addresses)
+    ]
     if found:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", found[0])
     os.environ.setdefault("VLLM_HOST_IP", address)
+
+
+def missing_interface() -> str:
+    """What is wrong with the interface that the user has set, if this host has it not; "" where it has."""
+    chosen, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
+    if all(name in interfaces for name in chosen.split(",") if name):
+        return ""
+    return (
+        f"GLOO_SOCKET_IFNAME={chosen}: {socket.gethostname()} has no such interface, but "
+        f"{', '.join(sorted(interfaces))}; set it to one that every host has, or leave it out"
+    )

@@ -17,6 +17,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
 from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.addresses import missing_interface
 
 PACKAGES = (
     "mcore-rl",
@@ -47,6 +48,7 @@ class HostFacts:
     files: Mapping[str, str]
     sees_mark: bool
     seconds: float
+    missing_interface: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def answer(question: Question) -> HostFacts:
         except metadata.PackageNotFoundError:
             versions[package] = "none"
     files = {key: digest(Path(path)) for key, path in question.paths.items()}
-    return HostFacts(socket.gethostname(), versions, files, Path(question.mark).exists(), time.time())
+    seen = Path(question.mark).exists()
+    return HostFacts(socket.gethostname(), versions, files, seen, time.time(), missing_interface())
 
 
 def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> None:
@@ -85,6 +88,8 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
     finally:
         mark.unlink()
     for there in answers:
+        if there.missing_interface:
+            raise ConfigError(there.missing_interface)
         if not there.sees_mark:
             raise ConfigError(
                 f"run.dir={config.run.dir}: {there.name} does not see what {here.name} writes there; set run.dir to "

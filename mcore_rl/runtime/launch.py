@@ -12,6 +12,8 @@ import ray
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.daemons import Daemons
@@ -62,6 +64,8 @@ def launch(
     `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `say` tells a person
     what has started.
     """
+    if problem := missing_interface():
+        raise ConfigError(problem)
     on_gpus = uses_cuda(config.cluster)
     num_engines = config.rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])

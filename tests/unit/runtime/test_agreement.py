@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.addresses import meet_at, missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, answer, check_hosts, digest, named_paths
 
 
@@ -44,6 +47,7 @@ def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None
     [
         (lambda q: {"sees_mark": False}, r"run\.dir=.* node7 does not see .* storage that all hosts share"),
         (lambda q: {"versions": answer(q).versions | {"torch": "1.0"}}, r"node7 has torch 1\.0, and .* has \d"),
+        (lambda q: {"missing_interface": "GLOO_SOCKET_IFNAME=ib7: node7 has no such"}, "ib7: node7 has no such"),
         (lambda q: {"seconds": answer(q).seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
         (lambda q: {"seconds": answer(q).seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
         (lambda q: {"files": answer(q).files | {"model.hf_path": "nothing"}}, r"model\.hf_path=.* is not on node7"),
@@ -70,3 +74,20 @@ def test_a_digest_sees_names_sizes_and_small_contents(tmp_path: Path) -> None:
     (copy / "weights").write_bytes(bytes((2 << 20) + 1))
     assert digest(first) != digest(copy)
     assert digest(tmp_path / "nowhere") == "nothing"
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert missing_interface() == ""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, but .*lo.* leave it out", missing_interface())
+
+
+def test_a_process_meets_others_at_its_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "the user's")
+    meet_at("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "the user's"
+    assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
