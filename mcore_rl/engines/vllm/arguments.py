@@ -51,13 +51,10 @@ def set_environment(timeout_seconds: float) -> None:
 
 def model_arguments(model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool) -> dict[str, Any]:
     """EngineArgs of the model; load_weights False: random weights."""
-    return {
-        "model": str(model_dir),
-        "dtype": dtype,
-        "seed": seed,
-        "load_format": "auto" if load_weights else "dummy",
-        "hf_overrides": engine_overrides(model_dir, load_weights=load_weights),
-    }
+    arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
+    arguments["load_format"] = "auto" if load_weights else "dummy"
+    arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights)
+    return arguments
 
 
 def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any]:
@@ -88,19 +85,21 @@ def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any
         # A prompt longer than what is left of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
     if torch.cuda.is_available():
-        return arguments | {
+        arguments |= {
             "gpu_memory_utilization": config.gpu_memory_fraction,
             "enforce_eager": config.enforce_eager,
             "enable_sleep_mode": True,
         }
-    from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
+    else:
+        from mcore_rl.engines.vllm.cpu import IR_OP_PRIORITY
 
-    return arguments | {
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        "enforce_eager": True,
-        "ir_op_priority": IR_OP_PRIORITY,
-        # vLLM's default of 128 spreads short sequences over memory that no cache holds.
-        "block_size": 32,
-        # Of latent attention alone. Its AMX kernels want bfloat16 and drop kv_b_proj, which a reload needs.
-        "attention_backend": "CPU_MLA",
-    }
+        arguments |= {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": True,
+            "ir_op_priority": IR_OP_PRIORITY,
+            # vLLM's default of 128 spreads short sequences over memory that no cache holds.
+            "block_size": 32,
+            # Of latent attention alone. Its AMX kernels want bfloat16 and drop kv_b_proj, which a reload needs.
+            "attention_backend": "CPU_MLA",
+        }
+    return arguments

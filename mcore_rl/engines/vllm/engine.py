@@ -62,10 +62,10 @@ class VllmEngine:
         self._config = rollout_config
         self._eos_token_ids = list(eos_token_ids)
         self._asleep: set[str] = set()
-        model = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
+        arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
         if capture_routing and torch.cuda.is_available():
-            model["enable_return_routed_experts"] = True
-        self._engine = _start(engine_arguments(rollout_config, hosts) | model, rollout_config)
+            arguments["enable_return_routed_experts"] = True
+        self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
         self._ranks.call("unlink_queues")

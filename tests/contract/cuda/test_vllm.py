@@ -43,7 +43,7 @@ INSTANCES = {
 }
 """Classes that the text does not tell: file -> expression -> class on a GPU."""
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
-EXTENSION = "engines.vllm.worker_extension.BucketReceiverExtension"
+EXTENSION = "engines.vllm.worker_extension.WeightReceiverExtension"
 REGISTERED = {
     "vllm.model_executor.layers.attention.mla_attention.MLAAttention.W_UK_T": "W_UK_T",
     "vllm.model_executor.layers.attention.mla_attention.MLAAttention.W_UV": "W_UV",
@@ -88,9 +88,17 @@ def test_instances_are_those_of_expressions_that_our_files_have() -> None:
         assert [each for each in expressions if each not in text] == [], name
 
 
+def engine_arguments() -> dict[str, ast.expr]:
+    found: dict[str, ast.expr] = {}
+    for file in ("engine.py", "arguments.py"):
+        found |= keys_of(ast.parse((ENGINE / file).read_text()), "arguments")
+    return found
+
+
 def test_engine_arguments_are_fields_of_engineargs(vllm: Sources) -> None:
-    passed = keys_of(ast.parse((ENGINE / "engine.py").read_text()), "arguments")
-    assert {"model", "enable_return_routed_experts", "enable_sleep_mode", "max_num_batched_tokens"} <= set(passed)
+    passed = engine_arguments()
+    expected = {"model", "nnodes", "enable_return_routed_experts", "enable_sleep_mode", "max_num_batched_tokens"}
+    assert expected <= set(passed)
     signature = vllm.signature(definition(vllm, "vllm.engine.arg_utils.EngineArgs"))
     assert signature is not None
     assert signature.refuses(Call(0, tuple(passed), more=False)) is None
@@ -104,7 +112,7 @@ def test_engine_arguments_are_fields_of_engineargs(vllm: Sources) -> None:
     ],
 )
 def test_a_value_that_vllm_picks_by_name_is_one_that_it_knows(vllm: Sources, argument: str, choices: str) -> None:
-    value = keys_of(ast.parse((ENGINE / "engine.py").read_text()), "arguments")[argument]
+    value = engine_arguments()[argument]
     named = {each.value for each in ast.walk(value) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     known = definition(vllm, choices).node
     assert known is not None
