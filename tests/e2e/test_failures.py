@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.weights.transports.shared_memory import remove_stale
 from tests.e2e.runs import TrainProcess, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -45,8 +46,9 @@ def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
     return calling
 
 
-def no_segment_of(run: TrainProcess) -> bool:
-    return not list(Path("/dev/shm").glob(f"mcore_rl_{run.process.pid}_*"))
+def no_segment_is_left() -> bool:
+    """Of a process that has died."""
+    return remove_stale() == []
 
 
 def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *overrides: str) -> None:
@@ -80,7 +82,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
         assert named in error, error
         assert "died" in error, error
         assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
-        assert no_segment_of(run)
+        assert no_segment_is_left()
     assert_resumes_to_the_same(task, run_dir, whole_run)
 
 
@@ -99,7 +101,7 @@ def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
         assert not run.left_after(SECONDS_TO_END)
-        assert no_segment_of(run)
+        assert no_segment_is_left()
     if overrides:
         assert (run_dir / "checkpoints" / "step_1" / "complete.json").exists()
     assert run.sessions()

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.runs import TrainProcess, metrics
-from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step, no_segment_of
+from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step, no_segment_is_left
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def assert_ended(run: TrainProcess, code: int, last_line: str) -> None:
     assert "Traceback" not in run.text(), run.text()[-4000:]
     assert run.text().splitlines()[-1] == last_line
     assert not run.left_after(10)
-    assert no_segment_of(run)
+    assert no_segment_is_left()
 
 
 @pytest.fixture
