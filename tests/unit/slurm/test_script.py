@@ -197,7 +197,6 @@ def small(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("cluster.nodes=2", "cluster.nodes=2: weights go through shared memory, which ends at the host"),
         ("rollout.engine=sglang", "rollout.engine=sglang is not available"),
         ("data.val=nowhere.jsonl", "data.val: there is no file nowhere.jsonl"),
         ("model.hf_path=configs/models/DeepSeek-V3", "model.hf_path=configs/models/DeepSeek-V3: no safetensors there"),
