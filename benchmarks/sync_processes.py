@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import convert
 from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -28,20 +29,11 @@ from model_converters.mapping.plan import local_shapes
 
 TIMEOUT_SECONDS = 120.0
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
+    **convert.CONFIG,
     "vocab_size": 1024,
-    "hidden_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 3072,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10_000.0,
 }
 """270 million parameters."""
 

@@ -82,7 +82,9 @@ down() {
     done
     ip netns del "${name}_$host" 2>/dev/null || true
   done
-  cat "$state"/ray_[AB] 2>/dev/null | xargs -r rm -rf
+  for host in A B; do
+    [[ ! -e $state/ray_$host ]] || rm -rf "$(<"$state/ray_$host")"
+  done
   rm -rf "$state"
 }
 

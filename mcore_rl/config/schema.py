@@ -121,7 +121,7 @@ class WeightsConfig:
     bucket_mib: float = setting(256.0, above=0)
     """Of weights that travel to the engines in one piece."""
     num_buckets: int = setting(2, minimum=1)
-    """Slots of the ring: a bucket is written while engines take from those before it."""
+    """Slots of a window: a bucket is written while engines take from those before it."""
     transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network"))
     """How weights reach an engine rank. auto: through a GPU's memory that it shares with a trainer rank, else through
     the host's, else by the network; the others insist on one of these."""

@@ -69,6 +69,8 @@ def _places(config: Config, num_trainer_ranks: int, *, cuda: bool) -> Places:
     """Consecutive ranks fill a host; colocated engine ranks are on the trainer's devices, others behind them."""
     slots = config.cluster.gpus_per_node
     first = 0 if config.cluster.placement == "colocated" else num_trainer_ranks
+    if config.rollout.nodes:
+        first = (config.cluster.nodes - config.rollout.nodes) * slots
     num_engine_ranks = config.rollout.num_engines * config.rollout.tp
     devices = [
         (slot // slots, slot if cuda else -1) for slot in range(max(num_trainer_ranks, first + num_engine_ranks))

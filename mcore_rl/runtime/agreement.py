@@ -16,6 +16,7 @@ from pathlib import Path
 from mcore_rl.config import Config
 from mcore_rl.config.fields import leaves
 from mcore_rl.config.functions import names_function
+from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.addresses import missing_interface
 
@@ -129,14 +130,11 @@ def digest(path: Path) -> str:
     if not path.exists():
         return ABSENT
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-    found = [(each.name, each.stat().st_size, _content(each)) for each in files]
+    sizes = {each: each.stat().st_size for each in files}
+    found = [
+        (each.name, size, file_crc32(each).value if size <= LARGEST_DIGESTED else 0) for each, size in sizes.items()
+    ]
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
-
-
-def _content(file: Path) -> str:
-    if file.stat().st_size > LARGEST_DIGESTED:
-        return ""
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 def _check_file(told: str, here: HostFacts, there: HostFacts, key: str) -> None:

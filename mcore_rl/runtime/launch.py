@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -185,11 +186,11 @@ def _start_engines(
     for engine, followers, slots in zip(started.engines, started.followers, placement.engines, strict=True):
         hosts = ONE_HOST
         if followers:
-            address, _, port = (
-                started.watch.get([engine.free_address.remote()])[0].removeprefix("tcp://").rpartition(":")
-            )
+            meeting = urlsplit(started.watch.get([engine.free_address.remote()])[0])
             places = started.watch.get([process.where.remote() for process in (engine, *followers)])
-            hosts = EngineHosts(tuple(host.name for host, _ in places), 0, address, int(port))
+            hosts = EngineHosts(
+                tuple(host.name for host, _ in places), 0, str(meeting.hostname), int(meeting.port or 0)
+            )
         leader, *others = (visible_devices(placement, slot, of_ranks) for slot in slots)
         starting.append(engine.setup.remote(config, leader, prompts, hosts))
         for index, (follower, visible) in enumerate(zip(followers, others, strict=True), 1):

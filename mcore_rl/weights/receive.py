@@ -42,10 +42,6 @@ class SliceReceiver:
         self._next = 0
         self._boxes: dict[int, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
 
-    @property
-    def updating(self) -> bool:
-        return self._state == "updating"
-
     def begin(self) -> None:
         self._expect("attached", "begin")
         self._state = "updating"

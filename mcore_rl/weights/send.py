@@ -129,9 +129,10 @@ def part_of(each: Slice, tensors: Mapping[str, torch.Tensor], shape: Sequence[in
 
     Raises: WeightSyncError where that is not what the plan says.
     """
-    tensor = part = tensors.get(each.mcore_name)
-    if tensor is None or part is None:
+    tensor = tensors.get(each.mcore_name)
+    if tensor is None:
         raise WeightSyncError(f"this rank has no {each.mcore_name}, of which it is to send {each.hf_name}")
+    part = tensor
     if each.hf_shape and part.dim() > each.dim and each.local_start + each.length <= part.shape[each.dim]:
         part = part.narrow(each.dim, each.local_start, each.length)
     if part.shape != shape:

@@ -70,7 +70,7 @@ class SyncPlan:
         """As many as buckets."""
         return 1 + max((bucket for bucket, _ in Needs(self.rows, self.engine_layout).chunks(self.bucket_bytes)))
 
-    @property
+    @cached_property
     def num_tensors(self) -> int:
         """HF tensors of which engines take anything."""
         return len({name for bound in Needs(self.rows, self.engine_layout).rows for name in bound.hf})

@@ -180,12 +180,23 @@ def _check_row(config: Config) -> None:
 
 
 def _check_layout(config: Config) -> None:
-    parallel, offered = config.actor.parallel, config.cluster.nodes * config.cluster.gpus_per_node
-    ranks = num_trainer_ranks(config)
-    if ranks > offered:
+    parallel, own_nodes = config.actor.parallel, config.rollout.nodes
+    if own_nodes and config.cluster.placement == "colocated":
         raise ConfigError(
-            f"{role_key('actor.num_ranks')}={ranks}, but cluster.nodes x cluster.gpus_per_node offers {offered}; lower "
-            "it or raise cluster.nodes"
+            f"rollout.nodes={own_nodes} gives nodes to the engines alone; set cluster.placement=disaggregated, or "
+            "leave it out"
+        )
+    if own_nodes >= config.cluster.nodes:
+        raise ConfigError(
+            f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave none to the trainer ranks; lower "
+            "it"
+        )
+    offered, ranks = _trainer_nodes(config) * config.cluster.gpus_per_node, num_trainer_ranks(config)
+    if ranks > offered:
+        less = " less rollout.nodes" if own_nodes else ""
+        raise ConfigError(
+            f"{role_key('actor.num_ranks')}={ranks}, but cluster.nodes x cluster.gpus_per_node{less} offers {offered}; "
+            "lower it or raise cluster.nodes"
         )
     # The default of etp depends on the model; whatever it is, these must divide.
     check_ranks_divide(parallel, ranks, parallel.etp or 1)

@@ -124,7 +124,9 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("connect weights"):
             self._sender = self._end.connect(connection)
 
+    @ray.method(concurrency_group="watch")
     def unlink_windows(self) -> None:
+        """At once, even while this rank waits for others to connect."""
         self._end.unlink()
 
     def send_weights(self) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """What the processes of a weight sync say to each other: a group of their own beside those of trainer and engine.
 
-Point to point over gloo, in host memory. A send ends only once its receive was posted: nobody is overrun. A pair of
-processes connects when it first has something to say.
+Point to point over gloo, in host memory. A send ends only once its receive was posted: nobody is overrun. Pairs
+that will have anything to say connect first (`greet`).
 """
 
 from __future__ import annotations

@@ -167,14 +167,15 @@ class MappedInlet:
         self._link.flush()
 
     def _from_writers(self, turn: int) -> list[tuple[int, Topic]]:
-        mapped = self._mapped
-        words = mapped.words([placed.message.sender for placed in mapped.direct(turn)], Kind.READY, turn)
-        return words + (mapped.words(mapped.home, Kind.RELAYED, turn) if mapped.relayed(turn) else [])
+        return self._words(turn, Kind.READY, Kind.RELAYED)
 
     def _free(self, turn: int) -> None:
         """Whoever writes at this turn may do so."""
-        mapped = self._mapped
-        words = mapped.words([placed.message.sender for placed in mapped.direct(turn)], Kind.FREE, turn)
-        words += mapped.words(mapped.home, Kind.FREE_TO_RELAY, turn) if mapped.relayed(turn) else []
-        for writer, topic in words:
+        for writer, topic in self._words(turn, Kind.FREE, Kind.FREE_TO_RELAY):
             self._link.tell(turn, writer, topic)
+
+    def _words(self, turn: int, direct: Kind, relayed: Kind) -> list[tuple[int, Topic]]:
+        """To or from each who writes at this turn, and the home where it relays."""
+        mapped = self._mapped
+        words = mapped.words([placed.message.sender for placed in mapped.direct(turn)], direct, turn)
+        return words + (mapped.words(mapped.home, relayed, turn) if mapped.relayed(turn) else [])

@@ -59,6 +59,12 @@ def base(tmp_path: Path) -> str:
         (["model.dtype=float8"], "model.dtype"),
         (["model.hf_path=/nowhere"], "model.hf_path"),
         (["trainer.prompts_per_step=1", "trainer.prompts_per_update=1", "rollout.samples_per_prompt=2"], "at least 4"),
+        (["rollout.nodes=1"], "rollout.nodes=1 gives nodes to the engines alone; set cluster.placement=disaggregated"),
+        (["cluster.placement=disaggregated", "rollout.nodes=1"], "rollout.nodes=1 of cluster.nodes=1 leave none"),
+        (
+            ["cluster.placement=disaggregated", "cluster.nodes=2", "rollout.nodes=1", "actor.num_ranks=8"],
+            "cluster.gpus_per_node less rollout.nodes offers 4",
+        ),
         (["rollout.tp=3"], "rollout.tp=3 must divide the model's 4 attention heads"),
         (["rollout.validation_top_p=1.5"], "rollout.validation_top_p"),
         (["rollout.validation_samples=0"], "rollout.validation_samples"),
@@ -96,6 +102,7 @@ def test_experts_of_the_engine_can_be_replayed(base: str) -> None:
 def test_all_slots_are_trainer_ranks_unless_said_otherwise(base: str) -> None:
     assert num_trainer_ranks(load_config(base, ["cluster.nodes=2"])) == 8
     assert num_trainer_ranks(load_config(base, ["actor.num_ranks=2"])) == 2
+    assert num_trainer_ranks(load_config(base, ["cluster.nodes=3", "rollout.nodes=2"])) == 4
 
 
 def test_a_run_dir_that_is_a_file_is_refused(base: str, tmp_path: Path) -> None:
