@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import convert
 from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
@@ -22,7 +21,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Needs
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.link import Meeting, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
@@ -92,7 +91,7 @@ def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned:
     """keep: engine ranks copy what comes to tensors of their own, on `device`, where the trainers' are too. pinned: the
     windows are registered with CUDA."""
     context = multiprocessing.get_context("spawn")  # a process that has a CUDA context must not fork
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store("127.0.0.1")
     with ExitStack() as stack:
 
         def start(target: Any, rank: int, *arguments: Any) -> Pipe:

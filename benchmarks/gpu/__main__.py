@@ -18,7 +18,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpu_memory": {"sizes": (TINY, replace(TINY_MOE, recompute="full"))},
     "gpu_logprobs": {"tokens": 256, "hidden": 64, "vocabulary": 1000},
     "gpu_host_optimizer": {"size": TINY, "piece_bytes": 1 << 20},
-    "gpu_handover": {"layers": 1, "bucket_mib": 8.0, "rounds": 2},
+    "gpu_handover": {"layers": 1, "rounds": 2},
     "gpu_ipc": {"num_bytes": 1 << 20},
 }
 

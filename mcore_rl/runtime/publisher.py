@@ -17,7 +17,7 @@ from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.link import Meeting, open_store
 from mcore_rl.weights.transports.topology import Topology
 from mcore_rl.weights.verify import require_equal
 
@@ -48,7 +48,7 @@ class SlicePublisher:
         plan = _plan(trainers, engines, config)
         check_plan(plan)
         address = ray.util.get_node_ip_address()
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store = open_store(address)
         try:
             made = watch.get([handle.make_windows.remote(plan) for handle in handles])
             segments = {number: name for of_rank in made for number, name in of_rank.items()}

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_rl.weights.connection import Connection, TrainerEnd
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.link import Meeting, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
@@ -45,7 +44,7 @@ def hf_tensors(model: Any) -> Tensors:
 class HFTrainer:
     """Two trainer ranks beside `engine`, connected with it."""
 
-    _meetings = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _meetings = open_store("127.0.0.1")
     _generations = itertools.count()
 
     def __init__(

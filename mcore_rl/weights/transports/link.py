@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,6 +62,15 @@ class Meeting:
     host: str
     port: int
     generation: int
+
+
+def open_store(address: str) -> dist.TCPStore:
+    """For members to meet at. It listens at that very address, at a port of its own: torch (2.13) would listen on every
+    network of the host, and a store takes orders from whoever connects."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Slice
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.link import open_store
 from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
@@ -203,3 +205,9 @@ def test_turns_out_of_order_are_refused(store: dist.TCPStore) -> None:
             receiver.receive(1, ignore)
         with pytest.raises(WeightSyncError, match="broken"):
             receiver.finish()
+
+
+def test_the_store_listens_at_one_address_alone() -> None:
+    kept = open_store("127.0.0.1")
+    listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [c.laddr.ip for c in listening if c.laddr.port == kept.port] == ["127.0.0.1"]

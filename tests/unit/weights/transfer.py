@@ -19,7 +19,7 @@ from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.link import Meeting, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.weights.delivery import Tensors
@@ -76,7 +76,7 @@ def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iter
 
 
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return open_store("127.0.0.1")
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
