@@ -64,6 +64,7 @@ def trajectories(responses: np.ndarray) -> tuple[RankShare, TrajectoryBuffers]:
             samples=np.arange(count),
             chunk_ids=np.zeros(count, np.int32),
             rows=np.arange(count, dtype=np.int32),
+            origins=np.zeros((count, 2), np.int32),
             total_tokens=lengths.astype(np.int32),
             rewards=np.zeros(count, np.float32),
             advantages=generator.choice([-1.0, 1.0], count).astype(np.float32),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_rl.runtime.roles.delivery import rows_by_rank
 from mcore_rl.types import (
     Batch,
     BatchHandle,
@@ -97,6 +98,6 @@ class SilentRanks:
         return {"actor/loss": Mean(0.0, 1)}
 
     def cut(self, batch: Batch) -> list[list[RankShare]]:
-        return [
-            list(shares) for shares in zip(*(batch.shares(u, DP_RANKS) for u in range(len(batch.updates))), strict=True)
-        ]
+        _, places = rows_by_rank(batch, DP_RANKS)
+        by_update = [batch.shares(update, DP_RANKS, places) for update in range(len(batch.updates))]
+        return [list(shares) for shares in zip(*by_update, strict=True)]

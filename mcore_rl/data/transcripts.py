@@ -29,21 +29,20 @@ class TextDecoder(Protocol):
 
 def transcripts(
     buffers: TrajectoryBuffers,
-    rows: np.ndarray,
     prompt_rows: np.ndarray,
     prompts: PromptSource,
     decoder: TextDecoder,
 ) -> list[Transcript]:
-    """Of trajectories `rows` of the buffers.
+    """Of all trajectories of the buffers.
 
-    Shapes: rows [b]; prompt_rows [B] as in RolloutScalars, of all trajectories of the buffers.
+    Shapes: prompt_rows [B] as in RolloutScalars.
     """
     return [
         Transcript(
-            prompts[int(prompt_rows[row])],
-            decoder.decode(response_ids(buffers, int(row)).tolist(), skip_special_tokens=True),
+            prompts[int(prompt_row)],
+            decoder.decode(response_ids(buffers, row).tolist(), skip_special_tokens=True),
         )
-        for row in rows
+        for row, prompt_row in zip(range(len(buffers.prompt_tokens)), prompt_rows, strict=True)
     ]
 
 

@@ -65,25 +65,24 @@ class RewardInputs:
     def of(
         self,
         buffers: TrajectoryBuffers,
-        rows: np.ndarray,
         prompt_rows: np.ndarray,
         prompts: PromptSource | None,
         key: str,
     ) -> list[np.ndarray]:
-        """Token ids of trajectories `rows` of the buffers, int32 [S] each; `key` names the prompt set in messages.
+        """Token ids of all trajectories of the buffers, int32 [S] each; `key` names the prompt set in messages.
         `prompts` may be None unless responses are `reencoded`.
 
-        Shapes: rows [b]; prompt_rows [B] as in RolloutScalars.
+        Shapes: prompt_rows [B] as in RolloutScalars.
         Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens, or
         has a token that the reward model does not have.
         """
         if not self.reencoded:
-            sequences = [trajectory_ids(buffers, int(row)) for row in rows]
-            for row, ids in zip(rows, sequences, strict=True):
-                self._check_known(int(ids.max()), f"{key}, row {prompt_rows[row]}")
+            sequences = [trajectory_ids(buffers, row) for row in range(len(buffers.prompt_tokens))]
+            for row, ids in zip(prompt_rows, sequences, strict=True):
+                self._check_known(int(ids.max()), f"{key}, row {row}")
             return sequences
         assert prompts is not None
-        return self._encode(transcripts(buffers, rows, prompt_rows, prompts, self._policy_tokenizer), key)
+        return self._encode(transcripts(buffers, prompt_rows, prompts, self._policy_tokenizer), key)
 
     def _encode(self, given: Sequence[Transcript], key: str) -> list[np.ndarray]:
         if self._tokenizer.chat_template is None:

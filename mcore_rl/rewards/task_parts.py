@@ -16,8 +16,7 @@ from mcore_rl.types import RolloutScalars, RolloutTask
 class TaskPart:
     """What a data-parallel rank scores of one task.
 
-    Shapes: rows int64 [b], of the task's trajectories; numbers int64 [b], theirs among those of all tasks; prompt_rows
-    int64 [B], of all trajectories of the task.
+    Shapes: int64 [b]: rows of the task's trajectories; numbers, theirs among those of all tasks; rows of their prompts.
     """
 
     prompt_set: str
@@ -37,7 +36,7 @@ def split_tasks(
         task_owners = owners[start : start + len(scalars.rewards)]
         for dp, of_rank in enumerate(of_ranks):
             rows = np.flatnonzero(task_owners == dp)
-            of_rank.append(TaskPart(task.prompt_set, scalars.prompt_rows, rows, rows + start))
+            of_rank.append(TaskPart(task.prompt_set, scalars.prompt_rows[rows], rows, rows + start))
     return of_ranks
 
 

@@ -147,7 +147,7 @@ class RolloutScalars:
 class Batch:
     """The driver's view of one training step: references and scalars.
 
-    `chunks` are object-store references of TrajectoryBuffers; response b is row `rows[b]` of chunk
+    `chunks` refer to TrajectoryBuffers in the object store; response b is row `rows[b]` of chunk
     `chunk_ids[b]`. `updates[u]` and `dp_ranks` say in which optimizer update, and on which data-parallel rank,
     a response is trained; both are fixed here so that what passes find of it can stay where it was computed.
 
@@ -174,18 +174,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def shares(self, update: int, num_dp_ranks: int) -> list[RankShare]:
-        """What each data-parallel rank trains in update number `update`; empty where one has no response."""
+    def shares(self, update: int, num_dp_ranks: int, places: np.ndarray) -> list[RankShare]:
+        """What each data-parallel rank trains in update number `update`; empty where one has no response. `places`
+        int32 [B]: where each response is among the trajectories that its rank gets, all in one chunk."""
         samples = self.updates[update]
         ranks = self.dp_ranks[samples]
         ends = np.cumsum(np.bincount(ranks, minlength=num_dp_ranks))
-        return [self._share(part) for part in np.split(samples[np.argsort(ranks, kind="stable")], ends[:-1])]
+        return [self._share(part, places) for part in np.split(samples[np.argsort(ranks, kind="stable")], ends[:-1])]
 
-    def _share(self, samples: np.ndarray) -> RankShare:
+    def _share(self, samples: np.ndarray, places: np.ndarray) -> RankShare:
         return RankShare(
             samples=samples,
-            chunk_ids=self.chunk_ids[samples],
-            rows=self.rows[samples],
+            chunk_ids=np.zeros(len(samples), np.int32),
+            rows=places[samples],
+            origins=np.stack([self.chunk_ids[samples], self.rows[samples]], axis=1),
             total_tokens=self.total_tokens[samples],
             rewards=self.rewards[samples],
             advantages=self.advantages[samples],
@@ -198,13 +200,18 @@ class Batch:
 class RankShare:
     """What one data-parallel rank receives of a Batch for one update.
 
+    Response b is row `rows[b]` of chunk `chunk_ids[b]` of the trajectories that come with the share; `origins[b]` are
+    rollout call and row where it came from, for messages.
+
     Shapes: samples int64 [b] indices into the Batch (they name samples in errors and in what passes find);
-    chunk_ids, rows int32 [b]; rewards, advantages, loss_weights float32 [b]. `version` is the batch's.
+    chunk_ids, rows int32 [b]; origins int32 [b, 2]; rewards, advantages, loss_weights float32 [b]. `version` is
+    the batch's.
     """
 
     samples: np.ndarray
     chunk_ids: np.ndarray
     rows: np.ndarray
+    origins: np.ndarray
     total_tokens: np.ndarray
     rewards: np.ndarray
     advantages: np.ndarray

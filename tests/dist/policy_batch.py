@@ -79,10 +79,13 @@ def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
     """An uneven cut: the last data-parallel rank gets one sample, so that it needs dummy micro-batches."""
     mine = [s for i, s in enumerate(samples) if min(i, num_dp_ranks - 1) == num_dp_ranks - 1 - dp_rank]
     index = np.array(mine, np.int64)
+    chunk_ids = (index >= FIRST_CHUNK).astype(np.int32)
+    rows = np.where(index >= FIRST_CHUNK, index - FIRST_CHUNK, index).astype(np.int32)
     return RankShare(
         samples=index,
-        chunk_ids=(index >= FIRST_CHUNK).astype(np.int32),
-        rows=np.where(index >= FIRST_CHUNK, index - FIRST_CHUNK, index).astype(np.int32),
+        chunk_ids=chunk_ids,
+        rows=rows,
+        origins=np.stack([chunk_ids, rows], axis=1),
         total_tokens=np.array([len(sequence(s)) for s in mine], np.int32),
         rewards=2 * advantages()[index] + 1,
         advantages=advantages()[index],

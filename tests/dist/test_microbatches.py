@@ -98,7 +98,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_with_dummies_that_train_nothing
 
 
 def test_a_rank_without_samples_still_runs() -> None:
-    empty = RankShare(*(np.empty(0, kind) for kind in ("i8", "i4", "i4", "i4", "f4", "f4", "f4")))
+    empty = RankShare(*(np.empty(0, kind) for kind in ("i8", "i4", "i4", "i4", "i4", "f4", "f4", "f4")))
     batches = build_microbatches(empty, policy_batch.chunks(), Packing(tokens=20))
     assert [len(batch.tokens) for batch in batches] == [1]
 

@@ -106,6 +106,7 @@ def _as_share(numbers: Sequence[int], sequences: Sequence[np.ndarray]) -> tuple[
         samples=np.array(numbers, np.int64),
         chunk_ids=np.zeros(count, np.int32),
         rows=np.arange(count, dtype=np.int32),
+        origins=np.zeros((count, 2), np.int32),
         total_tokens=lengths,
         rewards=zeros,
         advantages=zeros,

@@ -36,10 +36,7 @@ def describe_samples(what: str, samples: Iterable[int], share: RankShare) -> str
     if not wanted:
         return None
     place = {int(sample): index for index, sample in enumerate(share.samples)}
-    named = [
-        f"{sample} (rollout call {share.chunk_ids[place[sample]]}, row {share.rows[place[sample]]})"
-        for sample in wanted[:NAMED]
-    ]
+    named = ["{} (rollout call {}, row {})".format(sample, *share.origins[place[sample]]) for sample in wanted[:NAMED]]
     more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
     return f"{what} of sample{'s' if len(wanted) > 1 else ''} {', '.join(named)}{more}"
 

@@ -53,9 +53,9 @@ class JudgeWorker:
     def score(
         self, given: Sequence[Share], chunks: Sequence[TrajectoryBuffers]
     ) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Scores by number (TaskPart), and figures of the answers; chunk i has the trajectories of share i."""
+        """Scores by number (TaskPart), and figures of the answers; chunk i has the trajectories of share i alone."""
         read = [
-            transcripts(buffers, part.rows, part.prompt_rows, self.prompts[part.prompt_set], self.decoder)
+            transcripts(buffers, part.prompt_rows, self.prompts[part.prompt_set], self.decoder)
             for part, buffers in zip((share.part for share in given), chunks, strict=True)
         ]
         verdicts = self.judge.verdicts(

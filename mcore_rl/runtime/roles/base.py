@@ -13,9 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
+from mcore_rl.data.trajectories import join_rows
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, Question, answer
@@ -28,6 +30,7 @@ from mcore_rl.types import (
     SavedState,
     Span,
     TokenColumn,
+    TrajectoryBuffers,
 )
 from mcore_rl.weights.transports.hosts import Host, this_host
 
@@ -39,6 +42,7 @@ from dataclasses import dataclass
 
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.placement import Guests
+from mcore_rl.runtime.roles.delivery import deliver, rows_by_rank
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
 
@@ -92,6 +96,10 @@ class RankProcess(RunProcess):
     def visible_devices(self) -> str:
         """The GPU that Ray gave this process, by the name that CUDA takes."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    def join(self, *parts: TrajectoryBuffers) -> TrajectoryBuffers:
+        """For this rank and the peers that have the same."""
+        return join_rows(parts)
 
 
 class TrainedRankProcess(RankProcess):
@@ -199,15 +207,26 @@ class RankGroup:
     ranks: RankMap
     watch: Watch
 
-    def shares_of(self, batch: Batch) -> list[tuple[Any, ...]]:
-        """What each rank needs: its shares, one per update, and references of all trajectories."""
+    def sent_with(self, batch: Batch) -> list[tuple[Any, ...]]:
+        """What each rank needs: its shares, one per update, and a reference of the trajectories that they are of."""
+        rows, places = rows_by_rank(batch, len(self.ranks.speakers))
+        trajectories = deliver(batch.chunks, rows, [self.handles[speaker] for speaker in self.ranks.speakers])
+        shares = self._shares(batch, places)
+        return [(shares[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
+
+    def shares_of(self, batch: Batch) -> list[Any]:
+        """The shares of each rank, of a batch whose trajectories it has."""
+        _, places = rows_by_rank(batch, len(self.ranks.speakers))
+        shares = self._shares(batch, places)
+        return [shares[dp] for dp in self.ranks.dp_rank_of]
+
+    def _shares(self, batch: Batch, places: np.ndarray) -> list[Any]:
+        """By data-parallel rank."""
         size = len(self.ranks.speakers)
-        by_update = [batch.shares(update, size) for update in range(len(batch.updates))]
-        shares: list[Any] = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
-        if size < len(self.handles):
-            # One object per data-parallel share, however many tensor and pipeline peers read it.
-            shares = [ray.put(of_rank) for of_rank in shares]
-        return [(shares[dp], *batch.chunks) for dp in self.ranks.dp_rank_of]
+        by_update = [batch.shares(update, size, places) for update in range(len(batch.updates))]
+        shares = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
+        # One object per data-parallel share, however many tensor and pipeline peers read it.
+        return [ray.put(of_rank) for of_rank in shares] if size < len(self.handles) else shares
 
     def on_every_rank(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Results of a method of all ranks, each with its own arguments."""

@@ -80,7 +80,7 @@ class CriticGroup(RankGroup):
 
     def values(self, batch: Batch) -> TokenRefs:
         """Of every trained token, in the object store; the batch stays on the ranks for its updates."""
-        key, arguments = next(batch_keys), self.shares_of(self.own_batch(batch))
+        key, arguments = next(batch_keys), self.sent_with(self.own_batch(batch))
         calls = [
             handle.values.remote(key, *rank_arguments)
             for handle, rank_arguments in zip(self.handles, arguments, strict=True)

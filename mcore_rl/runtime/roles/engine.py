@@ -18,7 +18,9 @@ from mcore_rl.ports import Rewarder, WeightReceiver
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
+from mcore_rl.runtime.roles.delivery import EngineChunk, cut_rows
 from mcore_rl.types import (
+    BuffersRef,
     RolloutResult,
     RolloutScalars,
     RolloutTask,
@@ -30,7 +32,7 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "cut": 1}, max_restarts=0)
 class EngineProcess(RunProcess):
     """One rollout engine with its grading processes."""
 
@@ -55,6 +57,11 @@ class EngineProcess(RunProcess):
     def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
         with self.spans.span(f"generate {task.prompt_set}"):
             return self.worker.run(task)
+
+    @ray.method(concurrency_group="cut")
+    def cut(self, rows: list[np.ndarray], chunk: TrajectoryBuffers) -> Any:
+        """As many buffers as there are arrays of rows: what each of several readers takes of a chunk."""
+        return cut_rows(chunk, rows)
 
     def amend_records(
         self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
@@ -131,7 +138,10 @@ class EnginePool:
         """Runs task i on engine i % num_engines; the buffers stay in the object store."""
         calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
         scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
-        return [(chunk, result) for (chunk, _), result in zip(calls, scalars, strict=True)]
+        return [
+            (BuffersRef(EngineChunk(reference, self.handles[i % len(self.handles)], len(result.rewards))), result)
+            for i, ((reference, _), result) in enumerate(zip(calls, scalars, strict=True))
+        ]
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""

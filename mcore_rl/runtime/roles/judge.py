@@ -25,6 +25,7 @@ from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
+from mcore_rl.runtime.roles.delivery import cut_for_readers
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
@@ -66,9 +67,12 @@ class JudgeGroup:
         Shapes: float32 [B] per task.
         """
         scalars = [of_task for _, of_task in results]
+        by_judge = shares(tasks, scalars, len(self.handles))
+        rows = [_rows(given, len(tasks)) for given in by_judge]
+        trajectories = cut_for_readers([chunk for chunk, _ in results], rows)
         calls = [
-            handle.score.remote(given, *(results[share.task][0] for share in given))
-            for handle, given in zip(self.handles, shares(tasks, scalars, len(self.handles)), strict=True)
+            handle.score.remote(given, *parts)
+            for handle, given, parts in zip(self.handles, by_judge, trajectories, strict=True)
             if given
         ]
         scores: dict[int, float] = {}
@@ -85,6 +89,14 @@ class JudgeGroup:
 
     def spans(self) -> list[Span]:
         return drain_spans(self.watch, self.handles)
+
+
+def _rows(given: Sequence[Share], num_tasks: int) -> list[np.ndarray]:
+    """Of every task, none of those of which a judge has no share."""
+    rows = [np.empty(0, np.int64)] * num_tasks
+    for share in given:
+        rows[share.task] = share.part.rows
+    return rows
 
 
 def judge_role(config: JudgeConfig) -> Role:

@@ -15,6 +15,7 @@ from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
+from mcore_rl.runtime.roles.delivery import cut_for_readers
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 
@@ -43,12 +44,12 @@ class RewardModelProcess(RankProcess):
         self.model.memory.span = self.spans.span
 
     def score(self, parts: list[TaskPart], *chunks: TrajectoryBuffers) -> dict[int, float]:
-        """Scores by number, on ranks of the last stage; chunk i has the trajectories of part i."""
+        """Scores by number, on ranks of the last stage; chunk i has the trajectories of part i, no others."""
         with self.spans.span("score"):
             sequences: dict[int, np.ndarray] = {}
             for part, chunk in zip(parts, chunks, strict=True):
                 name = part.prompt_set
-                ids = self.inputs.of(chunk, part.rows, part.prompt_rows, self.prompts.get(name), f"data.{name}")
+                ids = self.inputs.of(chunk, part.prompt_rows, self.prompts.get(name), f"data.{name}")
                 sequences |= zip(part.numbers.tolist(), ids, strict=True)
             return self.model.score(sequences)
 
@@ -68,8 +69,10 @@ class RewardModelGroup:
         """
         parts = split_tasks(tasks, [scalars for _, scalars in results], len(self.ranks.speakers))
         chunks = [chunk for chunk, _ in results]
+        trajectories = cut_for_readers(chunks, [[part.rows for part in of_rank] for of_rank in parts])
+        given = [[part for part in of_rank if len(part.rows)] for of_rank in parts]
         calls = [
-            handle.score.remote(parts[dp], *chunks)
+            handle.score.remote(given[dp], *trajectories[dp])
             for handle, dp in zip(self.handles, self.ranks.dp_rank_of, strict=True)
         ]
         scores_by_rank = self.watch.get(calls)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 from dataclasses import dataclass
 
 from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
+from mcore_rl.runtime.roles.delivery import DriverChunk
 from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metrics
 from mcore_rl.weights.transports.hosts import this_host
 
@@ -170,7 +171,7 @@ class TrainerGroup(RankGroup):
 
     def compare(self, batch: Batch) -> dict[str, Metric]:
         """How far the policy's log-probabilities are from those that came with the batch."""
-        return merge_metrics(self.on_every_rank("compare", self.shares_of(batch)))
+        return merge_metrics(self.on_every_rank("compare", self.sent_with(batch)))
 
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for
@@ -186,8 +187,7 @@ class TrainerGroup(RankGroup):
         """The batch with other advantages; what the ranks have found of its tokens stays."""
         other = replace(handle, batch=replace(handle.batch, advantages=np.asarray(advantages, np.float32)))
         if other.is_sent:
-            shares = self.shares_of(other.batch)
-            self.on_every_rank("replace_shares", [(other.key, of_rank) for of_rank, *_ in shares])
+            self.on_every_rank("replace_shares", [(other.key, shares) for shares in self.shares_of(other.batch)])
         return other
 
     def refresh_reference(self) -> None:
@@ -213,7 +213,7 @@ class TrainerGroup(RankGroup):
 
         Raises: NonFiniteError before a non-finite step.
         """
-        brought = [()] * len(self.handles) if handle.is_sent else self.shares_of(handle.batch)
+        brought = [()] * len(self.handles) if handle.is_sent else self.sent_with(handle.batch)
         reports = self.on_every_rank("update", [(handle.key, *rank_arguments) for rank_arguments in brought])
         return merge_metrics([report for reports_of_rank in reports for report in reports_of_rank])
 
@@ -221,7 +221,7 @@ class TrainerGroup(RankGroup):
         """The batch on the ranks, with the policy's log-probabilities."""
         if handle.is_sent:
             return handle
-        arguments = [(handle.key, *rank_arguments) for rank_arguments in self.shares_of(handle.batch)]
+        arguments = [(handle.key, *rank_arguments) for rank_arguments in self.sent_with(handle.batch)]
         return with_metrics(replace(handle, is_sent=True), self.on_every_rank("recompute_logp", arguments))
 
     def export_hf(self, directory: str, source: str) -> None:
@@ -234,5 +234,5 @@ class TrainerGroup(RankGroup):
 
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> BuffersRef:
-        """A reference for Batch.chunks of trajectories that were made on the driver."""
-        return BuffersRef(ray.put(buffers))
+        """For Batch.chunks: trajectories that were made on the driver."""
+        return BuffersRef(DriverChunk(buffers))

@@ -62,7 +62,7 @@ def test_samples_still_point_at_their_rollouts():
 
 def test_every_share_knows_the_version_that_the_batch_starts_from():
     batch = batch_of(version=7)
-    assert {share.version for update in range(3) for share in batch.shares(update, 3)} == {7}
+    assert {share.version for update in range(3) for share in batch.shares(update, 3, batch.rows)} == {7}
 
 
 def test_ids_need_not_be_sorted_or_consecutive():
@@ -81,13 +81,14 @@ def test_ids_need_not_be_sorted_or_consecutive():
 @pytest.mark.parametrize("update", range(3))
 def test_rank_shares_are_a_partition_of_the_update(update):
     batch = batch_of()
-    shares = batch.shares(update, 3)
+    shares = batch.shares(update, 3, batch.rows + 1)
     assert np.array_equal(np.sort(np.concatenate([s.samples for s in shares])), batch.updates[update])
     loads = [s.total_tokens.sum() for s in shares]
     assert max(loads) - min(loads) <= batch.total_tokens.max()
     for share in shares:
         assert np.array_equal(share.advantages, share.samples.astype(np.float32))
-        assert np.array_equal(share.rows, batch.rows[share.samples])
+        assert np.array_equal(share.rows, batch.rows[share.samples] + 1)
+        assert np.array_equal(share.origins.T, [batch.chunk_ids[share.samples], batch.rows[share.samples]])
 
 
 @pytest.mark.parametrize("num_dp_ranks", [1, 2, 5])
@@ -97,7 +98,7 @@ def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
     losses = [rng.standard_normal(count) for count in batch.trained_tokens]
     for update, samples in enumerate(batch.updates):
         total = 0.0
-        for share in batch.shares(update, num_dp_ranks):
+        for share in batch.shares(update, num_dp_ranks, batch.rows):
             total += sum(
                 w * losses[s].sum() for s, w in zip(share.samples, share.loss_weights.astype(np.float64), strict=True)
             )
@@ -110,7 +111,7 @@ def test_ranks_share_the_cost_that_the_cut_names():
     costs = cost.of(batch.total_tokens)
     ratios = []
     for update in range(3):
-        shares = batch.shares(update, 3)
+        shares = batch.shares(update, 3, batch.rows)
         loads = [costs[share.samples].sum() for share in shares]
         assert max(loads) - min(loads) <= costs.max()
         ratios.append(np.mean(loads) / max(loads))

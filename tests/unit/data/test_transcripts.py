@@ -46,5 +46,5 @@ def test_prompts_keep_their_messages(prompts: PromptSet) -> None:
 
 def test_every_response_has_its_prompt_and_no_special_tokens(prompts: PromptSet, tokenizer_file: Path) -> None:
     buffers = buffers_of(prompts, tokenizer_file, [(1, "four"), (1, ""), (0, "zwei ä")])
-    found = transcripts(buffers, np.array([2, 0, 1]), np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
-    assert [(each.prompt.row, each.response) for each in found] == [(0, "zwei ä"), (1, "four"), (1, "")]
+    found = transcripts(buffers, np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
+    assert [(each.prompt.row, each.response) for each in found] == [(1, "four"), (1, ""), (0, "zwei ä")]

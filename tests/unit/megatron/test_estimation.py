@@ -46,6 +46,7 @@ def share() -> RankShare:
         samples=samples,
         chunk_ids=np.array([0, 0, 0, 1, 1], np.int32),
         rows=np.array([0, 1, 2, 0, 1], np.int32),
+        origins=np.zeros((5, 2), np.int32),
         total_tokens=np.array([4, 6, 3, 2, 5], np.int32),
         rewards=np.array(list(REWARDS.values()), np.float32),
         advantages=zeros,

@@ -14,6 +14,7 @@ import pytest
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.records import amend_part
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.trajectories import take_rows
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.judge import Judge, Verdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts
@@ -199,7 +200,7 @@ def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_
     scores: dict[int, float] = {}
     metrics = []
     for own in filter(None, given):
-        found, figures = worker.score(own, [chunks[share.task] for share in own])
+        found, figures = worker.score(own, [take_rows(chunks[share.task], share.part.rows) for share in own])
         assert not scores.keys() & found.keys()
         scores |= found
         metrics.append(figures)
@@ -224,7 +225,9 @@ def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(token
         found = {}
         for own in shares([task], [scalars], num_judges):
             judge = judge_of(tokenizer, replace(CONFIG, temperature=1.0))
-            JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(own, [buffers])
+            JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(
+                own, [take_rows(buffers, share.part.rows) for share in own]
+            )
             for request in judge.engine.calls[0]:  # type: ignore[attr-defined]
                 found[tokenizer.decode(request.token_ids)] = request.seed
         return found

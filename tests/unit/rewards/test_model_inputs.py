@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from mcore_rl.config.schema import Config
 from mcore_rl.data.prompts import PromptSet, load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.trajectories import take_rows
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rollout.trajectories import pack_trajectories
@@ -82,7 +83,8 @@ def read(config: Config, tmp_path: Path, rows: list[int]) -> list[list[int]]:
     prompts = prompts_of(config, tmp_path)
     inputs = RewardInputs(config)
     inputs.check(prompts, "data.train")
-    found = inputs.of(trajectories(config, prompts), np.array(rows), PROMPT_ROWS, prompts, "data.train")
+    buffers = take_rows(trajectories(config, prompts), np.array(rows))
+    found = inputs.of(buffers, PROMPT_ROWS[rows], prompts, "data.train")
     return [ids.tolist() for ids in found]
 
 
@@ -92,7 +94,7 @@ def test_with_the_policys_tokenizer_tokens_are_those_of_the_trajectory(tmp_path:
     assert not inputs.reencoded
     prompts = prompts_of(config, tmp_path)
     buffers = trajectories(config, prompts)
-    first, second = inputs.of(buffers, np.array([2, 1]), PROMPT_ROWS, None, "data.train")
+    first, second = inputs.of(take_rows(buffers, np.array([2, 1])), PROMPT_ROWS[[2, 1]], None, "data.train")
     end = load_tokenizer(config.model.hf_path).eos_token_id
     assert first.tolist() == [*prompts[1].token_ids.tolist(), end]
     assert second.tolist()[: len(prompts[0].token_ids)] == prompts[0].token_ids.tolist()
@@ -104,9 +106,9 @@ def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> Non
     buffers = trajectories(config, prompts)
     buffers.tokens[buffers.token_offsets[2] - 1] = 300  # the last of the second response
     inputs = RewardInputs(config)
-    inputs.of(buffers, np.array([0, 2]), PROMPT_ROWS, None, "data.train")
+    inputs.of(take_rows(buffers, np.array([0, 2])), PROMPT_ROWS[[0, 2]], None, "data.train")
     with pytest.raises(DataError, match=r"data\.train, row 0: the response has token 300.*reward_model\.hf_path"):
-        inputs.of(buffers, np.array([0, 1]), PROMPT_ROWS, None, "data.train")
+        inputs.of(take_rows(buffers, np.array([0, 1])), PROMPT_ROWS[[0, 1]], None, "data.train")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -142,13 +144,12 @@ def test_lengths_are_those_of_the_reward_models_tokens(tmp_path: Path) -> None:
     longest = max(len(ids) for ids in read(config, tmp_path, [0, 1, 2]))
     prompts = prompts_of(config, tmp_path)
     config.reward_model.tokens_per_microbatch = longest
-    every = np.arange(3)
-    RewardInputs(config).of(trajectories(config, prompts), every, PROMPT_ROWS, prompts, "data.val")
+    RewardInputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
     config.reward_model.tokens_per_microbatch = longest - 1
     RewardInputs(config).check(prompts, "data.val")
     message = rf"data\.val, row 1: .* take {longest} tokens .* reward_model\.tokens_per_microbatch={longest - 1}; raise"
     with pytest.raises(DataError, match=message):
-        RewardInputs(config).of(trajectories(config, prompts), every, PROMPT_ROWS, prompts, "data.val")
+        RewardInputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
     config.reward_model.tokens_per_microbatch = 10
     with pytest.raises(DataError, match=r"data\.val, row 0: .*reward_model\.tokens_per_microbatch=10"):
         RewardInputs(config).check(prompts, "data.val")

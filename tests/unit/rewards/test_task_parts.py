@@ -48,7 +48,7 @@ def test_every_response_is_in_one_part_and_parts_are_in_balance() -> None:
         assert len(of_rank) == len(TASKS)
         for part, start, result in zip(of_rank, (0, 4), RESULTS, strict=True):
             assert part.numbers.tolist() == (part.rows + start).tolist()
-            assert part.prompt_rows is result.prompt_rows
+            assert part.prompt_rows.tolist() == result.prompt_rows[part.rows].tolist()
 
 
 def test_ranks_without_a_response_have_empty_parts() -> None:

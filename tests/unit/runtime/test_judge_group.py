@@ -10,7 +10,7 @@ import numpy as np
 
 from mcore_rl.rewards.judge.worker import Share
 from mcore_rl.runtime.roles.judge import JudgeGroup
-from mcore_rl.types import Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 
 
 @dataclass
@@ -23,6 +23,16 @@ class Call:
         self.calls.append((given, chunks))
         scores = {int(n): 10.0 * share.task + row for share in given for n, row in _numbered(share)}
         return scores, {"judge/unparsable_fraction": Mean(1, len(scores))}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Cuts its name."""
+
+    number: int
+
+    def cut(self, rows: Sequence[np.ndarray]) -> list[str]:
+        return [f"chunk {self.number} {wanted.tolist()}" for wanted in rows]
 
 
 @dataclass
@@ -39,14 +49,14 @@ def _numbered(share: Share) -> list[tuple[int, int]]:
     return list(zip(share.part.numbers.tolist(), share.part.rows.tolist(), strict=True))
 
 
-def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], list[tuple[str, RolloutScalars]]]:
+def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], list[tuple[BuffersRef, RolloutScalars]]]:
     tasks, results = [], []
     for index, size in enumerate(sizes):
         ids = np.arange(size)
         tasks.append(RolloutTask(prompt_set, ids, ids, 1, SamplingOptions(4), 1))
         ones, zeros = np.ones(size, np.int32), np.zeros(size, np.float32)
         scalars = RolloutScalars(ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), 0)
-        results.append((f"chunk {index}", scalars))
+        results.append((BuffersRef(Chunk(index)), scalars))
     return tasks, results
 
 
@@ -61,7 +71,7 @@ def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
     calls = [call for handle in group.handles for call in handle.score.calls]
     assert len(calls) == 2
     for of_judge, chunks in calls:
-        assert [f"chunk {share.task}" for share in of_judge] == list(chunks)
+        assert [f"chunk {share.task} {share.part.rows.tolist()}" for share in of_judge] == list(chunks)
 
 
 def test_a_judge_without_work_is_not_called() -> None:

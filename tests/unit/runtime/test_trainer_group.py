@@ -16,9 +16,21 @@ from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
 from mcore_rl.runtime.roles.base import RankMap
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
+from mcore_rl.types import Batch, BuffersRef, Mean, RankShare, TokenRefs, Total
 
-CHUNKS = ("chunk a", "chunk b")
+
+@dataclass(frozen=True)
+class NamedChunk:
+    """Cuts its name."""
+
+    name: str = "a"
+
+    def cut(self, rows: Sequence[np.ndarray]) -> list[str]:
+        return [f"{self.name}{wanted.tolist()}" for wanted in rows]
+
+
+CHUNKS = (("a[0, 3]",), ("a[1, 2]",))
+"""What reaches each rank of the batch's one chunk."""
 
 
 class RecordedActor:
@@ -105,9 +117,9 @@ def batch(num_updates: int) -> Batch:
     """Of four samples; the first and the last lie on rank 0."""
     ints, numbers = np.zeros(4, np.int32), np.zeros(4, np.float32)
     return Batch(
-        chunks=CHUNKS,
+        chunks=(BuffersRef(NamedChunk()),),
         chunk_ids=ints,
-        rows=ints,
+        rows=np.arange(4, dtype=np.int32),
         group_ids=np.arange(4),
         total_tokens=ints + 5,
         trained_tokens=ints + 3,
@@ -126,11 +138,11 @@ def test_a_batch_of_one_update_is_one_call() -> None:
     assert group.update(handle) == {"recomputed": Total(2), "updated": Mean(2.0, 2)}
     assert rounds == ["update"] * 2
     first, second = [0, 3], [1, 2]
-    for calls, samples in zip(ranks, (first, second), strict=True):
+    for calls, samples, chunks in zip(ranks, (first, second), CHUNKS, strict=True):
         advantages = [float(sample) for sample in samples]
         assert calls == [
-            ("logp", [samples], advantages, CHUNKS),
-            ("update 0", [samples], advantages, CHUNKS),
+            ("logp", [samples], advantages, chunks),
+            ("update 0", [samples], advantages, chunks),
             ("gather",),
         ]
 
@@ -166,7 +178,7 @@ def test_other_advantages_reach_the_update_and_nothing_is_computed_again() -> No
     assert penalties.tolist() == [0.5] * 4
     group.update(group.with_advantages(handle, handle.batch.advantages + 10))
     assert rounds[::2] == ["recompute_logp", "reference_logp", "kl_penalties", "replace_shares", "update"]
-    assert ranks[1][-2] == ("update 0", [[1, 2]], [11.0, 12.0], CHUNKS)
+    assert ranks[1][-2] == ("update 0", [[1, 2]], [11.0, 12.0], CHUNKS[1])
 
 
 def test_other_advantages_of_a_batch_that_was_not_sent_come_with_it() -> None:
@@ -174,7 +186,7 @@ def test_other_advantages_of_a_batch_that_was_not_sent_come_with_it() -> None:
     handle = group.recompute_logp(batch(1))
     group.update(group.with_advantages(handle, handle.batch.advantages + 10))
     assert rounds == ["update"] * 2
-    assert ranks[1][0] == ("logp", [[1, 2]], [11.0, 12.0], CHUNKS)
+    assert ranks[1][0] == ("logp", [[1, 2]], [11.0, 12.0], CHUNKS[1])
 
 
 def test_a_batch_that_is_used_up_or_gone_is_refused() -> None:

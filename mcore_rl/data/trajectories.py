@@ -1,0 +1,50 @@
+"""Rows of trajectories: taken out of buffers, and put behind one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from mcore_rl.types import TrajectoryBuffers
+
+
+def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers:
+    """Copies of some trajectories, in the order of `rows` (int [b])."""
+    tokens, token_offsets = _ragged(buffers.token_offsets, rows)
+    responses, response_offsets = _ragged(buffers.response_offsets, rows)
+    experts = buffers.routed_experts
+    return TrajectoryBuffers(
+        tokens=buffers.tokens[tokens],
+        token_offsets=token_offsets,
+        prompt_tokens=buffers.prompt_tokens[rows],
+        response_offsets=response_offsets,
+        logp_rollout=buffers.logp_rollout[responses],
+        versions=buffers.versions[responses],
+        trained=buffers.trained[responses],
+        routed_experts=None if experts is None else experts[tokens],
+    )
+
+
+def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
+    """All trajectories of one or more buffers, one after the other. All have experts, or none has."""
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
+    joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
+    for name in ("token_offsets", "response_offsets"):
+        lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
+        joined[name] = _offsets(lengths)
+    return TrajectoryBuffers(**joined)
+
+
+def _ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the elements of `rows`, one row after the other, and where each row begins there."""
+    lengths = (offsets[1:] - offsets[:-1])[rows]
+    new = _offsets(lengths)
+    return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

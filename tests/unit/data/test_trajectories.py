@@ -1,0 +1,57 @@
+"""Rows of flat trajectories, taken and joined, are the trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from mcore_rl.data.trajectories import join_rows, take_rows
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+
+COUNT = 5
+
+
+def buffers(first: int = 0, *, experts: bool = True) -> TrajectoryBuffers:
+    """As a rollout packs them: every value says whose it is."""
+    from mcore_rl.rollout.trajectories import pack_trajectories
+
+    requests, completions = [], []
+    for row in range(first, first + COUNT):
+        length = row % 3 + 1
+        prompt, ids = np.arange(row % 2 + 1, dtype=np.int32) + 100 * row, np.arange(length, dtype=np.int32) + 1000 * row
+        chosen = np.full((len(prompt) + length - 1, 2, 2), row, np.uint8) if experts else None
+        requests.append(GenerationRequest(str(row), prompt, 0, SamplingOptions(8)))
+        completions.append(Completion(str(row), ids, -ids.astype(np.float32), "stop", row, chosen))
+    packed = pack_trajectories(requests, completions)
+    trained = np.arange(len(packed.trained)) % 2
+    return replace(packed, trained=trained.astype(np.uint8))
+
+
+def columns(of: TrajectoryBuffers, row: int) -> list[list[int]]:
+    """All of one trajectory."""
+    tokens = slice(of.token_offsets[row], of.token_offsets[row + 1])
+    responses = slice(of.response_offsets[row], of.response_offsets[row + 1])
+    own = [of.tokens[tokens], of.logp_rollout[responses], of.versions[responses], of.trained[responses]]
+    own += [of.prompt_tokens[[row]]] + ([] if of.routed_experts is None else [of.routed_experts[tokens]])
+    return [values.tolist() for values in own]
+
+
+@pytest.mark.parametrize("rows", [[3, 0], [0, 1, 2, 3, 4], [4], [2, 2], []])
+@pytest.mark.parametrize("experts", [True, False])
+def test_rows_are_taken_whole_and_in_order(rows: list[int], experts: bool) -> None:
+    source = buffers(experts=experts)
+    taken = take_rows(source, np.array(rows, np.int64))
+    assert [columns(taken, at) for at in range(len(taken.prompt_tokens))] == [columns(source, row) for row in rows]
+    assert len(taken.token_offsets) == len(taken.response_offsets) == len(rows) + 1
+    for field in fields(TrajectoryBuffers):
+        before, after = getattr(source, field.name), getattr(taken, field.name)
+        assert (before is None and after is None) or before.dtype == after.dtype
+
+
+def test_parts_follow_each_other() -> None:
+    first, second = buffers(), buffers(COUNT)
+    joined = join_rows([take_rows(first, np.array([1, 3])), take_rows(second, np.array([0])), first])
+    expected = [(first, 1), (first, 3), (second, 0), *((first, row) for row in range(COUNT))]
+    assert [columns(joined, at) for at in range(len(joined.prompt_tokens))] == [columns(*each) for each in expected]
