@@ -13,9 +13,11 @@ from mcore_rl.weights.transports.cuda_ipc import DeviceSegment
 from mcore_rl.weights.transports.interface import Inlet
 from mcore_rl.weights.transports.link import MOST_TURNS, Link, Meeting
 from mcore_rl.weights.transports.mapped import MappedInlet, MappedWindow
+from mcore_rl.weights.transports.nccl import NcclWire
 from mcore_rl.weights.transports.network import NetworkInlet
 from mcore_rl.weights.transports.shared_memory import SharedSegment
 from mcore_rl.weights.transports.topology import CUDA_IPC
+from mcore_rl.weights.transports.wires import Wires
 from model_converters.errors import LayoutError
 
 Segment = SharedSegment | DeviceSegment
@@ -39,17 +41,17 @@ class Connection:
         """
         return SEGMENTS[self.plan.topology.windows[window].kind == CUDA_IPC].attach(self.segments[window])
 
-    def link(self, member: int) -> Link:
+    def wires(self, member: int) -> Wires:
+        """Collective over all processes of the sync."""
         topology = self.plan.topology
-        processes = (*topology.trainers, *topology.engines)
-        return Link.connect(
-            self.meeting,
-            member,
-            len(processes),
-            processes[member].address,
-            timeout_seconds=self.timeout_seconds,
-            name=topology.name,
-        )
+        processes, seconds = (*topology.trainers, *topology.engines), self.timeout_seconds
+        address = processes[member].address
+        link = Link.connect(self.meeting, member, len(processes), address, timeout_seconds=seconds, name=topology.name)
+        members = topology.gpu_members
+        if member not in members:
+            return Wires(link)
+        gpu = NcclWire.connect(self.meeting, member, members, timeout_seconds=seconds, name=topology.name)
+        return Wires(link, gpu, topology.gpu_windows)
 
 
 class TrainerEnd:
@@ -86,7 +88,7 @@ class TrainerEnd:
             )
             for number, arrivals in self._arrivals.items()
         }
-        sender = WeightSender(self._plan, self._rank, connection.link(self._rank), mapped)
+        sender = WeightSender(self._plan, self._rank, connection.wires(self._rank), mapped)
         sender.greet()
         return sender
 
@@ -102,11 +104,12 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     number = plan.topology.window_of(engine_rank)
     arrivals, num_turns = plan.arrivals([number])[number], plan.num_turns
     memory = connection.segment(number).memory if number in connection.segments else None
-    link = connection.link(plan.topology.member(engine_rank))
+    wires = connection.wires(plan.topology.member(engine_rank))
+    link = wires.link
     link.greet(plan.peers_of_reader(number, arrivals))
     inlet: Inlet
     if memory is None:
-        inlet = NetworkInlet(link, number, arrivals, num_turns, plan.num_slots)
+        inlet = NetworkInlet(wires.of(number), number, arrivals, num_turns, plan.num_slots)
     else:
         mapped = MappedWindow(number, plan.topology, arrivals, memory, plan.num_slots)
         inlet = MappedInlet(link, mapped)

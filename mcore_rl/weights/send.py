@@ -16,9 +16,10 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.interface import Outlet
-from mcore_rl.weights.transports.link import Kind, Link, Topic
+from mcore_rl.weights.transports.link import Kind, Topic
 from mcore_rl.weights.transports.mapped import MappedOutlet, MappedWindow, Relay
 from mcore_rl.weights.transports.network import NetworkOutlet
+from mcore_rl.weights.transports.wires import Wires
 from mcore_rl.weights.verify import DIGEST_BYTES, digest
 
 Span = Callable[[str], AbstractContextManager[None]]
@@ -29,28 +30,32 @@ def untimed(name: str) -> AbstractContextManager[None]:
 
 
 class WeightSender:
-    """Sends updates. `mapped`: the windows that this rank maps, by number.
+    """Sends updates. `mapped`: the windows that this rank maps, by number; `wires`: by which the others are reached.
 
     One object for all updates of a link; after an error a new link is needed, for all.
     """
 
-    def __init__(self, plan: SyncPlan, rank: int, link: Link, mapped: Mapping[int, MappedWindow]) -> None:
+    def __init__(self, plan: SyncPlan, rank: int, wires: Wires, mapped: Mapping[int, MappedWindow]) -> None:
         self._plan = plan
         self._rank = rank
-        self._link = link
+        self._link = link = wires.link
+        self._wires = wires
         self._mapped = mapped
         self._places: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
         self._num_turns = plan.num_turns
         self._departures = {turn: sorted(messages, key=lambda each: each.receiver)
                             for turn, messages in plan.departures(rank).items()}  # fmt: skip
-        away = {turn: [each for each in messages if each.receiver not in mapped]
-                for turn, messages in self._departures.items()}  # fmt: skip
-        network = NetworkOutlet(link, plan.topology, away, plan.num_slots)
         targets = {message.receiver for messages in self._departures.values() for message in messages}
         self._outlets: dict[int, Outlet] = {
-            window: MappedOutlet(link, mapped[window], rank) if window in mapped else network for window in targets
+            window: MappedOutlet(link, mapped[window], rank) for window in targets & mapped.keys()
         }
-        self._relays = [Relay(link, window) for window in mapped.values() if window.window.home == rank]
+        for wire in wires.all:
+            away = {window for window in targets - mapped.keys() if wires.of(window) is wire}
+            departures = {turn: [each for each in messages if each.receiver in away]
+                          for turn, messages in self._departures.items()}  # fmt: skip
+            self._outlets |= dict.fromkeys(away, NetworkOutlet(wire, plan.topology, departures, plan.num_slots))
+        homes = sorted(number for number, window in mapped.items() if window.window.home == rank)
+        self._relays = [Relay(link, wires.of(number), mapped[number]) for number in homes]
 
     def greet(self) -> None:
         """Once, before the first update.
@@ -79,6 +84,8 @@ class WeightSender:
             with span("send bucket"):
                 for message in self._send(turn, tensors):
                     sent[message.receiver] += message.num_bytes
+            for wire in self._wires.all:
+                wire.launch()
             for relay in self._relays:
                 relay.close(turn - behind)
         for outlet in self._outlets.values():

@@ -8,6 +8,31 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mcore_rl.weights.slices.messages import Message
+from mcore_rl.weights.transports.link import Topic
+
+
+class Waiting(Protocol):
+    """A message under way, or about to be."""
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    def wait(self) -> None:
+        """Until it is through. Raises: PeerLostError naming the peer that is gone, or silent for the group's time."""
+
+
+class Wire(Protocol):
+    """Carries packed messages point to point, in memory of `device`: over gloo (Link), or NCCL."""
+
+    device: torch.device
+
+    def send(self, memory: torch.Tensor, peer: int, topic: Topic) -> Waiting: ...
+
+    def receive(self, memory: torch.Tensor, peer: int, topic: Topic) -> Waiting: ...
+
+    def launch(self) -> None:
+        """All that this process sends and receives in a turn has been asked for: it goes now, if it has not yet. Every
+        process launches turns in their order."""
 
 
 class Arrived(NamedTuple):

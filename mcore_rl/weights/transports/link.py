@@ -89,7 +89,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class _Lost(AbstractContextManager[None]):
+class Lost(AbstractContextManager[None]):
     """gloo's errors become those of a peer."""
 
     peer: str
@@ -102,7 +102,9 @@ class _Lost(AbstractContextManager[None]):
 
 
 class Link:
-    """This process's end. `name` says who a member is."""
+    """This process's end, and a Wire. `name` says who a member is."""
+
+    device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroupGloo, member: int, name: Callable[[int], str]) -> None:
         self._group = group
@@ -159,12 +161,15 @@ class Link:
         with self._lost(peer):
             return Pending(self._group.recv([memory], peer, topic.tag), memory, self._lost(peer))
 
+    def launch(self) -> None:
+        """Messages go when they are sent."""
+
     def tell(self, number: int, peer: int, topic: Topic) -> None:
         """Sends a number, and goes on."""
         self._sent.append(self.send(torch.tensor([number]), peer, topic))
 
     def _lost(self, peer: int) -> AbstractContextManager[None]:
-        return _Lost(self._name(peer))
+        return Lost(self._name(peer))
 
     def flush(self) -> None:
         """Waits until all that was told has been heard.

@@ -10,8 +10,8 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message
 from mcore_rl.weights.sync_plan import Arrivals, Placed
-from mcore_rl.weights.transports.interface import Arrived
-from mcore_rl.weights.transports.link import Ears, Kind, Link, Pending, Topic
+from mcore_rl.weights.transports.interface import Arrived, Waiting, Wire
+from mcore_rl.weights.transports.link import Ears, Kind, Link, Topic
 from mcore_rl.weights.transports.topology import Topology, Window
 
 
@@ -91,10 +91,12 @@ class MappedOutlet:
 class Relay:
     """What a window's home does for trainer ranks that do not map it: it receives their messages into the window."""
 
-    def __init__(self, link: Link, mapped: MappedWindow) -> None:
+    def __init__(self, link: Link, wire: Wire, mapped: MappedWindow) -> None:
+        """`wire`: by which they send."""
         self._link = link
+        self._wire = wire
         self._mapped = mapped
-        self._coming: dict[int, list[tuple[Pending, torch.Tensor]]] = {}
+        self._coming: dict[int, list[tuple[Waiting, torch.Tensor]]] = {}
         turns = [turn for turn in mapped.arrivals.turns if mapped.relayed(turn)]
         free = {turn: mapped.words(mapped.readers, Kind.FREE_TO_RELAY, turn) for turn in turns}
         self._free = Ears(link, free, mapped.num_slots)
@@ -111,9 +113,9 @@ class Relay:
         topic = Topic(Kind.WEIGHTS, self._mapped.number, turn)
         for placed in self._mapped.relayed(turn):
             target = self._mapped.bytes_of(turn, placed)
-            # gloo receives into host memory.
-            memory = torch.empty(target.shape, dtype=torch.uint8, pin_memory=True) if target.is_cuda else target
-            pending = self._link.receive(memory, placed.message.sender, topic)
+            direct = target.device.type == self._wire.device.type
+            memory = target if direct else torch.empty(target.shape, dtype=torch.uint8, pin_memory=True)
+            pending = self._wire.receive(memory, placed.message.sender, topic)
             self._coming.setdefault(turn, []).append((pending, target))
 
     def close(self, turn: int) -> None:
@@ -124,7 +126,7 @@ class Relay:
         coming = self._coming.pop(turn, [])
         for pending, target in coming:
             pending.wait()
-            if target.is_cuda:
+            if pending.memory is not target:
                 target.copy_(pending.memory)
         if coming:
             self._mapped.settle()

@@ -8,22 +8,23 @@ import torch
 
 from mcore_rl.weights.slices.messages import Message
 from mcore_rl.weights.sync_plan import Arrivals
-from mcore_rl.weights.transports.interface import Arrived
-from mcore_rl.weights.transports.link import Kind, Link, Pending, Topic
+from mcore_rl.weights.transports.interface import Arrived, Waiting, Wire
+from mcore_rl.weights.transports.link import Kind, Topic
 from mcore_rl.weights.transports.topology import Topology
 
 
 class NetworkOutlet:
-    """An Outlet to all windows that this trainer rank does not map. `departures`: its messages to them, by turn."""
+    """An Outlet to the windows that this trainer rank does not map and reaches by `wire`. `departures`: its messages to
+    them, by turn."""
 
     def __init__(
-        self, link: Link, topology: Topology, departures: Mapping[int, Sequence[Message]], num_slots: int
+        self, wire: Wire, topology: Topology, departures: Mapping[int, Sequence[Message]], num_slots: int
     ) -> None:
-        self._link = link
+        self._wire = wire
         self._topology = topology
         self._num_slots = num_slots
         self._offsets: dict[tuple[int, int], int] = {}
-        self._under_way: dict[int, list[Pending]] = {}
+        self._under_way: dict[int, list[Waiting]] = {}
         self._opened: dict[int, torch.Tensor] = {}
         self._slot_bytes = 0
         for turn, messages in departures.items():
@@ -32,7 +33,7 @@ class NetworkOutlet:
                 self._offsets[turn, message.receiver] = used
                 used += message.num_bytes
             self._slot_bytes = max(self._slot_bytes, used)
-        self._staging = torch.zeros(self._slot_bytes * num_slots, dtype=torch.uint8)
+        self._staging = torch.zeros(self._slot_bytes * num_slots, dtype=torch.uint8, device=wire.device)
 
     def begin(self) -> None:
         """Nothing is heard here: a send ends with its receive."""
@@ -48,7 +49,7 @@ class NetworkOutlet:
         window = self._topology.windows[message.receiver]
         target = self._topology.member(window.readers[0]) if window.home is None else window.home
         topic = Topic(Kind.WEIGHTS, message.receiver, turn)
-        pending = self._link.send(self._opened.pop(message.receiver), target, topic)
+        pending = self._wire.send(self._opened.pop(message.receiver), target, topic)
         self._under_way.setdefault(turn, []).append(pending)
 
     def flush(self) -> None:
@@ -63,14 +64,14 @@ class NetworkOutlet:
 class NetworkInlet:
     """An Inlet of an engine rank whose memory no trainer rank shares."""
 
-    def __init__(self, link: Link, window: int, arrivals: Arrivals, num_turns: int, num_slots: int) -> None:
-        self._link = link
+    def __init__(self, wire: Wire, window: int, arrivals: Arrivals, num_turns: int, num_slots: int) -> None:
+        self._wire = wire
         self._window = window
         self._arrivals = arrivals
         self._num_turns = num_turns
         self._num_slots = num_slots
-        self._slots = torch.zeros(num_slots, arrivals.slot_bytes, dtype=torch.uint8)
-        self._coming: dict[int, list[Pending]] = {}
+        self._slots = torch.zeros(num_slots, arrivals.slot_bytes, dtype=torch.uint8, device=wire.device)
+        self._coming: dict[int, list[Waiting]] = {}
 
     def begin(self) -> None:
         for turn in range(self._num_slots):
@@ -94,6 +95,7 @@ class NetworkInlet:
             return
         topic, slot = Topic(Kind.WEIGHTS, self._window, turn), self._slots[turn % self._num_slots]
         self._coming[turn] = [
-            self._link.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, topic)
+            self._wire.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, topic)
             for placed in self._arrivals.at(turn)
         ]
+        self._wire.launch()

@@ -80,6 +80,24 @@ class Topology:
                 windows.append(Window(readers, kind, writers, home))
         return windows
 
+    @cached_property
+    def gpu_windows(self) -> frozenset[int]:
+        """Windows to which what is sent goes from GPU to GPU: where every trainer rank, and every engine rank that is
+        sent to, has a GPU, and none has another's."""
+        sent_to = [number for number, each in enumerate(self.windows) if len(each.writers) < len(self.trainers)]
+        receivers = [self.engines[self.windows[n].readers[0]] for n in sent_to if self.windows[n].home is None]
+        devices = [endpoint.device for endpoint in (*self.trainers, *receivers)]
+        if "" in devices or len(set(devices)) < len(devices):
+            return frozenset()
+        return frozenset(number for number in sent_to if self.windows[number].kind != SHARED_MEMORY)
+
+    @property
+    def gpu_members(self) -> tuple[int, ...]:
+        """Of the transfer group: who sends to these windows, and who receives for them."""
+        windows = [self.windows[number] for number in sorted(self.gpu_windows)]
+        receivers = [self.member(window.readers[0]) for window in windows if window.home is None]
+        return (*range(len(self.trainers)), *receivers) if windows else ()
+
     @property
     def places(self) -> Places:
         """Of trainer ranks, and of windows in the place of engine ranks."""

@@ -28,8 +28,8 @@ TIMEOUT_SECONDS = 20
 
 
 def on_host(name: str) -> Endpoint:
-    """A process on a host of this name, which has a memory of its own."""
-    return Endpoint(Host(name, (name, 0)), "127.0.0.1")
+    """A process on a host of this name, which has a memory of its own; `A0` has the first GPU of A."""
+    return Endpoint(Host(name[0], (name[0], 0)), "127.0.0.1", name if name[1:] else "")
 
 
 def sync_plan(
@@ -43,8 +43,11 @@ def sync_plan(
     num_slots: int = 2,
     transport: str = "auto",
 ) -> SyncPlan:
-    """`trainers` and `engines`: the host of each rank, a letter."""
-    of_trainers, of_engines = (tuple(map(on_host, hosts)) for hosts in (trainers, engines))
+    """`trainers` and `engines`: the host of each rank, a letter, or with their GPUs `A0 A1 B0`."""
+    of_trainers, of_engines = (
+        tuple(map(on_host, hosts.split() if " " in hosts or hosts[1:].isdigit() else hosts))
+        for hosts in (trainers, engines)
+    )
     topology = Topology(of_trainers, of_engines, engine_layout.num_ranks, transport)
     return SyncPlan(config, torch.float32, train_layout, engine_layout, topology, bucket_bytes, num_slots)
 

@@ -1,0 +1,106 @@
+"""What NCCL does with groups of messages, in one process: the rules by which it hangs, without a GPU.
+
+A process's launches go one after the other, as on a stream: the next begins when all messages of the one before are
+through. Messages of a launch are under way at the same time. Two processes' messages meet in the order in which each
+names the other, tags count for nothing, and both must be under way. What is sent is read when it meets its receive,
+not when it was launched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+
+
+@dataclass
+class Operation:
+    kind: str
+    peer: int
+    memory: torch.Tensor
+    done: bool = False
+
+
+@dataclass
+class Launch:
+    """A dist.Work."""
+
+    operations: list[Operation]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.ended.wait(timeout.total_seconds()):
+            raise RuntimeError("a launch hangs")
+
+
+class Gpus:
+    """All processes' streams."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._streams: list[deque[Launch]] = [deque() for _ in range(num_ranks)]
+        self._lock = threading.Lock()
+        self.largest = 0
+        """Messages of a launch."""
+
+    def push(self, rank: int, launch: Launch) -> None:
+        with self._lock:
+            self.largest = max(self.largest, len(launch.operations))
+            self._streams[rank].append(launch)
+            while self._advance():
+                pass
+
+    def _advance(self) -> bool:
+        moved = False
+        for rank, stream in enumerate(self._streams):
+            for operation in stream[0].operations if stream else ():
+                if operation.kind == "send" and not operation.done:
+                    moved |= self._meet(rank, operation)
+        for stream in self._streams:
+            if stream and all(operation.done for operation in stream[0].operations):
+                stream.popleft().ended.set()
+                moved = True
+        return moved
+
+    def _meet(self, rank: int, send: Operation) -> bool:
+        """Only with the first message of its direction that is not through on either side."""
+        sends, receives = self._under_way(rank, "send", send.peer), self._under_way(send.peer, "recv", rank)
+        if sends[0] is not send or not receives:
+            return False
+        assert receives[0].memory.shape == send.memory.shape, "messages met that do not belong together"
+        receives[0].memory.copy_(send.memory)
+        receives[0].done = send.done = True
+        return True
+
+    def _under_way(self, rank: int, kind: str, peer: int) -> list[Operation]:
+        operations = self._streams[rank][0].operations if self._streams[rank] else []
+        return [each for each in operations if (each.kind, each.peer, each.done) == (kind, peer, False)]
+
+
+@dataclass
+class Group:
+    """A rank's dist.ProcessGroup; what is not part of a launch is refused."""
+
+    gpus: Gpus
+    rank: int
+    _open: list[Operation] | None = None
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        assert self._open is None
+        self._open = []
+
+    def _end_coalescing(self, device: torch.device) -> Launch:
+        assert self._open is not None
+        launch, self._open = Launch(self._open), None
+        self.gpus.push(self.rank, launch)
+        return launch
+
+    def send(self, memory: list[torch.Tensor], peer: int, tag: int) -> None:
+        assert self._open is not None
+        self._open.append(Operation("send", peer, memory[0]))
+
+    def recv(self, memory: list[torch.Tensor], peer: int, tag: int) -> None:
+        assert self._open is not None
+        self._open.append(Operation("recv", peer, memory[0]))

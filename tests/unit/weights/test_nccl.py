@@ -1,0 +1,103 @@
+"""Updates from GPU to GPU, by NCCL's rules (nccl_model): every element arrives once, and nothing waits in a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.errors import PeerLostError
+from mcore_rl.weights import connection
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.link import Kind, Topic
+from mcore_rl.weights.transports.nccl import NcclWire
+from mcore_rl.weights.transports.shared_memory import SharedSegment
+from model_converters.mapping.layout import TrainLayout
+from tests.tiny_models import tiny_fields
+from tests.unit.weights.nccl_model import Gpus, Group
+from tests.unit.weights.test_transfer import check, checkpoint_of, held_by
+from tests.unit.weights.transfer import connected, store, sync_plan, update
+
+EXPERTS = tiny_fields("qwen3_moe", vocab_size=97)
+CASES: dict[str, Any] = {
+    "engine elsewhere": (TrainLayout(2, ep=2), EngineLayout(), "A0 A1", "B0"),
+    "engines elsewhere": (TrainLayout(2, tp=2), EngineLayout(tp=2), "A0 A1", "B0 B1 C0 C1"),
+    "an engine on each host": (TrainLayout(4, ep=2, tp=2), EngineLayout(tp=2), "A0 A1 B0 B1", "A0 A1 B0 B1"),
+    "an engine over two hosts": (TrainLayout(2, pp=2), EngineLayout(tp=2), "A0 B0", "A0 B0"),
+    "one beside, one elsewhere": (TrainLayout(2, pp=2), EngineLayout(tp=2), "A0 B0", "A0 B0 C0 D0"),
+    "engines the other way round": (TrainLayout(2, pp=2), EngineLayout(tp=2), "A0 B0", "A0 B0 B0 A0"),
+    "two engines on every GPU": (TrainLayout(2, ep=2), EngineLayout(), "A0 B0", "A0 A0 B0 B0"),
+}
+
+
+def plan_of(case: str, num_slots: int = 2) -> SyncPlan:
+    return sync_plan(EXPERTS, *CASES[case], num_slots=num_slots)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
+    """Host memory stands for that of GPUs; the streams of each sync that connects."""
+    made: list[Gpus] = []
+
+    def connect(meeting: Any, member: int, members: Any, *, timeout_seconds: float, name: Any) -> NcclWire:
+        ranks = {each: number for number, each in enumerate(members)}
+        group: Any = Group(made[-1], ranks[member])
+        return NcclWire(group, ranks, torch.device("cpu"), timeout_seconds=timeout_seconds, name=name)
+
+    monkeypatch.setattr(NcclWire, "connect", connect)
+    monkeypatch.setitem(connection.SEGMENTS, True, SharedSegment)
+    return made
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_three_updates_arrive_bit_by_bit(gpus: list[Gpus], case: str, num_slots: int) -> None:
+    plan = plan_of(case, num_slots)
+    assert plan.num_turns > 3
+    gpus.append(Gpus(len(plan.topology.gpu_members)))
+    with connected(plan, store()) as processes:
+        for seed in range(3):
+            checkpoint = checkpoint_of(plan, seed)
+            check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+    assert gpus[0].largest > 0
+
+
+def test_all_that_a_process_does_in_a_turn_is_one_launch(gpus: list[Gpus]) -> None:
+    plan = plan_of("an engine on each host")
+    gpus.append(Gpus(4))
+    with connected(plan, store()) as processes:
+        update(processes, held_by(plan, checkpoint_of(plan, 0)))
+    assert gpus[0].largest > 1  # sends, and what its own window gets
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "size", "windows", "members"),
+    [
+        ("A0 A1", "B0 B1", 2, {0, 1}, (0, 1, 2, 3)),
+        ("A0 B0", "A0 B0", 2, {0, 1}, (0, 1)),  # engine ranks on trainers' GPUs are in no group
+        ("A0 B0", "A0 C0", 2, {0, 1}, (0, 1, 3)),
+        ("A0", "A0", 1, set(), ()),  # nothing is sent
+        ("A B", "C0 D0", 1, set(), ()),  # trainers without a GPU
+        ("A0 A1", "C D", 1, set(), ()),
+        ("A0 A1", "B0 B0", 1, set(), ()),  # NCCL has one process on a GPU
+        ("A0 A1 B0 B1", "A2 A3", 2, set(), ()),  # through the host's memory
+    ],
+)
+def test_who_speaks_by_nccl(
+    trainers: str, engines: str, size: int, windows: set[int], members: tuple[int, ...]
+) -> None:
+    layout = EngineLayout(tp=size)
+    topology = sync_plan(EXPERTS, TrainLayout(len(trainers.split())), layout, trainers, engines).topology
+    assert topology.gpu_windows == windows
+    assert topology.gpu_members == members
+
+
+def test_a_launch_that_hangs_names_the_peer() -> None:
+    group: Any = Group(Gpus(2), 0)
+    wire = NcclWire(group, {0: 0, 5: 1}, torch.device("cpu"), timeout_seconds=0.1, name="member {}".format)
+    ticket = wire.send(torch.zeros(3), 5, Topic(Kind.WEIGHTS, 0, 0))
+    wire.launch()
+    with pytest.raises(PeerLostError, match="member 5: a launch hangs"):
+        ticket.wait()
