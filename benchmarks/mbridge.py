@@ -27,8 +27,9 @@ _NAMES = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
-    if not (FOLDER / "mbridge").is_dir():
-        raise SkippedError("mbridge is absent; scripts/setup_mbridge.sh installs it")
+    require_mbridge()
+    with tempfile.TemporaryDirectory() as store:
+        initialize(TrainLayout(1), 0, f"file://{store}/store")
     with tempfile.TemporaryDirectory(prefix="mcore_rl_mbridge_", dir=convert.MEMORY) as directory:
         source = Path(directory) / "hf"
         convert.write_source(source)
@@ -85,17 +86,24 @@ class _Names(torch.nn.Module):
         return iter(self._tensors.items())
 
 
+def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
+    """megatron's groups, in the place of those of the row before. Collective over all ranks of the layout."""
+    from mcore_rl.megatron.build import parallel
+
+    parallel.destroy()
+    parallel.initialize(layout, rank=rank, init_method=init_method, device="cpu", timeout_seconds=60, seed=0)
+
+
+def require_mbridge() -> None:
+    """Raises: SkippedError."""
+    if not (FOLDER / "mbridge").is_dir():
+        raise SkippedError("mbridge is absent; scripts/setup_mbridge.sh installs it")
+
+
 class Peer:
-    """mbridge on one rank; `local` maps our canonical names to its tensors."""
+    """mbridge on one rank, whose groups exist; `local` maps our canonical names to its tensors."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
-        from mcore_rl.megatron.build import parallel
-
-        parallel.destroy()  # of the row before
-        with tempfile.TemporaryDirectory() as store:
-            parallel.initialize(
-                TrainLayout(1), rank=0, init_method=f"file://{store}/store", device="cpu", timeout_seconds=60, seed=0
-            )
         if str(FOLDER) not in sys.path:
             sys.path.append(str(FOLDER))
         from mbridge import AutoBridge

@@ -28,6 +28,8 @@ BENCHMARKS = {
     "transforms": Benchmark("benchmarks.transforms", 300, "fused QKV and expert weights, beside one memcpy"),
     "handover": Benchmark("benchmarks.handover", 300, "weights through shared memory, beside one memcpy"),
     "network": Benchmark("benchmarks.network", 600, "weights between hosts, beside a raw socket and the floor"),
+    "refit": Benchmark("benchmarks.refit", 600, "weights of two expert-parallel ranks to two engines, beside mbridge"),
+    "plan": Benchmark("benchmarks.plan", 300, "the plan of 512 trainer ranks"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
     "gpu_updates": Benchmark(
         "benchmarks.gpu.updates", 1800, "updates that fill a GPU, beside a matrix product", gpu=True

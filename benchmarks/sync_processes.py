@@ -44,13 +44,15 @@ def sync_plan(
     *,
     bucket_mib: float,
     num_slots: int = 2,
-    layers: int = CONFIG["num_hidden_layers"],
+    layers: int | None = None,
+    config: dict[str, Any] = CONFIG,
     address: str = "127.0.0.1",
 ) -> SyncPlan:
-    """`hosts`: a letter for each trainer rank, and for each engine rank; processes of one letter share memory."""
+    """`hosts`: a letter for each trainer rank, and for each engine rank; processes of one letter share memory. `layers`
+    of the model `config`: all if None."""
     trainers, engines = (tuple(Endpoint(Host(each, (each, 0)), address) for each in letters) for letters in hosts)
     topology = Topology(trainers, engines, engine_layout.num_ranks)
-    config = CONFIG | {"num_hidden_layers": layers}
+    config = config if layers is None else config | {"num_hidden_layers": layers}
     return SyncPlan(config, torch.bfloat16, train_layout, engine_layout, topology, int(bucket_mib * 2**20), num_slots)
 
 
