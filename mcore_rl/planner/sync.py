@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from mcore_rl.spec.placement import Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Needs
 from mcore_rl.weights.slices.routes import Places
-from mcore_rl.weights.slices.totals import count
+from mcore_rl.weights.slices.totals import count as count_totals
 from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
@@ -44,9 +46,9 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     engine = EngineLayout(tp=config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
     placement = Placement(rows, layout)  # what it refuses is the trainer's
-    places = _places(config, layout.world_size, cuda=cuda)
+    places = places_of(config, cuda=cuda)
     try:
-        totals = count(placement, Needs(rows, engine), places, bucket_bytes)
+        totals = count_totals(placement, Needs(rows, engine), places, bucket_bytes)
     except LayoutError as error:
         raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = config.plan.network_gib_per_second
@@ -65,19 +67,25 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     )
 
 
-def _places(config: Config, num_trainer_ranks: int, *, cuda: bool) -> Places:
-    """Consecutive ranks fill a host; colocated engine ranks are on the trainer's devices, others behind them."""
+def places_of(config: Config, *, cuda: bool) -> Places:
+    """As a run places its processes. Raises: ConfigError where they do not fit."""
     slots = config.cluster.gpus_per_node
-    first = 0 if config.cluster.placement == "colocated" else num_trainer_ranks
-    if config.rollout.nodes:
-        first = (config.cluster.nodes - config.rollout.nodes) * slots
-    num_engine_ranks = config.rollout.num_engines * config.rollout.tp
-    devices = [
-        (slot // slots, slot if cuda else -1) for slot in range(max(num_trainer_ranks, first + num_engine_ranks))
+    placement = place(config, on_gpus=cuda, num_engines=config.rollout.num_engines)
+    trainers = [(node, rank if cuda else -1) for rank, node in enumerate(placement.ranks)]
+    others = count(len(trainers))  # devices that no trainer rank has
+
+    def device(slot: Slot, rank: int) -> int:
+        if not cuda:
+            return -1
+        return next(others) if slot.places is None else slot.node * slots + slot.places[rank]
+
+    engines = [
+        (slot.node, device(slot, rank))
+        for hosts in placement.engines
+        for slot in hosts
+        for rank in range(config.rollout.tp // len(hosts))
     ]
-    if config.cluster.nodes == 1:  # on a CPU several processes may share a slot
-        devices = [(0, device) for _, device in devices]
-    return Places.of(devices[:num_trainer_ranks], devices[first : first + num_engine_ranks])
+    return Places.of(trainers, engines)
 
 
 def transport(config: Config, *, cuda: bool) -> str:

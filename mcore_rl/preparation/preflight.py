@@ -13,6 +13,7 @@ from mcore_rl.config.rules.judge import template_text, uses_judge, validate_judg
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.data.files import read_rows
 from mcore_rl.errors import ConfigError
+from mcore_rl.spec.placement import place
 
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")
@@ -33,6 +34,11 @@ def check_run(config: Config) -> None:
         raise ConfigError(problem)
     _check_cluster(config)
     _check_device(config)
+    place(
+        config,
+        on_gpus=config.cluster.device == "cuda",
+        num_engines=0 if is_supervised(config.algorithm) else config.rollout.num_engines,
+    )
     _check_data(config)
     make_paths_absolute(config)
     if uses_judge(config):

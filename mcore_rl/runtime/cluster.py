@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
-from mcore_rl.runtime.placement import natural
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
 
@@ -151,3 +151,8 @@ def _offers(bundle: Mapping[str, float]) -> str:
 
 def _words(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Key of a node's name by which n2 comes before n10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -20,10 +20,10 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.phases import shares_device
-from mcore_rl.runtime.placement import Placement, place, visible_devices
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
 from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess, FollowerProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.spec.placement import Placement, place, visible_devices
 from mcore_rl.weights.transports.hosts import this_host
 
 PLACE = "scheduling_strategy"

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "preparation": {
         *("types", "config", "spec", "data", "algorithms", "rewards", "trainer", "megatron", "model_converters")
     },
-    "runtime": {"types", "config", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
+    "runtime": {"types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
     "slurm": {"config", "runtime", "doctor"},

@@ -41,8 +41,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.delivery import deliver, rows_by_rank
+from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import (
     Held,
     RankGroup,
@@ -31,6 +30,7 @@ from mcore_rl.runtime.roles.base import (
     see_only,
     set_up_ranks,
 )
+from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, TokenRefs, merge_metrics
 
 

@@ -23,9 +23,9 @@ from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
 from mcore_rl.runtime.roles.delivery import cut_for_readers
+from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 

@@ -13,9 +13,9 @@ from mcore_rl.config.schema import Config
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.placement import Guests
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
 from mcore_rl.runtime.roles.delivery import cut_for_readers
+from mcore_rl.spec.placement import Guests
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 

@@ -49,6 +49,14 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
         (["rollout.engine=sglang"], r"^rollout\.engine=sglang is not available; set rollout\.engine=vllm"),
         (["data.val=nowhere.jsonl"], r"^data\.val: there is no file nowhere\.jsonl"),
         (["cluster.nodes=2"], r"^cluster\.address must name the Ray cluster"),
+        (
+            ["cluster.nodes=2", "cluster.address=a:1", "cluster.placement=disaggregated", "rollout.num_engines=3"],
+            r"leave no room for rollout\.num_engines=3",
+        ),
+        (
+            ["cluster.nodes=2", "cluster.address=a:1", "cluster.gpus_per_node=3", "rollout.tp=4"],
+            r"^rollout\.tp=4: an engine that spans nodes fills them; set a multiple of cluster\.gpus_per_node=3",
+        ),
         (["reward_model.hf_path=/nowhere"], r"^reward_model\.hf_path=/nowhere: no config\.json there"),
     ],
 )

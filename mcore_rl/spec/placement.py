@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -166,8 +165,3 @@ def _own_slot(config: Config, engine: int, on_gpus: bool) -> Slot:
             "raise rollout.nodes"
         )
     return Slot(node + nth // per_node, None)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Key of a node's name by which n2 comes before n10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -7,7 +7,8 @@ import pytest
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.addresses import EPHEMERAL, free_port
-from mcore_rl.runtime.placement import Guests, natural, place, visible_devices
+from mcore_rl.runtime.cluster import natural
+from mcore_rl.spec.placement import Guests, place, visible_devices
 
 
 def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated", ranks: int | None = None) -> Config:
