@@ -67,6 +67,7 @@ def stages_of(report: Report) -> set[str]:
     return {figure.stage for figure in report.figures}
 
 
+@pytest.mark.on_demand  # so are slow nodes
 def test_a_slow_rank_is_named() -> None:
     (report,) = run(1, 3, slow_product)
     (problem,) = [problem for problem in report.problems if problem.stage == "matrix product"]

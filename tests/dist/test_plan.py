@@ -11,6 +11,11 @@ import pytest
 from mcore_rl import cli
 
 RECIPES = sorted(path.name for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ON_DEMAND = {
+    *(f"deepseek_v3_{gpus}_gpus.yaml" for gpus in (96, 128, 512)),
+    *("dapo_full_deepseek_v3_671b.yaml", "kimi_k2.yaml", "qwen3_235b_a22b.yaml"),
+}
+"""Ten seconds each; what is special in them the others have as well."""
 RECIPE = "configs/dapo_deepseek_v3_671b.yaml"
 GIB = 2**30
 
@@ -84,7 +89,9 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -
     assert "does not fit" in output
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.on_demand] * (name in ON_DEMAND)) for name in RECIPES]
+)
 def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     # The demos' model is made by `make demo`.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
@@ -93,6 +100,7 @@ def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     assert plan["fits"] is True
 
 
+@pytest.mark.on_demand  # the README's command searches too
 def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("cluster.nodes=16", "cluster.gpu_memory_gib=80", "--suggest", "--json")
     code, found, _ = run(capsys, RECIPE, *arguments)

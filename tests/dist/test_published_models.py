@@ -43,7 +43,7 @@ PROOFS: dict[str, tuple[str, int, dict[str, int]]] = {
     "Mixtral-8x22B": ("mistralai--Mixtral-8x22B-v0.1", 64, {"tp": 4, "pp": 4, "vpp": 2, "ep": 8, "etp": 2}),
     "GLM-4.5": ("glm-4.5-355b", 128, {"tp": 4, "pp": 8, "ep": 16, "first_stage_layers": 10, "last_stage_layers": 10}),
 }
-ON_DEMAND = ("DeepSeek-V3 tp8 pp16 ep8", "Qwen3-235B", "Kimi-K2")
+ON_DEMAND = ("DeepSeek-V3 tp1 pp16 ep32", "DeepSeek-V3 tp8 pp16 ep8", "Qwen3-235B", "Kimi-K2")
 """Half a minute to two each; what is special in them the others have as well."""
 # Elements of every tensor but FP8 scales. What the models' authors round to 671B (685B with multi-token prediction,
 # which repeats embedding and head), 235B, 1T, 141B and 355B.

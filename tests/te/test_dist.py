@@ -24,10 +24,11 @@ SUITES: dict[str, list[str]] = {
     ],
 }
 """Modules of tests/dist."""
+USUAL = ("layouts", "kinds of training")
 
 
 CASES = [
-    pytest.param(suite, version, marks=[pytest.mark.on_demand] * (suite == "the rest" or version != VERSION))
+    pytest.param(suite, version, marks=[pytest.mark.on_demand] * (suite not in USUAL or version != VERSION))
     for suite in SUITES
     for version in PACKAGES
 ]
