@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
@@ -15,44 +14,38 @@ from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, RunProcess
-from mcore_rl.runtime.roles.delivery import cut_rows
+from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.engine import EnginePool
 from mcore_rl.runtime.roles.trainer import TrainerGroup
-from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, RolloutTask, TrajectoryBuffers
+from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, RolloutTask
 
 PROCESSES = 2
 
 
-@ray.remote(concurrency_groups={"watch": 2, "cut": 1}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class ReadyEngine(RunProcess):
-    """Answers a task with ready scalars and trajectories without a token, and cuts these."""
+    """Answers a task with ready scalars, and keeps nothing."""
 
-    @ray.method(num_returns=2)
-    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    def run(self, task: RolloutTask, forget: list[int]) -> tuple[int, RolloutScalars]:
         write_records(Path(str(task.records)).parents[1], task)
-        return _without_tokens(len(task.group_ids) * task.samples_per_prompt), make_scalars(task)
-
-    @ray.method(concurrency_group="cut")
-    def cut(self, rows: list[np.ndarray], chunk: TrajectoryBuffers) -> Any:
-        return cut_rows(chunk, rows)
+        return 0, make_scalars(task)
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class SilentTrainer(RankProcess):
-    """Takes its share of a batch of several updates, and does nothing with it."""
+    """Takes its share of a batch of several updates, and does nothing with it. What it was to fetch it only counts:
+    fetching is the ranks' work, and the engines'."""
 
-    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
-        assert len(chunks[0].prompt_tokens) == len({sample for share in shares for sample in share.samples.tolist()})
+    def fetch(self, wanted: Wanted) -> Any:
+        return len(wanted.rows)
+
+    def recompute_logp(self, key: int, shares: list[RankShare], fetched: int) -> dict[str, Metric]:
+        assert fetched == len({sample for share in shares for sample in share.samples.tolist()})
         self.num_updates = len(shares)
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
     def update(self, key: int) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
-
-
-def _without_tokens(count: int) -> TrajectoryBuffers:
-    offsets, nothing = np.zeros(count + 1, np.int64), np.empty(0, np.int32)
-    return TrajectoryBuffers(nothing, offsets, np.zeros(count, np.int32), offsets, nothing, nothing, nothing)
 
 
 @contextmanager

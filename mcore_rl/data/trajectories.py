@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -35,6 +36,13 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = _offsets(lengths)
     return TrajectoryBuffers(**joined)
+
+
+def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[TrajectoryBuffers]:
+    """The first so many trajectories, the next so many, and so on: all of them."""
+    ends = np.cumsum([0, *counts])
+    assert ends[-1] == len(buffers.prompt_tokens), f"{ends[-1]} trajectories asked for of {len(buffers.prompt_tokens)}"
+    return [take_rows(buffers, np.arange(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 def _ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

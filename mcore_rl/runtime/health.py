@@ -31,6 +31,8 @@ class Watch:
 
     names: dict[Any, str] = field(default_factory=dict)
     daemons: Daemons = field(default_factory=Daemons)
+    timeout_seconds: float = 600.0
+    """How long processes wait for one of them that is silent."""
     handles: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, handle: Any) -> None:

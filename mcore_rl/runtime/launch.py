@@ -110,7 +110,7 @@ def _started(
     config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
 ) -> Iterator[_Handles]:
     """The processes, each on its node, before any set-up."""
-    watch = Watch(daemons=Daemons.started())
+    watch = Watch(daemons=Daemons.started(), timeout_seconds=config.cluster.collective_timeout_seconds)
     handles: list[Any] = []
     logs = config.run.logs
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.data.records import add_fields
+from mcore_rl.data.trajectories import split_rows
 from mcore_rl.data.transcripts import PromptSource, TextDecoder, transcripts
 from mcore_rl.rewards.judge.judge import Judge, describe
 from mcore_rl.rewards.task_parts import TaskPart, split_tasks
@@ -51,12 +52,14 @@ class JudgeWorker:
     decoder: TextDecoder
 
     def score(
-        self, given: Sequence[Share], chunks: Sequence[TrajectoryBuffers]
+        self, given: Sequence[Share], trajectories: TrajectoryBuffers
     ) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Scores by number (TaskPart), and figures of the answers; chunk i has the trajectories of share i alone."""
+        """Scores by number (TaskPart), and figures of the answers; trajectories are those of the shares, one after
+        the other."""
+        parts = [share.part for share in given]
         read = [
             transcripts(buffers, part.prompt_rows, self.prompts[part.prompt_set], self.decoder)
-            for part, buffers in zip((share.part for share in given), chunks, strict=True)
+            for part, buffers in zip(parts, split_rows(trajectories, [len(part.rows) for part in parts]), strict=True)
         ]
         verdicts = self.judge.verdicts(
             [transcript for of_share in read for transcript in of_share],

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +18,6 @@ import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
-from mcore_rl.data.trajectories import join_rows
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, Question, answer
@@ -41,7 +41,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.delivery import deliver, rows_by_rank
+from mcore_rl.runtime.roles.delivery import Delivery, Wanted, fetch, rows_by_rank
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
@@ -61,6 +61,7 @@ class RunProcess:
             write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
+        self._makers: dict[str, Any] = {}
         meet_at(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="watch")
@@ -89,6 +90,11 @@ class RunProcess:
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
 
+    def fetch(self, wanted: Wanted) -> TrajectoryBuffers:
+        """For this process, and for ranks that read the same."""
+        with self.spans.span("fetch trajectories"):
+            return fetch(wanted, self._makers)
+
 
 class RankProcess(RunProcess):
     """One rank of a process group."""
@@ -96,10 +102,6 @@ class RankProcess(RunProcess):
     def visible_devices(self) -> str:
         """The GPU that Ray gave this process, by the name that CUDA takes."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
-
-    def join(self, *parts: TrajectoryBuffers) -> TrajectoryBuffers:
-        """For this rank and the peers that have the same."""
-        return join_rows(parts)
 
 
 class TrainedRankProcess(RankProcess):
@@ -207,10 +209,14 @@ class RankGroup:
     ranks: RankMap
     watch: Watch
 
+    @cached_property
+    def _delivery(self) -> Delivery:
+        return Delivery([self.handles[speaker] for speaker in self.ranks.speakers], self.watch.timeout_seconds)
+
     def sent_with(self, batch: Batch) -> list[tuple[Any, ...]]:
         """What each rank needs: its shares, one per update, and a reference of the trajectories that they are of."""
         rows, places = rows_by_rank(batch, len(self.ranks.speakers))
-        trajectories = deliver(batch.chunks, rows, [self.handles[speaker] for speaker in self.ranks.speakers])
+        trajectories = self._delivery.deliver(batch.chunks, rows)
         shares = self._shares(batch, places)
         return [(shares[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from mcore_rl.ports import Rewarder, WeightReceiver
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
-from mcore_rl.runtime.roles.delivery import EngineChunk, cut_rows
+from mcore_rl.runtime.roles.delivery import Forgotten, Kept
 from mcore_rl.types import (
-    BuffersRef,
     RolloutResult,
     RolloutScalars,
     RolloutTask,
@@ -35,6 +34,10 @@ from mcore_rl.weights.verify import Comparison
 @ray.remote(concurrency_groups={"watch": 2, "cut": 1}, max_restarts=0)
 class EngineProcess(RunProcess):
     """One rollout engine with its grading processes."""
+
+    def __init__(self, name: str, logs: str | None = None) -> None:
+        super().__init__(name, logs)
+        self._kept = Kept(name)
 
     def setup(
         self,
@@ -53,15 +56,17 @@ class EngineProcess(RunProcess):
             self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved, hosts)
             rewarder.wait_ready()
 
-    @ray.method(num_returns=2)
-    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    def run(self, task: RolloutTask, forget: list[int]) -> tuple[int, RolloutScalars]:
+        """The key under which the trajectories are kept, until a later call says to forget it."""
+        self._kept.forget(forget)
         with self.spans.span(f"generate {task.prompt_set}"):
-            return self.worker.run(task)
+            buffers, scalars = self.worker.run(task)
+        return self._kept.keep(buffers), scalars
 
     @ray.method(concurrency_group="cut")
-    def cut(self, rows: list[np.ndarray], chunk: TrajectoryBuffers) -> Any:
-        """As many buffers as there are arrays of rows: what each of several readers takes of a chunk."""
-        return cut_rows(chunk, rows)
+    def cut(self, key: int, rows: np.ndarray) -> TrajectoryBuffers:
+        """Also while the engine generates."""
+        return self._kept.cut(key, rows)
 
     def amend_records(
         self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
@@ -129,18 +134,20 @@ class EnginePool:
 
     handles: list[Any]
     watch: Watch
+    forgotten: Forgotten = field(default_factory=Forgotten)
 
     @property
     def num_engines(self) -> int:
         return len(self.handles)
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """Runs task i on engine i % num_engines; the buffers stay in the object store."""
-        calls = [self.handles[i % len(self.handles)].run.remote(task) for i, task in enumerate(tasks)]
-        scalars = self.watch.get([scalars_ref for _, scalars_ref in calls])
+        """Runs task i on engine i % num_engines, where its trajectories stay as long as anything refers to them."""
+        engines = [(f"rollout engine {number}", handle) for number, handle in enumerate(self.handles)]
+        runs = [(task, *engines[i % len(engines)]) for i, task in enumerate(tasks)]
+        results = self.watch.get([handle.run.remote(task, self.forgotten.take(name)) for task, name, handle in runs])
         return [
-            (BuffersRef(EngineChunk(reference, self.handles[i % len(self.handles)], len(result.rewards))), result)
-            for i, ((reference, _), result) in enumerate(zip(calls, scalars, strict=True))
+            (self.forgotten.refer(name, handle, key), scalars)
+            for (_, name, handle), (key, scalars) in zip(runs, results, strict=True)
         ]
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:

@@ -24,7 +24,7 @@ from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
-from mcore_rl.runtime.roles.delivery import cut_for_readers
+from mcore_rl.runtime.roles.delivery import Delivery
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
@@ -42,13 +42,13 @@ class JudgeProcess(RunProcess):
             self.worker = build_judge(config, self.name, resolved)
             self.worker.judge.engine.sleep(keep_weights=True)
 
-    def score(self, given: list[Share], *chunks: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
+    def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
         """As JudgeWorker.score."""
         engine = self.worker.judge.engine
         with self.spans.span("judge"):
             for part in ("weights", "kv_cache"):
                 engine.wake_up(part)
-            scores_and_metrics = self.worker.score(given, chunks)
+            scores_and_metrics = self.worker.score(given, trajectories)
             engine.sleep(keep_weights=True)
         return scores_and_metrics
 
@@ -61,6 +61,9 @@ class JudgeGroup:
     watch: Watch
     _figures: dict[str, Metric] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self._delivery = Delivery(self.handles, self.watch.timeout_seconds)
+
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every engine scores a part of about as many tokens; what it says goes into the tasks' records.
 
@@ -69,10 +72,10 @@ class JudgeGroup:
         scalars = [of_task for _, of_task in results]
         by_judge = shares(tasks, scalars, len(self.handles))
         rows = [_rows(given, len(tasks)) for given in by_judge]
-        trajectories = cut_for_readers([chunk for chunk, _ in results], rows)
+        trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         calls = [
-            handle.score.remote(given, *parts)
-            for handle, given, parts in zip(self.handles, by_judge, trajectories, strict=True)
+            handle.score.remote(given, *fetched)
+            for handle, given, fetched in zip(self.handles, by_judge, trajectories, strict=True)
             if given
         ]
         scores: dict[int, float] = {}

@@ -10,11 +10,12 @@ import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
+from mcore_rl.data.trajectories import split_rows
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
-from mcore_rl.runtime.roles.delivery import cut_for_readers
+from mcore_rl.runtime.roles.delivery import Delivery
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
@@ -43,10 +44,13 @@ class RewardModelProcess(RankProcess):
             self.model = MegatronRewardModel(config, rank, world_size, init_method)
         self.model.memory.span = self.spans.span
 
-    def score(self, parts: list[TaskPart], *chunks: TrajectoryBuffers) -> dict[int, float]:
-        """Scores by number, on ranks of the last stage; chunk i has the trajectories of part i, no others."""
+    def score(self, parts: list[TaskPart], *trajectories: TrajectoryBuffers) -> dict[int, float]:
+        """Scores by number, on ranks of the last stage; the trajectories are those of the parts, one after the other,
+        and absent where these are empty."""
         with self.spans.span("score"):
             sequences: dict[int, np.ndarray] = {}
+            counts = [len(part.rows) for part in parts]
+            chunks = split_rows(trajectories[0], counts) if trajectories else []
             for part, chunk in zip(parts, chunks, strict=True):
                 name = part.prompt_set
                 ids = self.inputs.of(chunk, part.prompt_rows, self.prompts.get(name), f"data.{name}")
@@ -62,6 +66,10 @@ class RewardModelGroup:
     ranks: RankMap
     watch: Watch
 
+    def __post_init__(self) -> None:
+        readers = [self.handles[speaker] for speaker in self.ranks.speakers]
+        self._delivery = Delivery(readers, self.watch.timeout_seconds)
+
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every data-parallel rank scores a part of about as many tokens. Shapes: float32 [B] per task.
 
@@ -69,7 +77,7 @@ class RewardModelGroup:
         """
         parts = split_tasks(tasks, [scalars for _, scalars in results], len(self.ranks.speakers))
         chunks = [chunk for chunk, _ in results]
-        trajectories = cut_for_readers(chunks, [[part.rows for part in of_rank] for of_rank in parts])
+        trajectories = self._delivery.deliver(chunks, [[part.rows for part in of_rank] for of_rank in parts])
         given = [[part for part in of_rank if len(part.rows)] for of_rank in parts]
         calls = [
             handle.score.remote(given[dp], *trajectories[dp])

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from mcore_rl.data.trajectories import join_rows, take_rows
+from mcore_rl.data.trajectories import join_rows, split_rows, take_rows
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
 
 COUNT = 5
@@ -55,3 +55,13 @@ def test_parts_follow_each_other() -> None:
     joined = join_rows([take_rows(first, np.array([1, 3])), take_rows(second, np.array([0])), first])
     expected = [(first, 1), (first, 3), (second, 0), *((first, row) for row in range(COUNT))]
     assert [columns(joined, at) for at in range(len(joined.prompt_tokens))] == [columns(*each) for each in expected]
+
+
+def test_a_split_is_undone_by_a_join() -> None:
+    source = buffers()
+    parts = split_rows(source, [2, 0, 3])
+    assert [len(part.prompt_tokens) for part in parts] == [2, 0, 3]
+    joined = join_rows(parts)
+    assert [columns(joined, row) for row in range(COUNT)] == [columns(source, row) for row in range(COUNT)]
+    with pytest.raises(AssertionError, match="4 trajectories asked for of 5"):
+        split_rows(source, [2, 2])

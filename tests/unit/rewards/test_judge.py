@@ -14,12 +14,12 @@ import pytest
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.records import amend_part
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.data.trajectories import take_rows
+from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.judge import Judge, Verdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts
 from mcore_rl.rewards.judge.scores import score_reader
-from mcore_rl.rewards.judge.worker import JudgeWorker, shares
+from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
@@ -30,6 +30,7 @@ from mcore_rl.types import (
     RolloutScalars,
     RolloutTask,
     SamplingOptions,
+    TrajectoryBuffers,
     merge_metrics,
 )
 from tests.unit.data.conftest import byte_tokenizer
@@ -182,6 +183,11 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
     return pack_trajectories(requests, completions), scalars
 
 
+def taken(own: Sequence[Share], chunks: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
+    """What a judge fetches for its shares."""
+    return join_rows([take_rows(chunks[share.task], share.part.rows) for share in own])
+
+
 @pytest.mark.parametrize("num_judges", [1, 2, 5, 20])
 def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_path: Path, num_judges: int) -> None:
     tasks = [task_of(0, [3, 0], tmp_path), task_of(1, [], tmp_path), task_of(2, [1], tmp_path), task_of(3, [2])]
@@ -200,7 +206,7 @@ def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_
     scores: dict[int, float] = {}
     metrics = []
     for own in filter(None, given):
-        found, figures = worker.score(own, [take_rows(chunks[share.task], share.part.rows) for share in own])
+        found, figures = worker.score(own, taken(own, chunks))
         assert not scores.keys() & found.keys()
         scores |= found
         metrics.append(figures)
@@ -226,7 +232,7 @@ def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(token
         for own in shares([task], [scalars], num_judges):
             judge = judge_of(tokenizer, replace(CONFIG, temperature=1.0))
             JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(
-                own, [take_rows(buffers, share.part.rows) for share in own]
+                own, taken(own, [buffers])
             )
             for request in judge.engine.calls[0]:  # type: ignore[attr-defined]
                 found[tokenizer.decode(request.token_ids)] = request.seed

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.runtime.roles.delivery import EngineChunk, cut_for_readers, cut_rows, deliver, rows_by_rank
+from mcore_rl.errors import McoreRLError
+from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Kept, Wanted, rows_by_rank
 from mcore_rl.types import Batch, BuffersRef
+from tests.unit.data.test_trajectories import buffers
 
 NUM_RANKS, SIZES = 3, (4, 0, 5)
 
@@ -53,61 +54,56 @@ def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> N
 
 
 @dataclass
-class Maker:
-    """A process in this one; notes how many objects each call was to return."""
+class Reader:
+    """A process in this one; notes what it was told to fetch."""
 
-    calls: list[tuple[int, list[list[int]]]] = field(default_factory=list)
-    cut: Any = None
+    calls: list[Wanted] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.cut = self
-
-    def options(self, num_returns: int) -> Maker:
-        self._num_returns = num_returns
+    @property
+    def fetch(self) -> Reader:
         return self
 
-    def remote(self, rows: Sequence[np.ndarray], reference: str) -> Any:
-        self.calls.append((self._num_returns, [wanted.tolist() for wanted in rows]))
-        parts = [f"{reference}{wanted.tolist()}" for wanted in rows]
-        return parts if self._num_returns > 1 else parts[0]
-
-
-class Reader:
-    class join:
-        @staticmethod
-        def remote(*parts: str) -> str:
-            return "+".join(parts)
+    def remote(self, wanted: Wanted) -> str:
+        self.calls.append(wanted)
+        return f"call {len(self.calls)}"
 
 
 def arrays(*rows: Sequence[int]) -> list[np.ndarray]:
     return [np.array(wanted, np.int64) for wanted in rows]
 
 
-def test_a_chunk_is_cut_in_one_call_for_those_who_want_of_it() -> None:
-    makers = [Maker(), Maker()]
-    chunks = [EngineChunk("a", makers[0], 4), EngineChunk("b", makers[1], 2)]
-    rows = [arrays([0, 3], [1]), arrays([], []), arrays([2], [])]
-    assert cut_for_readers(chunks, rows) == [["a[0, 3]", "b[1]"], [], ["a[2]"]]
-    assert makers[0].calls == [(2, [[0, 3], [2]])]
-    assert makers[1].calls == [(1, [[1]])]
+def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
+    readers = [Reader(), Reader(), Reader()]
+    chunks = [BuffersRef(Chunk("a", "handle of a", 5)), BuffersRef(Chunk("b", "handle of b", 6))]
+    rows = [arrays([0, 3], [1]), arrays([], []), arrays([], [2])]
+    assert Delivery(readers, 9.0).deliver(chunks, rows) == [("call 1",), (), ("call 1",)]
+    first, third = readers[0].calls[0], readers[2].calls[0]
+    assert (first.makers, first.keys) == (["a", "b"], [5, 6])
+    assert (first.offsets.tolist(), first.rows.tolist()) == ([0, 2, 3], [0, 3, 1])
+    assert (third.makers, third.keys, third.rows.tolist()) == (["b"], [6], [2])
+    assert (first.timeout_seconds, readers[1].calls) == (9.0, [])
 
 
-def test_what_one_reader_wants_whole_is_not_cut() -> None:
-    maker = Maker()
-    chunk = EngineChunk("a", maker, 2)
-    assert cut_for_readers([chunk], [arrays([0, 1])]) == [["a"]]
-    assert maker.calls == []
-    assert cut_for_readers([chunk], [arrays([1, 0])]) == [["a[1, 0]"]]  # another order is not it
+def test_a_reader_hears_of_a_maker_once() -> None:
+    reader = Reader()
+    delivery = Delivery([reader], 9.0)
+    for makers in ("a", "ab", "b"):
+        chunks = [BuffersRef(Chunk(maker, f"handle of {maker}", 1)) for maker in makers]
+        delivery.deliver(chunks, [arrays(*[[0]] * len(chunks))])
+    assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
 
 
-def test_parts_are_joined_by_the_reader_but_one_alone() -> None:
-    chunks = [EngineChunk("a", Maker(), 4), EngineChunk("b", Maker(), 2)]
-    rows = [arrays([0], [0]), arrays([1], []), arrays([], [])]
-    assert deliver(chunks, rows, [Reader()] * 3) == [["a[0]+b[0]"], ["a[1]"], []]
-
-
-def test_as_many_objects_are_returned_as_are_asked_for() -> None:
-    from tests.unit.data.test_trajectories import buffers
-
-    assert len(cut_rows(buffers(), arrays([0], [1, 2]))) == 2
-    assert cut_rows(buffers(), arrays([1, 2])).prompt_tokens.tolist() == buffers().prompt_tokens[[1, 2]].tolist()
+def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
+    kept, forgotten = Kept("engine 0"), Forgotten()
+    first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i))) for i in range(2))
+    assert kept.cut(1, np.array([2])).versions.tolist() == [12]
+    assert forgotten.take("engine 0") == []
+    del first
+    keys = forgotten.take("engine 0")
+    assert keys == [0]
+    assert (forgotten.take("engine 0"), forgotten.take("engine 1")) == ([], [])
+    kept.forget(keys)
+    with pytest.raises(McoreRLError, match="engine 0 has no trajectories under 0"):
+        kept.cut(0, np.array([0]))
+    assert len(kept.cut(1, np.arange(5)).prompt_tokens) == 5
+    del second

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rewards.judge.worker import Share
+from mcore_rl.runtime.roles.delivery import Chunk, Wanted
 from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 
@@ -19,28 +20,30 @@ class Call:
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def remote(self, given: Sequence[Share], *chunks: str) -> tuple[dict[int, float], dict[str, Metric]]:
-        self.calls.append((given, chunks))
+    def remote(self, given: Sequence[Share], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
+        self.calls.append((given, fetched))
         scores = {int(n): 10.0 * share.task + row for share in given for n, row in _numbered(share)}
         return scores, {"judge/unparsable_fraction": Mean(1, len(scores))}
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Cuts its name."""
+class Fetch:
+    """What a judge fetches, in words."""
 
-    number: int
-
-    def cut(self, rows: Sequence[np.ndarray]) -> list[str]:
-        return [f"chunk {self.number} {wanted.tolist()}" for wanted in rows]
+    @staticmethod
+    def remote(wanted: Wanted) -> list[tuple[int, list[int]]]:
+        rows = np.split(wanted.rows, wanted.offsets[1:-1])
+        return [(key, of_chunk.tolist()) for key, of_chunk in zip(wanted.keys, rows, strict=True)]
 
 
 @dataclass
 class Handle:
     score: Call = field(default_factory=Call)
+    fetch: Fetch = field(default_factory=Fetch)
 
 
 class Waiting:
+    timeout_seconds = 1.0
+
     def get(self, found: Sequence[Any]) -> list[Any]:
         return list(found)
 
@@ -56,7 +59,7 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
         tasks.append(RolloutTask(prompt_set, ids, ids, 1, SamplingOptions(4), 1))
         ones, zeros = np.ones(size, np.int32), np.zeros(size, np.float32)
         scalars = RolloutScalars(ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), 0)
-        results.append((BuffersRef(Chunk(index)), scalars))
+        results.append((BuffersRef(Chunk("chunk", None, index)), scalars))
     return tasks, results
 
 
@@ -70,8 +73,8 @@ def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
     assert [own.tolist() for own in scores] == [[0, 1, 2], [], [20, 21]]
     calls = [call for handle in group.handles for call in handle.score.calls]
     assert len(calls) == 2
-    for of_judge, chunks in calls:
-        assert [f"chunk {share.task} {share.part.rows.tolist()}" for share in of_judge] == list(chunks)
+    for of_judge, fetched in calls:
+        assert [(share.task, share.part.rows.tolist()) for share in of_judge] == fetched
 
 
 def test_a_judge_without_work_is_not_called() -> None:

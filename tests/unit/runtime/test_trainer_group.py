@@ -15,21 +15,11 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
 from mcore_rl.runtime.roles.base import RankMap
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
+from mcore_rl.runtime.roles.delivery import Chunk, Wanted
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.types import Batch, BuffersRef, Mean, RankShare, TokenRefs, Total
 
-
-@dataclass(frozen=True)
-class NamedChunk:
-    """Cuts its name."""
-
-    name: str = "a"
-
-    def cut(self, rows: Sequence[np.ndarray]) -> list[str]:
-        return [f"{self.name}{wanted.tolist()}" for wanted in rows]
-
-
-CHUNKS = (("a[0, 3]",), ("a[1, 2]",))
+CHUNKS = (("a 7 [0, 3]",), ("a 7 [1, 2]",))
 """What reaches each rank of the batch's one chunk."""
 
 
@@ -88,7 +78,13 @@ class Handle:
         class Method:
             remote: Any
 
+        def fetch(wanted: Wanted) -> str:
+            (maker,), (key,) = wanted.makers, wanted.keys
+            return f"{maker} {key} {wanted.rows.tolist()}"
+
         def call(*arguments: Any) -> Any:
+            if name == "fetch":
+                return fetch(*arguments)
             self.rounds.append(name)
             return getattr(self.process, name)(*arguments)
 
@@ -100,6 +96,7 @@ class Ready:
     """A Watch of calls that have run."""
 
     names: dict[Any, str] = field(default_factory=dict)
+    timeout_seconds: float = 1.0
 
     def get(self, references: list[Any]) -> list[Any]:
         return list(references)
@@ -117,7 +114,7 @@ def batch(num_updates: int) -> Batch:
     """Of four samples; the first and the last lie on rank 0."""
     ints, numbers = np.zeros(4, np.int32), np.zeros(4, np.float32)
     return Batch(
-        chunks=(BuffersRef(NamedChunk()),),
+        chunks=(BuffersRef(Chunk("a", None, 7)),),
         chunk_ids=ints,
         rows=np.arange(4, dtype=np.int32),
         group_ids=np.arange(4),
