@@ -1,7 +1,7 @@
 """One engine with its graders: turns prompt rows into scored trajectories.
 
 Grading overlaps generation: every response goes to the grading processes the moment it finishes. Tokens and
-log-probabilities stay in flat buffers for the object store; only scalars are meant for the driver.
+log-probabilities stay in flat buffers; only scalars are meant for the driver.
 """
 
 from __future__ import annotations

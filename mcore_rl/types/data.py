@@ -93,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TrajectoryBuffers:
-    """Trajectories of one rollout call as flat arrays (see the module's example); lives in the object store.
+    """Trajectories of one rollout call as flat arrays (see the module's example); kept by the process that made it.
 
     Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B];
     logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
@@ -111,7 +111,7 @@ class TrajectoryBuffers:
 
 
 BuffersRef = NewType("BuffersRef", object)
-"""Refers to TrajectoryBuffers in the object store."""
+"""Refers to TrajectoryBuffers, which are kept as long as it is."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RolloutScalars:
 class Batch:
     """The driver's view of one training step: references and scalars.
 
-    `chunks` refer to TrajectoryBuffers in the object store; response b is row `rows[b]` of chunk
+    `chunks` refer to TrajectoryBuffers; response b is row `rows[b]` of chunk
     `chunk_ids[b]`. `updates[u]` and `dp_ranks` say in which optimizer update, and on which data-parallel rank,
     a response is trained; both are fixed here so that what passes find of it can stay where it was computed.
 

@@ -1,5 +1,5 @@
-"""One judge beside its engine: reads the responses that rollout tasks left in the object store, scores them, and keeps
-what it said for the tasks' records."""
+"""One judge beside its engine: reads the responses of rollout tasks, scores them, and keeps what it
+said for the tasks' records."""
 
 from __future__ import annotations
 
