@@ -202,6 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except FileExistsError as error:  # another thing is where the task goes
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

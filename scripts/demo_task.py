@@ -177,7 +177,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
     """
     if is_prepared(directory, name, seed):
         return False
-    if directory.exists() and not (directory / COMPLETE).exists():
+    if directory.exists() and any(directory.iterdir()) and not (directory / COMPLETE).exists():
         raise FileExistsError(f"{directory} exists and is not a demo task: choose another directory or remove it")
     staging = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -206,7 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to write, e.g. runs/demo_task/work3")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    written = prepare(options.out, options.task, options.seed)
+    try:
+        written = prepare(options.out, options.task, options.seed)
+    except FileExistsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{options.out}: {'written' if written else 'there already'}")
     return 0
 

@@ -72,6 +72,7 @@ def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="not a demo task"):
         demo_task.prepare(tmp_path)
     assert (tmp_path / "precious").read_text() == "x"
+    assert demo_task.main(["--out", str(tmp_path)]) == 2
 
 
 def test_the_tokenizer_read_back_has_one_token_per_character_and_loses_nothing(prepared: Path, task: str) -> None:
