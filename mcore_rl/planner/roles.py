@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, uses_judge, validate_judge
 from mcore_rl.config.rules.lora import base_is_reference
@@ -32,6 +33,7 @@ from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
 from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
+from mcore_rl.planner.sync import gpu_window_bytes
 from mcore_rl.spec.installed import planned_machine
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.model import ModelSpec, policy_config
@@ -53,18 +55,20 @@ class RoleRank:
 
 @dataclass(frozen=True)
 class Beside:
-    """The other models on the GPU of one trainer rank. `reference`: the policy's weights a second time, which with
-    `reference_leaves` lie in host memory but for their own pass."""
+    """What is on the GPU of one trainer rank beside it: other models, and `windows` of weight syncs. `reference`: the
+    policy's weights a second time, which with `reference_leaves` lie in host memory but for their own pass."""
 
     critic: RoleRank | None = None
     reward_model: RoleRank | None = None
     judge: RoleRank | None = None
     reference: bool = False
     reference_leaves: bool = True
+    windows: int = 0
 
     @property
     def resident(self) -> int:
-        return sum(role.resident for role in self._roles)
+        """Bytes all the time."""
+        return self.windows + sum(role.resident for role in self._roles)
 
     @property
     def host_bytes(self) -> int:
@@ -117,7 +121,8 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
         model = role_ranks(config, config.reward_model, ranks, trained=False, cuda=cuda)
     judge = judge_rank(config, cuda=cuda) if uses_judge(config) else None
     reference = uses_reference(config) and not base_is_reference(config)
-    everywhere = Beside(judge=judge if cuda else None, reference=reference, reference_leaves=config.reference.offload)
+    windows = 0 if is_supervised(config.algorithm) else gpu_window_bytes(config, cuda=cuda)
+    everywhere = Beside(None, None, judge if cuda else None, reference, config.reference.offload, windows)
     return Roles(critic, model, everywhere) if cuda else Roles(everywhere=everywhere)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from mcore_rl.config import num_trainer_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.placement import Slot, place
@@ -26,7 +27,7 @@ class WeightSync:
     """Of one sync.
 
     `bytes_per_engine_rank`: what the fullest rank receives; `floor_bytes_per_engine_rank`: what it keeps.
-    `slots_bytes`: memory of the windows, per host. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
+    `slots_bytes`: the windows in a host's memory. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
     hosts, at plan.network_gib_per_second; None without it, or where nothing does.
     """
 
@@ -53,6 +54,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = config.plan.network_gib_per_second
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
+    on_host = not cuda or transport(config, cuda=cuda) == "shared_memory"
     num_windows = min(config.cluster.gpus_per_node if cuda else config.rollout.tp, len(totals.received))
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
@@ -60,7 +62,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         buckets=totals.buckets,
         transport=transport(config, cuda=cuda),
         total_bytes=int(totals.received.sum()),
-        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_windows,
+        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_windows if on_host else 0,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
@@ -86,6 +88,17 @@ def places_of(config: Config, *, cuda: bool) -> Places:
         for rank in range(config.rollout.tp // len(hosts))
     ]
     return Places.of(trainers, engines)
+
+
+def gpu_window_bytes(config: Config, *, cuda: bool) -> int:
+    """What a sync keeps on a trainer rank's GPU all the time, at most: the slots of its window, and as many in which
+    what it sends to others is packed."""
+    kind = transport(config, cuda=cuda)
+    if not cuda or kind == "shared_memory":
+        return 0
+    sends = kind == "network" or num_trainer_ranks(config) > 1
+    slots = config.weights.num_buckets * int(config.weights.bucket_mib * MIB)
+    return slots * ((kind == "cuda_ipc") + sends)
 
 
 def transport(config: Config, *, cuda: bool) -> str:

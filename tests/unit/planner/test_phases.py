@@ -11,6 +11,7 @@ from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
 from mcore_rl.planner.roles import Beside, RoleRank, Roles
 from mcore_rl.planner.state import RankState
+from mcore_rl.planner.sync import gpu_window_bytes
 from mcore_rl.planner.verdict import _remedy
 from model_converters.mapping.layout import TrainLayout
 
@@ -83,3 +84,26 @@ def test_what_to_set_names_the_role() -> None:
     assert "critic.offload.params=true" in _remedy(config, layout, "generate", found)
     assert "critic.offload" not in _remedy(config, layout, "generate", phases(Beside()))
     assert "reward_model.parallel" in _remedy(config, layout, "score", found)
+
+
+def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
+    alone, found = phases(Beside()), phases(Beside(windows=9))
+    assert {name: found.by_name[name] - size for name, size in alone.by_name.items()} == dict.fromkeys(alone.by_name, 9)
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "ranks", "slots"),
+    [
+        ("auto", "colocated", 8, 4),  # what arrives, and what is sent
+        ("auto", "colocated", 1, 2),  # there is nobody else
+        ("network", "colocated", 8, 2),
+        ("shared_memory", "colocated", 8, 0),
+        ("auto", "disaggregated", 8, 2),
+    ],
+)
+def test_windows_on_a_gpu(transport: str, placement: str, ranks: int, slots: int) -> None:
+    config = Config()
+    config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement = 2, 8, placement
+    config.actor.num_ranks, config.weights.transport, config.weights.bucket_mib = ranks, transport, 64.0
+    assert gpu_window_bytes(config, cuda=True) == slots * 64 * 2**20
+    assert gpu_window_bytes(config, cuda=False) == 0
