@@ -173,6 +173,8 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, hosts: int = 1) -> No
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
         written = demo_task.prepare(ROOT / demo.data, demo.task)
+        if written and (ROOT / demo.warm_start_run).exists():
+            raise ConfigError(f"{demo.warm_start_run} is of another {demo.data}, which was written anew: remove it")
         print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'there'})")
         if is_exported(ROOT / demo.exported):
             print(f"[2/3] warm start: {demo.exported} is there")

@@ -1,8 +1,8 @@
 """The demo's arithmetic tasks: problems, a character tokenizer and a tiny random Qwen3-MoE, all from one seed.
 
 Two tasks. `work3`: 3-digit addition, digit by digit, then the answer after a bar (`347+285=` is continued by
-`7+5+0=12;4+8+1=13;3+2+1=6|632`). `think2`: 2-digit addition whose warm-start data mostly blurts a wrong answer
-and shows its working (`<7+5+0=12;3+8+1=12>122`) only now and then, so that learning shows as growing length.
+`7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition whose warm-start data mostly blurts a wrong answer
+and shows its working (`<7+5+0=12;3+8+1=12>#122`) only now and then, so that learning shows as growing length.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ NUM_HELD_OUT = 256
 MAX_TARGET_TOKENS = 32
 """Longest target of any task with its end token; configs/demo_*.yaml must allow as many response tokens."""
 COMPLETE = "complete.json"
+FORMAT = 2
+"""Of the targets. In the first one `|` and `>` stood before the answer, where the grader reads on."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ def columns(a: int, b: int) -> str:
 
 
 def work3(a: int, b: int, _: random.Random) -> Problem:
-    return Problem(f"{a}+{b}=", f"{columns(a, b)}|{a + b}", str(a + b))
+    return Problem(f"{a}+{b}=", f"{columns(a, b)}#{a + b}", str(a + b))
 
 
 def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) -> Problem:
     if rng.random() < working_fraction:
-        return Problem(f"{a}+{b}=", f"<{columns(a, b)}>{a + b}", str(a + b))
+        return Problem(f"{a}+{b}=", f"<{columns(a, b)}>#{a + b}", str(a + b))
     guess = a + b + rng.choice([-1, 1]) * rng.randrange(1, 10)
     return Problem(f"{a}+{b}=", str(guess), str(a + b))
 
@@ -160,12 +162,12 @@ def write_model(directory: Path, seed: int = 1) -> int:
 
 
 def is_prepared(directory: Path, name: str, seed: int) -> bool:
-    """Whether `prepare` has finished here with the same task and seed."""
+    """Whether `prepare` has finished here with the same task, seed and format."""
     try:
         record = json.loads((directory / COMPLETE).read_text())
     except (OSError, ValueError):
         return False
-    return bool(record.get("task") == name and record.get("seed") == seed)
+    return bool((record.get("task"), record.get("seed"), record.get("format")) == (name, seed, FORMAT))
 
 
 def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
@@ -190,7 +192,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
         for split in ("train", "val"):
             write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
         num_parameters = write_model(staging / "model", seed)
-        record = {"task": name, "seed": seed, "parameters": num_parameters}
+        record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
         (staging / COMPLETE).write_text(json.dumps(record) + "\n")
         if directory.exists():
             shutil.rmtree(directory)

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from mcore_rl.rewards.math_grader import is_correct
+
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
@@ -21,8 +23,8 @@ def task(request: pytest.FixtureRequest) -> str:
 
 
 def test_worked_examples() -> None:
-    assert demo_task.work3(347, 285, random.Random(0)).target == "7+5+0=12;4+8+1=13;3+2+1=6|632"
-    assert demo_task.think2(37, 85, random.Random(0), 1.0).target == "<7+5+0=12;3+8+1=12>122"
+    assert demo_task.work3(347, 285, random.Random(0)).target == "7+5+0=12;4+8+1=13;3+2+1=6#632"
+    assert demo_task.think2(37, 85, random.Random(0), 1.0).target == "<7+5+0=12;3+8+1=12>#122"
     assert demo_task.think2(37, 85, random.Random(0), 0.0).target != "122"
 
 
@@ -46,7 +48,7 @@ def test_problems_depend_on_the_seed_alone(task: str) -> None:
 
 
 def test_work3_shows_its_working_and_think2_mostly_does_not() -> None:
-    assert all("|" in p.target for p in demo_task.problems("work3")["warm_start"])
+    assert all("#" in p.target for p in demo_task.problems("work3")["warm_start"])
     warm_start = demo_task.problems("think2")["warm_start"]
     shown = [p for p in warm_start if p.target.startswith("<")]
     assert 0.15 < len(shown) / len(warm_start) < 0.25
@@ -58,6 +60,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, task: str) -> Path:
     directory = tmp_path_factory.mktemp("demo") / task
     assert demo_task.prepare(directory, task)
     return directory
+
+
+def test_the_graders_answer_is_the_number_at_the_end(task: str) -> None:
+    """A demo whose right answers are graded as wrong learns nothing."""
+    for split in demo_task.problems(task).values():
+        for problem in split[:200]:
+            said = problem.target.rpartition("#")[2]
+            assert is_correct(problem.target, problem.answer) == (said == problem.answer), problem
+    assert any(is_correct(p.target, p.answer) for p in demo_task.problems(task)["warm_start"])
 
 
 def test_preparing_twice_writes_once_and_leaves_no_other_file(prepared: Path, task: str) -> None:
