@@ -34,7 +34,7 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
     for name in ("token_offsets", "response_offsets"):
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
-        joined[name] = _offsets(lengths)
+        joined[name] = offsets_of(lengths)
     return TrajectoryBuffers(**joined)
 
 
@@ -48,11 +48,12 @@ def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[Trajec
 def _ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Places of the elements of `rows`, one row after the other, and where each row begins there."""
     lengths = (offsets[1:] - offsets[:-1])[rows]
-    new = _offsets(lengths)
+    new = offsets_of(lengths)
     return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new
 
 
-def _offsets(lengths: np.ndarray) -> np.ndarray:
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each of so many runs begins, and where the last ends: int64 [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

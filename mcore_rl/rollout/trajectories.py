@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mcore_rl.data.trajectories import offsets_of
 from mcore_rl.errors import McoreRLError
 from mcore_rl.types import Completion, GenerationRequest, TrajectoryBuffers
 
@@ -23,9 +24,9 @@ def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequen
     pieces = [piece for r, c in zip(requests, completions, strict=True) for piece in (r.token_ids, c.token_ids)]
     return TrajectoryBuffers(
         tokens=_concatenate(pieces, np.int32),
-        token_offsets=_offsets(prompt_tokens + response_tokens),
+        token_offsets=offsets_of(prompt_tokens + response_tokens),
         prompt_tokens=prompt_tokens,
-        response_offsets=_offsets(response_tokens),
+        response_offsets=offsets_of(response_tokens),
         logp_rollout=_concatenate([c.logp for c in completions], np.float32),
         versions=np.repeat(np.array([c.weight_version for c in completions], np.int32), response_tokens),
         trained=np.ones(int(response_tokens.sum()), np.uint8),
@@ -57,9 +58,3 @@ def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets

@@ -7,6 +7,7 @@ itself has gathered it from the distributed optimizer's buffers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ def describe(ranks: int, layout: dict[str, int]) -> str:
     return "".join(f"{key}{size}" for key, size in layout.items()) + f"of{ranks}"
 
 
+# On demand: as many ranks on both sides, and replicas of tensor-parallel ranks.
+MORE = [(4, {"ep": 2, "tp": 2, "etp": 2})] if os.environ.get("MCORE_RL_EVERY_TEST") else []
 CASES = [
     Case("dense", 1, {}, ((2, {"tp": 2}), (2, {}))),
     Case("dense", 2, {"tp": 2}, ((2, {"pp": 2}),)),
@@ -59,7 +62,8 @@ CASES = [
     Case("tied", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("moe", 1, {}, ((2, {"tp": 2, "ep": 2}),)),
     Case("moe", 2, {"tp": 2, "ep": 2}, ((4, {"ep": 4}),)),
-    Case("moe", 4, {"ep": 2, "pp": 2}, ((1, {}),)),
+    Case("moe", 4, {"ep": 2, "pp": 2}, ((1, {}), *MORE)),
+    *([Case("dense", 4, {"tp": 2}, ((1, {}),))] if MORE else []),
     Case("v3", 2, {"tp": 2, "ep": 2}, ((1, {}), (2, {"pp": 2, "ep": 1}))),
     Case("mtp", 2, {"pp": 2}, ((1, {}), (2, {"tp": 2}))),
     Case("dense bf16", 2, {}, ((2, {"tp": 2}),)),
