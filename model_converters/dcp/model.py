@@ -87,11 +87,15 @@ class McoreCheckpoint:
                 return self._reader.read(parts[0].chunk.key, parts[0].stored).reshape(shape)
             out = torch.empty(shape, dtype=self.dtype(name))
             for part in parts:
-                block = self._reader.read(part.chunk.key, part.stored)
-                part.target.view(out).copy_(block.reshape(part.target.shape))
+                self._fill(part, out)
         except ConversionError as error:
             raise ConversionError(f"{name}: {error}") from error
         return out
+
+    def _fill(self, part: _Part, out: torch.Tensor) -> None:
+        """A function of its own, so that no block, a view of a whole chunk, lives on while the next chunk is read."""
+        block = self._reader.read(part.chunk.key, part.stored)
+        part.target.view(out).copy_(block.reshape(part.target.shape))
 
     def _add(self, row: BoundRow, part: int, chunks: Sequence[Chunk]) -> None:
         name, shape, dim = row.hf[part], row.row.shapes[part], row.row.dim

@@ -68,8 +68,9 @@ class DcpReader:
             return common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
         out = torch.empty(box.shape, dtype=self.dtype(key))
         for chunk, common in overlaps:
-            source = common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk))
-            common.moved(box.offset, (0,) * len(box.offset)).view(out).copy_(source)
+            target = common.moved(box.offset, (0,) * len(box.offset)).view(out)
+            # In one expression: no name keeps a chunk while the next one is read.
+            target.copy_(common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk)))
         return out
 
     def _overlaps(self, key: str, box: Box) -> list[tuple[Box, Box]]:

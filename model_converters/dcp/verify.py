@@ -176,7 +176,7 @@ def _same(
     except ConversionError as error:
         raise _DifferenceError(f"cannot be read: {error}") from error
     # hashlib releases the interpreter: the two sides are hashed at once.
-    first, second = pool.map(_checksum, (wanted, stored))
+    first, second = pool.map(_checksum, ([wanted], [stored]))
     if first == second:
         return first, False
     if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block):
@@ -190,5 +190,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.itemsize)
 
 
-def _checksum(tensor: torch.Tensor) -> str:
+def _checksum(handed_over: list[torch.Tensor]) -> str:
+    """Of the one tensor in the list, which is empty afterwards: a pool's thread lets go of its arguments only some time
+    after it has handed the result over, and by then the next tensors may have been read."""
+    tensor = handed_over.pop()
     return hashlib.blake2b(as_bytes(tensor.contiguous()), digest_size=16).hexdigest()

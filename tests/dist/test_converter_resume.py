@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -213,8 +214,7 @@ LARGE = {
     "intermediate_size": 9216,
 }
 LARGEST_BYTES = 2048 * 9216 * 4
-# What malloc keeps of freed blocks, of up to 32 MiB each, and modules that are imported on the way: 35 MiB were seen on
-# a busy machine.
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SLACK_BYTES = 64 * 2**20
 
 
@@ -223,6 +223,8 @@ def _growth(verb: str, arguments: tuple[str, ...]) -> int:
     import mcore_rl.megatron.build.sharded  # noqa: F401  its import is no part of the conversion
     from model_converters.cli import main
 
+    # Otherwise malloc keeps freed blocks of up to 32 MiB each, more or fewer of them as it happens.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     Path("/proc/self/clear_refs").write_text("5")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert main((verb, *arguments)) == 0
