@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test gpu lint type bench slurm
+.PHONY: help setup sglang demo test gpu lint type bench slurm
 
 EXTRA ?= cpu
 HOSTS ?= 1
@@ -26,6 +26,9 @@ gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
 gpu: setup ## tests and benchmarks that need a GPU; without one, what each of them needs; ARGS as for test
 	@code=0; $(PY) -m pytest tests/gpu -q -ra --no-fold-skipped $(ARGS) || code=$$?; \
 	$(PY) -m benchmarks --gpu --save || code=$$?; exit $$code
+
+sglang: setup ## make .venv-sglang ready, the environment of rollout.engine=sglang
+	@scripts/setup_sglang.sh
 
 lint: setup ## ruff: rules and format
 	@$(PY) -m ruff check .

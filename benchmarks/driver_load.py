@@ -16,7 +16,7 @@ from mcore_rl.types import (
     BuffersRef,
     Mean,
     Metric,
-    RankShare,
+    RankShares,
     RolloutResult,
     RolloutScalars,
     RolloutTask,
@@ -47,7 +47,7 @@ def make_scalars(task: RolloutTask) -> RolloutScalars:
         rewards=rewards,
         accuracies=rewards,
         clipped=(responses == LONGEST).astype(np.uint8),
-        version=0,
+        versions=np.zeros((len(responses), 2), np.int32),
     )
 
 
@@ -97,7 +97,6 @@ class SilentRanks:
         self.cut(handle.batch)
         return {"actor/loss": Mean(0.0, 1)}
 
-    def cut(self, batch: Batch) -> list[list[RankShare]]:
+    def cut(self, batch: Batch) -> list[RankShares]:
         _, places = rows_by_rank(batch, DP_RANKS)
-        by_update = [batch.shares(update, DP_RANKS, places) for update in range(len(batch.updates))]
-        return [list(shares) for shares in zip(*by_update, strict=True)]
+        return batch.shares(DP_RANKS, places)

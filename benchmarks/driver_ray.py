@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +15,14 @@ from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_record
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.base import RankMap, RankProcess, RunProcess
+from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
 from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.engine import EnginePool
 from mcore_rl.runtime.roles.trainer import TrainerGroup
-from mcore_rl.types import Mean, Metric, RankShare, RolloutScalars, RolloutTask
+from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
 PROCESSES = 2
+RANKS_PER_NODE = 8
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -31,21 +34,63 @@ class ReadyEngine(RunProcess):
         return 0, make_scalars(task)
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 class SilentTrainer(RankProcess):
     """Takes its share of a batch of several updates, and does nothing with it. What it was to fetch it only counts:
-    fetching is the ranks' work, and the engines'."""
+    fetching is the ranks' work, and the engines'. Of `peers` with the same share the first one has metrics."""
+
+    def __init__(self, name: str, peers: int) -> None:
+        super().__init__(name)
+        self.peers = peers
+
+    @ray.method(concurrency_group="pass_on")
+    def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
+        """A node at once: on a cluster its ranks work at the same time as those of all others, and what it takes to
+        call them comes once (see `seconds_to_pass_on`)."""
+        named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
+        values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
+        read = [[values[a] if isinstance(a, ray.ObjectRef) else a for a in given] for given in arguments]
+        found = [getattr(self, method)(*given) for given in read]
+        return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
     def fetch(self, wanted: Wanted) -> Any:
         return len(wanted.rows)
 
-    def recompute_logp(self, key: int, shares: list[RankShare], fetched: int) -> dict[str, Metric]:
-        assert fetched == len({sample for share in shares for sample in share.samples.tolist()})
-        self.num_updates = len(shares)
+    def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:
+        assert fetched == len({*shares.table["samples"].tolist()})
+        self.num_updates = len(shares.counts)
         return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
 
     def update(self, key: int) -> list[dict[str, Metric]]:
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
+
+
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+class IdleRank(RankProcess):
+    """Answers at once; passes calls on as the ranks of a run do."""
+
+    def nothing(self) -> None: ...
+
+
+def seconds_to_pass_on(calls: int) -> float:
+    """Median time that a call of RANKS_PER_NODE ranks takes which their first one passes on; each has a process."""
+    config = Config()
+    config.cluster.device = "cpu"
+    with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
+        watch = Watch()
+        ranks = [_start(IdleRank, node, "rank") for _ in range(RANKS_PER_NODE)]
+        for index, handle in enumerate(ranks):
+            watch.add(f"rank {index}", handle)
+        try:
+            map_of = RankMap((0,) * RANKS_PER_NODE, (0,))
+            group, seconds = RankGroup(ranks, [0] * RANKS_PER_NODE, map_of, watch), []
+            for _ in range(calls + 1):
+                started = time.perf_counter()
+                group.on_every_rank("nothing")
+                seconds.append(time.perf_counter() - started)
+            return statistics.median(seconds[1:])
+        finally:
+            kill_all(ranks)
 
 
 @contextmanager
@@ -55,21 +100,22 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
         watch = Watch()
-        engines = [_start(ReadyEngine, "engine", node) for _ in range(PROCESSES)]
-        trainers = [_start(SilentTrainer, "trainer", node) for _ in range(PROCESSES)]
+        engines = [_start(ReadyEngine, node, "engine") for _ in range(PROCESSES)]
+        trainers = [_start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
             engine_handles = _spread(engines, ENGINES, watch)
             trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
             watch.get([handle.drain_spans.remote() for handle in [*engines, *trainers]])
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
-            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, ranks, watch)
+            nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
+            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, nodes, ranks, watch)
         finally:
             kill_all([*engines, *trainers])
 
 
-def _start(process: Any, name: str, node: Any) -> Any:
-    return process.options(num_cpus=1, scheduling_strategy=node).remote(name)
+def _start(process: Any, node: Any, *arguments: Any) -> Any:
+    return process.options(num_cpus=1, scheduling_strategy=node).remote(*arguments)
 
 
 def _spread(processes: list[Any], count: int, watch: Watch) -> list[Any]:

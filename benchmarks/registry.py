@@ -30,6 +30,7 @@ BENCHMARKS = {
     "network": Benchmark("benchmarks.network", 600, "weights between hosts, beside a raw socket and the floor"),
     "refit": Benchmark("benchmarks.refit", 600, "weights of two expert-parallel ranks to two engines, beside mbridge"),
     "plan": Benchmark("benchmarks.plan", 300, "the plan of 512 trainer ranks"),
+    "engine_loop": Benchmark("benchmarks.engine_loop", 1200, "our loop over vLLM, beside batches and LLM.generate"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
     "gpu_updates": Benchmark(
         "benchmarks.gpu.updates", 1800, "updates that fill a GPU, beside a matrix product", gpu=True

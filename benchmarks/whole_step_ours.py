@@ -90,7 +90,12 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     make_run_dir(config, prepared.checkpoint_bytes)
     with assemble(config, prepared, lambda line: None) as run:
         pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
-        pool.watch.get([handle.__ray_call__.remote(force_lengths, lengths) for handle in pool.handles])
+        pool.watch.get(
+            [
+                handle.__ray_call__.options(concurrency_group="run").remote(force_lengths, lengths)
+                for handle in pool.handles
+            ]
+        )
         pacer = Pacer(run.journal, between)
         run.journal = pacer
         train(run)  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def _trajectories(
         rewards=np.zeros(len(totals), np.float32),
         accuracies=np.zeros(len(totals), np.float32),
         clipped=np.zeros(len(totals), np.uint8),
-        version=0,
+        versions=np.zeros((len(totals), 2), np.int32),
     )
     return buffers, scalars
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from mcore_rl.types import (
     Batch,
     BatchHandle,
     Completion,
+    Delta,
     GenerationRequest,
     Groups,
     Metric,
@@ -26,24 +27,50 @@ from mcore_rl.types import (
 
 
 class Engine(Protocol):
-    """An inference engine in this process. Token ids in; ids, processed log-probabilities, finish reason and
-    weight version out."""
+    """An inference engine in this process, which steps it. Token ids in; ids, processed log-probabilities, finish
+    reason and weight versions out.
+
+    A response is a function of its prompt, its seed and the tokens before which weights changed, and of nothing else:
+    not of what else runs, in which order it came, or whether it was aborted and went on later.
+    """
 
     @property
     def weight_version(self) -> int: ...
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
-        """Runs all requests to their end; calls on_finish once per request, in the order they finish, on the
-        calling thread. Given the same weights, requests and order, the completions are the same.
+    @property
+    def num_running(self) -> int:
+        """Requests that were submitted and have neither ended nor been aborted."""
 
-        Raises: WeightSyncError while the engine holds a part of an update.
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Takes requests, in this order, which begin with a later step.
+
+        Raises: DataError, ConfigError for a request that cannot be generated, and takes none then; WeightSyncError
+        while the engine holds a part of an update.
+        """
+
+    def step(self) -> tuple[list[Delta], list[Completion]]:
+        """One pass of what runs: what it adds to responses, and those that it ends; nothing where nothing runs.
+
+        Raises: WeightSyncError as `submit`; WorkerDiedError.
+        """
+
+    def abort(self, request_ids: Collection[str]) -> list[Completion]:
+        """Ends requests, with what there is of their responses; they may be submitted again with it. Where experts are
+        kept, a response comes only as far as they do. Those that have ended already are passed over."""
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        """Submits all and steps until they have ended; calls on_finish once per request, in the order they finish.
+        Nothing else may run.
+
+        Raises: as `submit` and `step`; what on_finish raises, and none of them runs then.
         """
 
     def sleep(self, *, keep_weights: bool) -> int:
         """Gives device memory back, as much as the engine can: the KV cache, and weights, which keep_weights moves
         to host memory and not keep_weights may discard. Returns the bytes freed.
 
-        Asleep it must not generate; an update needs the weights awake. Sleeping twice does nothing more.
+        Nothing may run. Asleep it must not generate; an update needs the weights awake. Sleeping twice does nothing
+        more.
         """
 
     def wake_up(self, part: str) -> None:
@@ -82,8 +109,10 @@ class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
         Raises: PeerLostError, WeightSyncError; until the next update is whole, the engine must not generate.
         """
 
-    def finish_update(self, version: int) -> None:
-        """Makes the update visible: nothing computed with earlier weights is used again, weight_version is `version`.
+    def finish_update(self, version: int, *, recompute: bool = False) -> None:
+        """Makes the update visible: weight_version is `version`, and nothing that was computed with earlier weights is
+        used for a request that begins after it. Responses that have begun go on with what they have of the KV cache, or
+        with `recompute` compute it anew.
 
         Raises: WeightSyncError when something of the model did not come.
         """

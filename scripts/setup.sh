@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv ready, and does nothing when it is. Safe to repeat, to interrupt and to run twice at once.
 #
-#   EXTRA=cpu|gpu|sglang   which extra of pyproject.toml to install (default cpu)
+#   EXTRA=cpu|gpu          which extra of pyproject.toml to install (default cpu)
 #   PYTHON=...             the interpreter to use (default: the first of python3.11, 3.12, 3.13, python3 that fits)
 #   TORCH_INDEX_URL=...    index of PyTorch's CPU wheels, for machines whose package index has none
 set -euo pipefail
@@ -81,8 +81,7 @@ install_torch() {
         echo "      TORCH_INDEX_URL=<the CPU wheel index named on PyTorch's installation page> make setup"
       fi ;;
     gpu) pip_install torch==2.13.0 ;;
-    sglang) pip_install torch==2.14.1 ;;
-    *) fail "EXTRA=$extra is unknown: cpu, gpu or sglang" ;;
+    *) fail "EXTRA=$extra is unknown: cpu or gpu" ;;
   esac
 }
 

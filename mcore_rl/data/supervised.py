@@ -118,7 +118,7 @@ def supervised_chunk(
         rewards=zeros,
         accuracies=zeros,
         clipped=np.zeros(len(rows), np.uint8),
-        version=0,
+        versions=np.zeros((len(rows), 2), np.int32),
     )
     return buffers, scalars
 

@@ -67,7 +67,7 @@ PACKAGES = (
     Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
     Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
     Package("sglang", ("sglang",), "sglang", Need.EXTRA, "rollout.engine=sglang",
-            "make setup EXTRA=sglang, in a checkout of its own (it wants another torch)"),
+            "make sglang: an environment of its own, which is not looked into from here (it wants another torch)"),
     Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "packed attention on GPUs older than Hopper",
             "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (builds for long, needs nvcc)"),
 )  # fmt: skip

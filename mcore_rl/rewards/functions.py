@@ -28,7 +28,7 @@ MAX_MESSAGE_CHARS = 300
 MAX_PART_CHARS = 2000
 METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
 FIELDS = (
-    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version"),
+    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
     *("ground_truth", "error", "scores"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))

@@ -28,10 +28,16 @@ def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequen
         prompt_tokens=prompt_tokens,
         response_offsets=offsets_of(response_tokens),
         logp_rollout=_concatenate([c.logp for c in completions], np.float32),
-        versions=np.repeat(np.array([c.weight_version for c in completions], np.int32), response_tokens),
+        versions=_concatenate([c.versions for c in completions], np.int32),
         trained=np.ones(int(response_tokens.sum()), np.uint8),
         routed_experts=_routed_experts(completions),
     )
+
+
+def version_spans(versions: np.ndarray) -> list[list[int]]:
+    """[version, start, end) of consecutive tokens that the same weights drew. Shapes: versions [T]."""
+    edges = np.flatnonzero(np.diff(versions, prepend=-1)).tolist()
+    return [[int(versions[start]), start, end] for start, end in zip(edges, [*edges[1:], len(versions)], strict=True)]
 
 
 def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:

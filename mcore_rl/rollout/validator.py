@@ -77,7 +77,6 @@ def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
     errors = [(start + i, text) for start, part in zip(starts, parts, strict=False) for i, text in part.errors]
     return RolloutScalars(
         **arrays,
-        version=min(part.version for part in parts),
         errors=tuple(errors),
         scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
         parts=_joined_parts(parts),

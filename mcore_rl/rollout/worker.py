@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
-from mcore_rl.ports import Engine, Rewarder
-from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.ports import Rewarder
+from mcore_rl.rollout.trajectories import pack_trajectories, version_spans
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, Score, TrajectoryBuffers
+
+
+class Generator(Protocol):
+    """An Engine or its EngineLoop."""
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None: ...
 
 
 class RolloutWorker:
@@ -26,12 +33,12 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: Engine,
+        generator: Generator,
         rewarder: Rewarder,
         prompts: Mapping[str, PromptSource],
         decoder: TextDecoder,
     ) -> None:
-        self.engine = engine
+        self._generator = generator
         self._rewarder = rewarder
         self._prompts = prompts
         self._decoder = decoder
@@ -61,7 +68,7 @@ class RolloutWorker:
             self._rewarder.submit(index, prompts[index // samples], texts[index], len(completion.token_ids))
 
         started = time.perf_counter()
-        self.engine.generate(requests, grade)
+        self._generator.generate(requests, grade)
         generated = time.perf_counter()
         scores = self._rewarder.collect()
         graded = time.perf_counter()
@@ -93,7 +100,7 @@ def _scalars(
         rewards=np.array([s.reward for s in scores], np.float32),
         accuracies=np.array([s.accuracy for s in scores], np.float32),
         clipped=np.array([c.finish_reason == "length" for c in completions], np.uint8),
-        version=min((c.weight_version for c in completions), default=0),
+        versions=np.array([(c.versions[0], c.versions[-1]) for c in completions], np.int32).reshape(-1, 2),
         errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
         parts=_numbers(scores),
         traceback=next((s.traceback for s in scores if s.traceback is not None), None),
@@ -139,7 +146,8 @@ def _write_records(
                 "finish_reason": completion.finish_reason,
                 "group": int(task.group_ids[index // samples]),
                 "sample": index % samples,
-                "version": completion.weight_version,
+                "version": int(completion.versions[0]),
+                "versions": version_spans(completion.versions),
                 "ground_truth": prompt.ground_truth,
                 "error": score.error,
             }

@@ -23,6 +23,8 @@ SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 SECONDS_TO_SAY = 2.0
 # While results are awaited, deaths of processes that owe none are looked for this often.
 SECONDS_BETWEEN_LOOKS = 0.5
+# Of the time that a silent process has, this much passes between two questions whether it still runs.
+QUESTIONS_PER_TIMEOUT = 10
 
 
 @dataclass
@@ -34,6 +36,12 @@ class Watch:
     timeout_seconds: float = 600.0
     """How long processes wait for one of them that is silent."""
     handles: dict[str, Any] = field(default_factory=dict)
+    _asked: dict[Any, str] = field(default_factory=dict, init=False)
+    """Calls that ask a process whether it still runs."""
+    _heard: set[str] = field(default_factory=set, init=False)
+    """Processes that have answered: one that still starts is not silent."""
+    _waited: float = field(default=0.0, init=False)
+    """Seconds since then, of those that this process was awake in."""
 
     def add(self, name: str, handle: Any) -> None:
         """`handle.watch` must block for ever, in a concurrency group of its own."""
@@ -71,6 +79,7 @@ class Watch:
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
         pending, results = list(dict.fromkeys(refs)), {}
+        looked = time.monotonic()
         while pending:
             STOPS.raise_swallowed()
             if (name := self.daemons.dead()) is not None:
@@ -85,7 +94,27 @@ class Watch:
                 dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
                 if dead:
                     self._raise_death(dead[0])
+                elapsed, looked = time.monotonic() - looked, time.monotonic()
+                self._ask(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
         return [results[ref] for ref in refs]
+
+    def _ask(self, seconds: float) -> None:
+        """`seconds` after the last time. A stopped process is not dead, and nobody may be waiting for it in a
+        collective that would say so.
+
+        Raises: WorkerDiedError when some process has been silent for `timeout_seconds`.
+        """
+        self._waited += seconds
+        answered, silent = (
+            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        )
+        self._heard |= {self._asked[call] for call in answered}
+        names = [self._asked[call] for call in silent if self._asked[call] in self._heard]
+        if names and self._waited > self.timeout_seconds:
+            raise WorkerDiedError(f"{', '.join(names)} did not answer for {self.timeout_seconds:g} s")
+        if not names and self._waited > self.timeout_seconds / QUESTIONS_PER_TIMEOUT:
+            self._asked = {handle.where.remote(): name for name, handle in self.handles.items()}
+            self._waited = 0.0
 
     def _value(self, ref: Any) -> Any:
         try:

@@ -101,8 +101,12 @@ def launch(
         watch.get(starting)
         if len(starting) and not (takes_turns and len(starting) == len(engines)):
             say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
-        groups = {role.guests.section: role.group(started.beside[role.guests.section], watch) for role in roles}
-        yield Processes(TrainerGroup(ranks, trainers, watch), pool, groups)
+        groups = {}
+        for role in roles:
+            section = role.guests.section
+            nodes_of_role = [slot.node for slot in placement.guests[section]]
+            groups[section] = role.group(started.beside[section], nodes_of_role, watch)
+        yield Processes(TrainerGroup(ranks, placement.ranks, trainers, watch), pool, groups)
 
 
 @contextlib.contextmanager
@@ -193,6 +197,7 @@ def _start_engines(
             )
         leader, *others = (visible_devices(placement, slot, of_ranks) for slot in slots)
         starting.append(engine.setup.remote(config, leader, prompts, hosts))
+        started.watch.add_call(engine, engine.serve.remote())
         for index, (follower, visible) in enumerate(zip(followers, others, strict=True), 1):
             started.watch.add_call(follower, follower.follow.remote(config, visible, replace(hosts, index=index)))
     return starting

@@ -44,22 +44,24 @@ class SlicePublisher:
 
         Raises: ConfigError.
         """
-        watch, handles = trainers.watch, trainers.handles
+        watch = trainers.watch
         plan = _plan(trainers, engines, config)
         check_plan(plan)
         address = ray.util.get_node_ip_address()
         store = open_store(address)
         try:
-            made = watch.get([handle.make_windows.remote(plan) for handle in handles])
+            made = trainers.on_every_rank("make_windows", [(ray.put(plan),)] * len(trainers.handles))
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
             seconds = config.cluster.collective_timeout_seconds
             connection = ray.put(Connection(plan, Meeting(address, store.port, 0), segments, seconds))
+            ranks = trainers.begin("connect_weights", [(connection,)] * len(trainers.handles))
             watch.get(
-                [handle.connect_weights.remote(connection) for handle in handles]
+                ranks.references
                 + [engine.connect.remote(connection, number) for number, engine in enumerate(engines.handles)]
             )
         finally:
-            watch.get([handle.unlink_windows.remote() for handle in handles])
+            # Not passed on by one of them: its other call may still be waiting for a rank to connect.
+            watch.get([handle.unlink_windows.remote() for handle in trainers.handles])
         return cls(trainers, engines, plan, store)
 
     def publish(self, version: int) -> int:
@@ -67,10 +69,10 @@ class SlicePublisher:
 
         Raises: WeightSyncError when other bytes arrived than were sent.
         """
-        sending = [handle.send_weights.remote() for handle in self.trainers.handles]
-        results = self.trainers.watch.get(self.engines.send("receive_update", version) + sending)
+        sending = self.trainers.begin("send_weights")
+        results = self.trainers.watch.get(self.engines.send("receive_update", version) + sending.references)
         received = [num_bytes for of_engine in results[: self.engines.num_engines] for num_bytes in of_engine]
-        sent = np.sum(results[self.engines.num_engines :], axis=0)
+        sent = np.sum(sending.results(results[self.engines.num_engines :]), axis=0)
         for number, window in enumerate(self.plan.topology.windows):
             for reader in window.readers:
                 if received[reader] != sent[number]:
@@ -84,8 +86,8 @@ class SlicePublisher:
 
         Raises: WeightSyncError listing the tensors that differ.
         """
-        sending = [handle.send_digests.remote() for handle in self.trainers.handles]
-        results = self.trainers.watch.get(self.engines.send("compare_weights") + sending)
+        sending = self.trainers.begin("send_digests")
+        results = self.trainers.watch.get(self.engines.send("compare_weights") + sending.references)
         for engine, ranks in enumerate(results[: self.engines.num_engines]):
             require_equal(ranks, f"engine {engine}")
         return self.plan.num_tensors * self.engines.num_engines
@@ -93,7 +95,7 @@ class SlicePublisher:
 
 def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:
     watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
-    of_trainers = watch.get([handle.endpoint.remote() for handle in trainers.handles])
+    of_trainers = trainers.on_every_rank("endpoint")
     of_engines = engines.endpoints()
     topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, config.weights.transport)
     bucket_bytes = int(config.weights.bucket_mib * MIB)

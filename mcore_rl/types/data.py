@@ -50,21 +50,34 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate: token ids in, a seed of its own, so that a run can be repeated."""
+    """One response to generate: token ids in, a seed of its own, so that a run can be repeated. `partial` is what there
+    is of the response already, of an engine that aborted it: it goes on from there."""
 
     request_id: str
     token_ids: np.ndarray
     seed: int
     sampling: SamplingOptions
+    partial: Completion | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step of an engine has added to a response. Units: logp in nats; `version` is of the weights that drew the
+    tokens."""
+
+    request_id: str
+    token_ids: list[int]
+    logp: list[float]
+    version: int
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returned for one request.
+    """What an engine returned for one request, and what there was of its response before.
 
-    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation; routed_experts
-    uint8 or int16 [S - 1, layers with experts, k], what the engine chose for every token of prompt and response but the
-    last, where it was asked to say and did not abort the request.
+    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation; versions int32
+    [T], of the weights that drew each token; routed_experts uint8 or int16 [S - 1, layers with experts, k], what the
+    engine chose for every token of prompt and response but the last, where it was asked to say.
     Units: logp in nats.
     finish_reason is "stop", "length" or "abort".
     """
@@ -73,7 +86,7 @@ class Completion:
     token_ids: np.ndarray
     logp: np.ndarray
     finish_reason: str
-    weight_version: int
+    versions: np.ndarray
     routed_experts: np.ndarray | None = None
 
 
@@ -119,11 +132,11 @@ class RolloutScalars:
     """All that the driver learns of a rollout call: one scalar per response, no tokens.
 
     Shapes: every array [B]. group_ids int64; prompt_rows int64; total_tokens, response_tokens, trained_tokens
-    int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit).
-    errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did; sampled
-    with weight version `version`. `scores` are those of reward models, float32 [B] by the model's name, already in the
-    rewards. `parts` are the numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that
-    has none of that name.
+    int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit); versions int32 [B, 2],
+    of the weights that drew the first token and the last one.
+    errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did.
+    `scores` are those of reward models, float32 [B] by the model's name, already in the rewards. `parts` are the
+    numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
     """
 
     group_ids: np.ndarray
@@ -134,7 +147,7 @@ class RolloutScalars:
     rewards: np.ndarray
     accuracies: np.ndarray
     clipped: np.ndarray
-    version: int
+    versions: np.ndarray
     errors: tuple[tuple[int, str], ...] = ()
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
@@ -174,26 +187,21 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def shares(self, update: int, num_dp_ranks: int, places: np.ndarray) -> list[RankShare]:
-        """What each data-parallel rank trains in update number `update`; empty where one has no response. `places`
-        int32 [B]: where each response is among the trajectories that its rank gets, all in one chunk."""
-        samples = self.updates[update]
-        ranks = self.dp_ranks[samples]
-        ends = np.cumsum(np.bincount(ranks, minlength=num_dp_ranks))
-        return [self._share(part, places) for part in np.split(samples[np.argsort(ranks, kind="stable")], ends[:-1])]
-
-    def _share(self, samples: np.ndarray, places: np.ndarray) -> RankShare:
-        return RankShare(
-            samples=samples,
-            chunk_ids=np.zeros(len(samples), np.int32),
-            rows=places[samples],
-            origins=np.stack([self.chunk_ids[samples], self.rows[samples]], axis=1),
-            total_tokens=self.total_tokens[samples],
-            rewards=self.rewards[samples],
-            advantages=self.advantages[samples],
-            loss_weights=self.loss_weights[samples],
-            version=self.version,
-        )
+    def shares(self, num_dp_ranks: int, places: np.ndarray) -> list[RankShares]:
+        """What each data-parallel rank trains. `places` int32 [B]: where each response is among the trajectories that
+        its rank gets, all in one chunk."""
+        samples = np.concatenate([*self.updates, np.empty(0, np.int64)])
+        update_of = np.repeat(np.arange(len(self.updates)), [len(update) for update in self.updates])
+        order = np.argsort(self.dp_ranks[samples], kind="stable")
+        samples, cells = samples[order], self.dp_ranks[samples[order]] * len(self.updates) + update_of[order]
+        table = np.empty(len(samples), SHARE_COLUMNS)
+        for name in ("total_tokens", "rewards", "advantages", "loss_weights"):
+            table[name] = getattr(self, name)[samples]
+        table["samples"], table["rows"] = samples, places[samples]
+        table["origins"] = np.stack([self.chunk_ids[samples], self.rows[samples]], axis=1)
+        counts = np.bincount(cells, minlength=num_dp_ranks * len(self.updates)).reshape(num_dp_ranks, -1)
+        tables = np.split(table, np.cumsum(counts.sum(axis=1))[:-1])
+        return [RankShares(*pair, self.version) for pair in zip(tables, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,43 @@ class RankShare:
     advantages: np.ndarray
     loss_weights: np.ndarray
     version: int = 0
+
+
+SHARE_COLUMNS = np.dtype(
+    [
+        ("samples", np.int64),
+        ("rows", np.int32),
+        ("origins", np.int32, 2),
+        ("total_tokens", np.int32),
+        ("rewards", np.float32),
+        ("advantages", np.float32),
+        ("loss_weights", np.float32),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RankShares:
+    """What one data-parallel rank receives of a Batch, in one array however many updates there are.
+
+    Shapes: table SHARE_COLUMNS [b], update after update, counts[u] rows of each; counts int64 [updates].
+    """
+
+    table: np.ndarray
+    counts: np.ndarray
+    version: int
+
+    def by_update(self) -> list[RankShare]:
+        """An empty one where the rank has no response in an update."""
+        names = SHARE_COLUMNS.names or ()
+        return [
+            RankShare(
+                **{name: np.ascontiguousarray(part[name]) for name in names},
+                chunk_ids=np.zeros(len(part), np.int32),
+                version=self.version,
+            )
+            for part in np.split(self.table, np.cumsum(self.counts)[:-1])
+        ]
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,24 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import Completion, GenerationRequest
 
-KINDS = ["vllm"]
+SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+MARKS = {"vllm": [], "sglang": [pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")]}
+KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
 """Engines of the contract suite."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """The latents that vLLM's kernel of latent attention on CPU is compiled for."""
 
 
 def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
-    assert kind == "vllm"
+    if kind == "sglang":
+        from mcore_rl.engines.sglang.engine import SglangEngine
+
+        return SglangEngine(directory, **settings)
     from mcore_rl.engines.vllm.engine import VllmEngine
 
     return VllmEngine(directory, **settings)
@@ -56,7 +63,7 @@ class RemoteEngine:
     """An Engine, and its WeightReceiver, by messages; an error raised over there is raised here with its type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
-        self.directory, self.settings = directory, settings
+        self.kind, self.directory, self.settings = kind, directory, settings
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, kind, str(directory), settings))
@@ -75,6 +82,12 @@ class RemoteEngine:
             return result
         kind, message, trace = result
         raise kind(message) from RuntimeError(trace)
+
+    @property
+    def logp_tolerance(self) -> float:
+        """Between two computations of the same. SGLang's products on CPU are torch's, whose last bits depend on the
+        number of rows."""
+        return 1e-5 if self.kind == "sglang" else 0.0
 
     def restart(self, directory: Path) -> None:
         """Ends the engine and starts one of another model in the same process: imports take longer than either."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from tests.contract.engines import KINDS, LATENT, start_engine
+from tests.contract.engines import LATENT, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
@@ -31,7 +31,7 @@ USUAL = list(MODELS)[:2]
     scope="module",
     params=[
         pytest.param((kind, name), id=f"{kind}-{name}", marks=[pytest.mark.on_demand] * (name not in USUAL))
-        for kind in KINDS
+        for kind in ("vllm",)
         for name in MODELS
     ],
 )

@@ -26,7 +26,7 @@ def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
     done = engine.generate(requests)
     for request in requests:
         completion = done[request.request_id]
-        assert completion.weight_version == version
+        assert completion.versions.tolist() == [version] * len(completion.token_ids)
         ids = np.concatenate([request.token_ids, completion.token_ids]).astype(np.int64)
         with torch.no_grad():
             logp = model(torch.from_numpy(ids)[None]).logits[0, 11:-1].double().log_softmax(-1)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
-from tests.e2e.runs import TrainProcess, metrics
+from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.test_judge_run import write_judge
+from tests.e2e.test_reward_model_run import write_scorer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -136,3 +138,35 @@ def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
     for name, value in metrics(whole_run)[4].items():
         if not name.startswith(("rollout/", "weights/")):
             assert figures[name] == value, name
+
+
+@pytest.mark.on_demand  # the delivery of trajectories and the placement have unit tests, and each role runs on one host
+def test_critic_reward_model_and_judge_run_over_two_hosts_as_on_one(
+    hosts: TwoHosts, task: Path, tmp_path: Path
+) -> None:
+    """A rank of each model on each host, and a judge's engine, as the policy's engines are."""
+    scorer, judge = write_scorer(task, "scorer", None), tmp_path / "judge"
+    write_judge(judge)
+    template = json.dumps("{prompt}{response}:")
+    overrides = (
+        "trainer.steps=2",
+        "algorithm.advantage=gae",
+        "algorithm.kl.in_reward=0.05",
+        "critic.num_ranks=2",
+        "critic.optimizer.lr=1e-3",
+        f"reward_model.hf_path={scorer}",
+        f"judge.hf_path={judge}",
+        f"judge.template={template}",
+        "judge.num_engines=2",
+        "judge.max_prompt_tokens=24",
+        "judge.max_response_tokens=12",
+        "judge.kv_cache_gib=0.03",
+        "reward.overlong.enable=false",
+        "rollout.num_engines=2",
+    )
+    train(task, tmp_path / "one", *overrides)
+    with start(hosts, task, tmp_path / "two", *overrides, "cluster.gpus_per_node=1") as run:
+        assert run.finish() == 0, run.text()[-6000:]
+    ours, one_host = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert {"critic/loss", "reward/model", "reward/judge"} <= one_host[2].keys()
+    assert ours == one_host

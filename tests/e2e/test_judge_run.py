@@ -54,6 +54,10 @@ def last_digit(answer, finish_reason, data_source, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_judge(tmp_path_factory.mktemp("judge"))
+
+
+def write_judge(directory: Path) -> Path:
     """A dense model whose tokenizer has the policy's characters under other ids, and a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +67,6 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<|user|>", "<|judge|>"])
-    directory = tmp_path_factory.mktemp("judge")
     sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 0}
     write_tiny_model(directory, "qwen3", seed=5, std=0.2, **sizes)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")

@@ -83,7 +83,7 @@ def largest_gap(engine: RemoteEngine, model: Any, version: int) -> float:
     completions = engine.generate(requests)
     for request in requests:
         done = completions[request.request_id]
-        assert done.weight_version == version
+        assert set(done.versions.tolist()) == {version}
         ids = torch.from_numpy(np.concatenate([request.token_ids, done.token_ids]).astype(np.int64))
         with torch.no_grad():
             logp = model.float()(ids[None]).logits[0, 11:-1].log_softmax(-1)

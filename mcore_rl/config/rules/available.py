@@ -1,19 +1,45 @@
-"""What a configuration may ask for and this version cannot run yet."""
+"""What a configuration may ask for and this version, or this machine, cannot run."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.schema import Config
 
+SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
+"""Environment variable that names the interpreter of SGLang's environment."""
 
-def unavailable_engine(config: Config) -> str | None:
-    """What to set where responses are sampled by an engine that is not there."""
-    if is_supervised(config.algorithm) or config.rollout.engine == "vllm":
+
+def sglang_python() -> Path:
+    """Where it is by default: `make sglang` puts it there."""
+    beside = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
+    return Path(os.environ.get(SGLANG_PYTHON, beside))
+
+
+def missing_engine(config: Config) -> str | None:
+    """What to do where responses are sampled by an engine that is not on this machine."""
+    if is_supervised(config.algorithm) or config.rollout.engine == "vllm" or sglang_python().is_file():
         return None
-    return f"rollout.engine={config.rollout.engine} is not available; set rollout.engine=vllm"
+    return (
+        f"rollout.engine=sglang: {sglang_python()} is not there; run `make sglang`, or name in {SGLANG_PYTHON} the "
+        "interpreter of an environment with SGLang"
+    )
 
 
 def cannot_run(config: Config) -> list[str]:
     """What this version lacks for the configuration to run, each beginning with its key; [] where it lacks nothing."""
-    engine = unavailable_engine(config)
-    return [] if engine is None else [engine]
+    rollout, cluster = config.rollout, config.cluster
+    if is_supervised(config.algorithm) or rollout.engine == "vllm":
+        return []
+    limits = {
+        "cluster.device=cuda": cluster.device == "cuda",
+        f"cluster.nodes={cluster.nodes}": cluster.nodes > 1,
+        f"rollout.tp={rollout.tp}": rollout.tp > 1,
+    }
+    return [
+        f"rollout.engine=sglang runs on one host's CPU, with engines of one rank: {key} needs rollout.engine=vllm"
+        for key, exceeded in limits.items()
+        if exceeded
+    ]

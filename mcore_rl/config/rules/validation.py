@@ -255,11 +255,6 @@ def _check_replay(config: Config) -> None:
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
             "algorithm.policy_loss.name=sft samples nothing; set it to none"
         )
-    if config.rollout.engine != "vllm":
-        raise ConfigError(
-            f"actor.moe.router_replay=engine needs rollout.engine=vllm: rollout.engine={config.rollout.engine} does "
-            "not hand over the experts that it chose; set it to policy or none"
-        )
 
 
 def _check_offload(config: Config) -> None:

@@ -1,14 +1,10 @@
-"""vLLM behind the Engine protocol, in this process.
-
-The engine core is stepped from here: completions are handed over as they finish, and since all requests are added
-before the first step, what is generated depends on nothing but weights, requests and their order.
-"""
+"""vLLM behind the Engine protocol, in this process: the engine core is stepped from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +13,16 @@ import torch
 
 from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.receiver import RanksReceiver
+from mcore_rl.engines.stepped import Output, Running, SteppedEngine
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts, engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
-from mcore_rl.engines.vllm.receiver import VllmReceiver
-from mcore_rl.errors import ConfigError, DataError, WeightSyncError
+from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.ports import Engine
-from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from mcore_rl.types import SamplingOptions
 
 
-@dataclass
-class _Running:
-    """Tokens of one unfinished request."""
-
-    request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    routing: list[np.ndarray] = field(default_factory=list)
-
-
-class VllmEngine:
+class VllmEngine(SteppedEngine):
     """One vLLM engine of rollout.tp ranks.
 
     `name` stands in messages; ranks have `timeout_seconds` to answer a call. load_weights False: the weights are random
@@ -59,9 +46,11 @@ class VllmEngine:
         hosts: EngineHosts = ONE_HOST,
     ) -> None:
         set_environment(timeout_seconds)
-        self._config = rollout_config
+        super().__init__(rollout_config, captures_routing=capture_routing)
         self._eos_token_ids = list(eos_token_ids)
         self._asleep: set[str] = set()
+        self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
+        """Experts that vLLM has handed over, by request; on GPUs."""
         arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
         if capture_routing and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
@@ -70,7 +59,7 @@ class VllmEngine:
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
         self._ranks.call("unlink_queues")
         unlink_queues()
-        self.receiver = VllmReceiver(self._ranks, self._reset_prefix_cache)
+        self.receiver = RanksReceiver(self._ranks, self._forget_prefixes)
         if not torch.cuda.is_available():
             self._ranks.call("prepare_cpu_worker")
             if capture_routing:
@@ -82,26 +71,15 @@ class VllmEngine:
     def weight_version(self) -> int:
         return self.receiver.version
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
-        if self._asleep:
-            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
-        self.receiver.require_whole()
-        running = {request.request_id: _Running(request) for request in requests}
-        if len(running) != len(requests):
-            raise ValueError("request ids of one call must differ")
-        for request in requests:
-            self._check(request)
-        try:
-            self._add(requests)
-            while running:
-                self._step(running, on_finish)
-        finally:
-            if running:
-                self._core.abort_requests(list(running))
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def sleep(self, *, keep_weights: bool) -> int:
         """On GPUs vLLM's sleep mode, level 1 or 2. On CPU vLLM 0.32 has none: its KV cache is freed here, the weights,
         which its kernels keep packed, stay."""
+        if self.num_running:
+            raise RuntimeError(f"{self.num_running} requests run: the engine cannot sleep")
         if "weights" in self._asleep:
             return 0
         if torch.cuda.is_available():
@@ -110,7 +88,7 @@ class VllmEngine:
                 self._engine.sleep(level=1 if keep_weights else 2)
             released = sum(self._ranks.call("free_device_bytes")) - free
         else:
-            self._reset_prefix_cache()
+            self._forget_prefixes()
             # Between a sync and the next generation weights are awake alone: a checkpoint then sends them to sleep.
             released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
@@ -133,85 +111,87 @@ class VllmEngine:
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _reset_prefix_cache(self) -> None:
-        if not self._core.reset_prefix_cache():
+    def _forget_prefixes(self, *, recompute: bool = False) -> None:
+        """What was computed with earlier weights is not reused for requests that come from now on; with `recompute`
+        also running ones compute it anew, else those that have begun go on with what they have.
+
+        Raises: WeightSyncError when vLLM keeps it all the same.
+        """
+        if self._core.reset_prefix_cache(reset_running_requests=recompute):
+            return
+        if recompute or not self.num_running:
             raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
+        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
+        waiting = [request.request_id for request in self._scheduler.waiting]
+        self._submit_again([i for i in waiting if len(self._running[i].token_ids) == self._running[i].submitted_with])
 
-    def _check(self, request: GenerationRequest) -> None:
-        length, limit = len(request.token_ids), self._config.max_prompt_tokens
-        if not 0 < length <= limit:
-            raise DataError(f"prompt {request.request_id}: {length} tokens, rollout.max_prompt_tokens is {limit}")
-        if not 0 <= request.token_ids.min() <= request.token_ids.max() < self._vocab_size:
-            raise DataError(f"prompt {request.request_id}: a token id is not below the model's {self._vocab_size}")
-        wanted, limit = request.sampling.max_response_tokens, self._config.max_response_tokens
-        if not 0 < wanted <= limit:
-            raise ConfigError(f"{wanted} response tokens asked for, rollout.max_response_tokens is {limit}")
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.engine_core.scheduler
 
-    def _add(self, requests: Sequence[GenerationRequest]) -> None:
+    def _require_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
+        self.receiver.require_whole()
+
+    def _add(self, added: Mapping[str, Running]) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
         parameters: dict[SamplingOptions, Any] = {}
-        for request in requests:
+        for engine_id, entry in added.items():
+            request = entry.request
             if request.sampling not in parameters:
                 parameters[request.sampling] = _sampling_params(request.sampling, self._eos_token_ids)
             sampling_params = copy(parameters[request.sampling])
+            sampling_params.max_tokens -= len(entry.token_ids)
             if request.sampling.temperature > 0:
                 sampling_params.seed = request.seed
             self._core.add_request(
                 EngineCoreRequest(
-                    request_id=request.request_id,
-                    prompt_token_ids=request.token_ids.tolist(),
+                    request_id=engine_id,
+                    prompt_token_ids=request.token_ids.tolist() + entry.token_ids,
                     mm_features=None,
                     sampling_params=sampling_params,
                     pooling_params=None,
                     # Equal times: the scheduler keeps the order of adding.
                     arrival_time=0.0,
                     lora_request=None,
-                    cache_salt=None,
+                    cache_salt=f"version {self.weight_version}",
                     data_parallel_rank=None,
                 )
             )
 
-    def _step(self, running: dict[str, _Running], on_finish: Callable[[Completion], None]) -> None:
-        reasons: dict[str, str] = {}
+    def _pass(self) -> list[Output]:
         with self._ranks.waiting("execute_model"):
             outputs = self._core.get_output().outputs
-        for output in outputs:
-            entry = running[output.request_id]
-            entry.token_ids.extend(output.new_token_ids)
-            if output.new_logprobs is not None:
-                entry.logp.extend(output.new_logprobs.logprobs[:, 0].tolist())
-            if output.routed_experts is not None:
-                entry.routing.append(output.routed_experts)
-            if output.finish_reason is not None:
-                reasons[output.request_id] = str(output.finish_reason)
-        # What was aborted may lack tokens, and may not have been in this step at all.
-        routing = self._routing_of({i: running[i] for i, reason in reasons.items() if reason != "abort"})
-        for request_id, reason in reasons.items():
-            on_finish(self._completion(running.pop(request_id), reason, routing.get(request_id)))
-
-    def _routing_of(self, ended: dict[str, _Running]) -> dict[str, np.ndarray]:
-        """Experts of all tokens but the last of requests that have ended in this very step."""
-        if self._routed_layers is None or not ended:
-            return {}
-        if torch.cuda.is_available():  # step by step, with rows for layers without experts
-            joined = {i: np.concatenate(entry.routing)[:, self._routed_layers] for i, entry in ended.items()}
-            return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
-        num_tokens = {i: len(entry.request.token_ids) + len(entry.token_ids) - 1 for i, entry in ended.items()}
-        routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", num_tokens)[0]
-        return routing
-
-    def _completion(self, entry: _Running, reason: str, routing: np.ndarray | None) -> Completion:
-        if reason not in ("stop", "length", "abort") or len(entry.logp) != len(entry.token_ids):
-            raise RuntimeError(
-                f"vLLM ended {entry.request.request_id} with {reason!r}, {len(entry.token_ids)} tokens and "
-                f"{len(entry.logp)} log-probabilities"
+        if torch.cuda.is_available():
+            for output in outputs:
+                if output.routed_experts is not None:
+                    self._routed[output.request_id].append(output.routed_experts)
+        return [
+            Output(
+                output.request_id,
+                list(output.new_token_ids),
+                [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist(),
+                None if output.finish_reason is None else str(output.finish_reason),
             )
-        token_ids, logp = np.array(entry.token_ids, np.int32), np.array(entry.logp, np.float32)
-        computed = len(entry.request.token_ids) + len(token_ids) - 1
-        if self._routed_layers is not None and reason != "abort" and (routing is None or len(routing) != computed):
-            raise RuntimeError(f"vLLM gave no experts for some of the {computed} tokens of {entry.request.request_id}")
-        return Completion(entry.request.request_id, token_ids, logp, reason, self.weight_version, routing)
+            for output in outputs
+        ]
+
+    def _cancel(self, engine_ids: Sequence[str]) -> None:
+        self._core.abort_requests(list(engine_ids))
+        for engine_id in engine_ids:
+            self._routed.pop(engine_id, None)
+
+    def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
+        if torch.cuda.is_available():  # pass by pass, with rows for layers without experts
+            joined = {i: np.concatenate(self._routed.pop(i))[:, self._routed_layers] for i in engine_ids}
+            return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
+        # A preempted request has no place in the cache until it runs again.
+        preempted = {request.request_id for request in self._scheduler.waiting}
+        wanted = {i: self._running[i].num_routed for i in engine_ids if i not in preempted}
+        routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", wanted)[0]
+        return routing
 
 
 def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:

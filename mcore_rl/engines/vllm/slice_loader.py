@@ -22,8 +22,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
+from mcore_rl.engines.kept_slices import KeptSlice, parts_of
 from mcore_rl.engines.vllm.held_weights import derived_parameters, tied_head
-from mcore_rl.engines.vllm.kept_slices import KeptSlice, discard_reload
+from mcore_rl.engines.vllm.kept_slices import discard_reload
 from mcore_rl.errors import WeightSyncError
 
 Indices = tuple[int, ...]
@@ -73,12 +74,8 @@ class SliceLoader:
 
         Raises: WeightSyncError for what has come before.
         """
-        for each in self._kept.get(name, ()):
-            low = tuple(map(max, each.start, start))
-            high = tuple(map(min, _end(each.start, each.size), _end(start, box.shape)))
-            if all(first < end for first, end in zip(low, high, strict=True)):
-                inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-                self._copy(each, low, box[inside])
+        for each, offset, part in parts_of(self._kept.get(name, ()), start, box):
+            self._copy(each, offset, part)
 
     def finish(self) -> None:
         """Ends the update.
@@ -102,8 +99,8 @@ class SliceLoader:
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             self.updating = False
 
-    def _copy(self, each: KeptSlice, low: Indices, source: torch.Tensor) -> None:
-        """Puts a part of a slice, which begins at `low`, into its place."""
+    def _copy(self, each: KeptSlice, offset: int, source: torch.Tensor) -> None:
+        """Puts a part of a slice into its place."""
         numel = source.numel()
         if numel > self._missing[each]:
             raise WeightSyncError(f"a part of {each.name} came twice in one update")
@@ -115,7 +112,6 @@ class SliceLoader:
             parameter = getattr(layer, each.parameter)
             if isinstance(layer, VocabParallelEmbedding):
                 parameter.data.zero_()  # rows behind the vocabulary, which no tensor brings
-        offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
         parameter.data.as_strided(source.shape, each.strides, offset).copy_(source)
         self._missing[each] -= numel
         self._module_missing[each.module] -= numel
@@ -126,7 +122,3 @@ class SliceLoader:
 def _is_padding(module: torch.nn.Module) -> bool:
     """Whether this rank's part of the vocabulary is all behind its end."""
     return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
-
-
-def _end(start: Indices, size: Sequence[int]) -> Indices:
-    return tuple(first + length for first, length in zip(start, size, strict=True))

@@ -14,9 +14,10 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from mcore_rl.engines.vllm import cpu, cpu_experts  # noqa: F401  (every engine rank registers its kernels)
+from mcore_rl.engines.kept_slices import TensorSpec
+from mcore_rl.engines.vllm import cpu, cpu_experts, sampler  # noqa: F401  (put into every engine rank's vLLM)
 from mcore_rl.engines.vllm.held_weights import held_modules, held_tensors
-from mcore_rl.engines.vllm.kept_slices import TensorSpec, record_kept_slices
+from mcore_rl.engines.vllm.kept_slices import record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
 from mcore_rl.engines.vllm.slice_loader import SliceLoader

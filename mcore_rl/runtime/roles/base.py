@@ -37,11 +37,13 @@ from mcore_rl.weights.transports.hosts import Host, this_host
 if TYPE_CHECKING:
     pass
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.delivery import Delivery, Wanted, fetch, rows_by_rank
+from mcore_rl.runtime.roles.fanout import Calls, FanOut, call_all
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
@@ -98,6 +100,14 @@ class RunProcess:
 
 class RankProcess(RunProcess):
     """One rank of a process group."""
+
+    @ray.method(concurrency_group="pass_on")
+    def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
+        """Results of a method of the ranks of this node, this one among them (see fanout). They come with the first
+        call."""
+        if neighbours is not None:
+            self._neighbours = neighbours
+        return call_all(self._neighbours, method, arguments)
 
     def visible_devices(self) -> str:
         """The GPU that Ray gave this process, by the name that CUDA takes."""
@@ -206,15 +216,20 @@ class RankGroup:
     """All ranks of a model that is trained."""
 
     handles: list[Any]
+    nodes: Sequence[int]
+    """Of each rank."""
     ranks: RankMap
     watch: Watch
+
+    def __post_init__(self) -> None:
+        self._fan_out = FanOut(self.handles, self.nodes)
 
     @cached_property
     def _delivery(self) -> Delivery:
         return Delivery([self.handles[speaker] for speaker in self.ranks.speakers], self.watch.timeout_seconds)
 
     def sent_with(self, batch: Batch) -> list[tuple[Any, ...]]:
-        """What each rank needs: its shares, one per update, and a reference of the trajectories that they are of."""
+        """What each rank needs: its RankShares, and a reference of the trajectories that they are of."""
         rows, places = rows_by_rank(batch, len(self.ranks.speakers))
         trajectories = self._delivery.deliver(batch.chunks, rows)
         shares = self._shares(batch, places)
@@ -228,17 +243,24 @@ class RankGroup:
 
     def _shares(self, batch: Batch, places: np.ndarray) -> list[Any]:
         """By data-parallel rank."""
-        size = len(self.ranks.speakers)
-        by_update = [batch.shares(update, size, places) for update in range(len(batch.updates))]
-        shares = [list(of_rank) for of_rank in zip(*by_update, strict=True)]
-        # One object per data-parallel share, however many tensor and pipeline peers read it.
-        return [ray.put(of_rank) for of_rank in shares] if size < len(self.handles) else shares
+        shares = batch.shares(len(self.ranks.speakers), places)
+        # On one node it goes with the call, once for all tensor and pipeline peers; to several it is one object.
+        return [ray.put(of_rank) if dp in self._spread_shares else of_rank for dp, of_rank in enumerate(shares)]
+
+    @cached_property
+    def _spread_shares(self) -> set[int]:
+        """Data-parallel ranks whose peers run on several nodes."""
+        pairs = set(zip(self.ranks.dp_rank_of, self.nodes, strict=True))
+        return {dp for dp, nodes in Counter(dp for dp, _ in pairs).items() if nodes > 1}
 
     def on_every_rank(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Results of a method of all ranks, each with its own arguments."""
-        given = arguments if arguments is not None else [()] * len(self.handles)
-        calls = zip(self.handles, given, strict=True)
-        return self.watch.get([getattr(handle, method).remote(*rank_arguments) for handle, rank_arguments in calls])
+        calls = self.begin(method, arguments)
+        return calls.results(self.watch.get(calls.references))
+
+    def begin(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> Calls:
+        """As `on_every_rank`, without waiting."""
+        return self._fan_out.begin(method, arguments)
 
     def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
         """Every rank plans its files, and copies what goes into them if `snapshot`; then all write, and rank 0 gathers
@@ -257,7 +279,7 @@ class RankGroup:
         return sum(self.on_every_rank("offload", [(parts,)] * len(self.handles)))
 
     def spans(self) -> list[Span]:
-        return drain_spans(self.watch, self.handles)
+        return [span for spans in self.on_every_rank("drain_spans") for span in spans]
 
 
 def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:
@@ -286,15 +308,15 @@ class Role:
     """Processes of the Ray actor class `process`, in whose messages each is `name` and its number.
 
     `set_up` starts the set-up of all, each with the GPUs that it may see (`see_only`), and returns references of its
-    end; by then they have left the device if they are to leave it at all. `group` makes of the handles what the run
-    knows them by.
+    end; by then they have left the device if they are to leave it at all. `group` makes of the handles, and the
+    node of each, what the run knows them by.
     """
 
     name: str
     process: Any
     guests: Guests
     set_up: SetUp
-    group: Callable[[list[Any], Watch], Any]
+    group: Callable[[list[Any], Sequence[int], Watch], Any]
 
 
 def set_up_ranks(around: Surroundings, handles: list[Any], visible: Sequence[str | None], *more: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.types import (
     Metric,
-    RankShare,
+    RankShares,
     TokenColumn,
     TrajectoryBuffers,
 )
@@ -34,7 +34,7 @@ from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, TokenRefs, merge_metrics
 
 
-@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
@@ -52,11 +52,11 @@ class CriticProcess(TrainedRankProcess):
         self.critic.trained.memory.offload()
 
     @ray.method(num_returns=2)
-    def values(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
+    def values(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
         """Nothing, which says that it is done, and the values of the share, on ranks of the last stage; keeps the batch
         under `key` for the `update` after it."""
         with self.spans.span("values"):
-            batch = self.critic.values(shares, list(chunks))
+            batch = self.critic.values(shares.by_update(), list(chunks))
         self._held.keep(key, batch)
         self.critic.trained.memory.offload()
         return None, TokenColumn.of(batch.values)
@@ -106,5 +106,5 @@ def critic_role(ranks: RankMap, own_batch: Callable[[Batch], Batch]) -> Role:
         process=CriticProcess,
         guests=Guests("critic", len(ranks.dp_rank_of)),
         set_up=set_up_ranks,
-        group=lambda handles, watch: CriticGroup(handles, ranks, watch, own_batch),
+        group=lambda handles, nodes, watch: CriticGroup(handles, nodes, ranks, watch, own_batch),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,10 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
-from mcore_rl.data.transcripts import PromptSource
+from mcore_rl.data.transcripts import TextDecoder
+from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
-from mcore_rl.engines.vllm.engine import VllmEngine
-from mcore_rl.ports import Rewarder, WeightReceiver
+from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
@@ -31,9 +32,10 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
-@ray.remote(concurrency_groups={"watch": 2, "cut": 1}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
 class EngineProcess(RunProcess):
-    """One rollout engine with its grading processes."""
+    """One rollout engine with its grading processes. The main thread sets it up, and steps it from then on (`serve`);
+    whatever else concerns the engine is done by that thread, between two steps."""
 
     def __init__(self, name: str, logs: str | None = None) -> None:
         super().__init__(name, logs)
@@ -53,14 +55,24 @@ class EngineProcess(RunProcess):
             # Grading processes start while the engine does.
             rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker, self.receiver = build_worker(config, self.name, rewarder, resolved, hosts)
+            engine, decoder = build_engine(config, self.name, hosts)
+            self.receiver: Receiver = engine.receiver
+            self.loop = EngineLoop(engine)
+            self._worker = RolloutWorker(self.loop, rewarder, resolved, decoder)
             rewarder.wait_ready()
 
+    def serve(self) -> None:
+        """Does not return; it is called once, after `setup`, whose error is the one to be seen."""
+        if not hasattr(self, "loop"):
+            threading.Event().wait()
+        self.loop.serve()
+
+    @ray.method(concurrency_group="run")
     def run(self, task: RolloutTask, forget: list[int]) -> tuple[int, RolloutScalars]:
         """The key under which the trajectories are kept, until a later call says to forget it."""
         self._kept.forget(forget)
         with self.spans.span(f"generate {task.prompt_set}"):
-            buffers, scalars = self.worker.run(task)
+            buffers, scalars = self._worker.run(task)
         return self._kept.keep(buffers), scalars
 
     @ray.method(concurrency_group="cut")
@@ -68,6 +80,7 @@ class EngineProcess(RunProcess):
         """Also while the engine generates."""
         return self._kept.cut(key, rows)
 
+    @ray.method(concurrency_group="run")
     def amend_records(
         self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
     ) -> None:
@@ -76,24 +89,33 @@ class EngineProcess(RunProcess):
         with self.spans.span("amend records"):
             amend_part(part, rewards, accuracies, scores)
 
+    @ray.method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:
         with self.spans.span("sleep"):
-            return self.worker.engine.sleep(keep_weights=keep_weights)
+            return self.loop.between_steps(lambda: self.loop.engine.sleep(keep_weights=keep_weights))
 
+    @ray.method(concurrency_group="engine")
     def wake_up(self, part: str) -> None:
         with self.spans.span(f"wake up {part}"):
-            self.worker.engine.wake_up(part)
+            self.loop.between_steps(lambda: self.loop.engine.wake_up(part))
 
+    @ray.method(concurrency_group="engine")
     def endpoints(self) -> list[Endpoint]:
-        return self.receiver.endpoints()
+        return self.loop.between_steps(self.receiver.endpoints)
 
+    @ray.method(concurrency_group="engine")
     def connect(self, connection: Connection, engine: int) -> None:
         with self.spans.span("connect weights"):
-            self.receiver.connect(connection, engine)
+            self.loop.between_steps(lambda: self.receiver.connect(connection, engine))
         self._num_turns = connection.plan.num_turns
 
+    @ray.method(concurrency_group="engine")
     def receive_update(self, version: int) -> list[int]:
-        """A whole update, which is visible then; returns the bytes that came, by rank."""
+        """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
+        it."""
+        return self.loop.between_steps(lambda: self._receive_update(version))
+
+    def _receive_update(self, version: int) -> list[int]:
         self.receiver.begin_update()
         totals = [0]
         for turn in range(self._num_turns):
@@ -104,9 +126,14 @@ class EngineProcess(RunProcess):
             self.receiver.finish_update(version)
         return totals
 
+    @ray.method(concurrency_group="engine")
     def compare_weights(self) -> list[Comparison]:
         with self.spans.span("compare weights"):
-            return self.receiver.compare()
+            return self.loop.between_steps(self.receiver.compare)
+
+    @ray.method(concurrency_group="engine")
+    def drain_spans(self) -> list[Span]:
+        return self.spans.drain()
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -184,17 +211,11 @@ class EnginePool:
         return drain_spans(self.watch, self.handles)
 
 
-def build_worker(
-    config: Config,
-    name: str,
-    rewarder: Rewarder,
-    prompts: Mapping[str, PromptSource],
-    hosts: EngineHosts = ONE_HOST,
-) -> tuple[RolloutWorker, WeightReceiver[Endpoint, Connection, Comparison]]:
-    """An engine on model.hf_path with its graders, and what takes its weights: it has none before the first publish,
-    which delivers every tensor. `name` is the process's, for messages."""
+def build_engine(config: Config, name: str, hosts: EngineHosts = ONE_HOST) -> tuple[ReceivingEngine, TextDecoder]:
+    """An engine on model.hf_path, and what makes texts of its tokens. It has no weights before the first publish, which
+    delivers every tensor. `name` is the process's, for messages."""
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    engine = VllmEngine(
+    engine = engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,
         dtype=config.model.dtype,
@@ -206,4 +227,4 @@ def build_worker(
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
     )
-    return RolloutWorker(engine, rewarder, prompts, tokenizer), engine.receiver
+    return engine, tokenizer

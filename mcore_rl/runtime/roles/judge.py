@@ -15,7 +15,7 @@ from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
-from mcore_rl.engines.vllm.engine import VllmEngine
+from mcore_rl.engines.registry import engine_class
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rewards.judge.judge import Judge
 from mcore_rl.rewards.judge.prompts import JudgePrompts
@@ -108,7 +108,7 @@ def judge_role(config: JudgeConfig) -> Role:
         process=JudgeProcess,
         guests=Guests("judge", config.num_engines, config.tp),
         set_up=_set_up,
-        group=JudgeGroup,
+        group=lambda handles, nodes, watch: JudgeGroup(handles, watch),
     )
 
 
@@ -120,11 +120,11 @@ def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | No
 
 
 def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource]) -> JudgeWorker:
-    """An engine on judge.hf_path with its weights, which stay as they are. `name` as in build_worker."""
+    """An engine on judge.hf_path with its weights, which stay as they are. `name` as in build_engine."""
     view = as_policy(config)
     with role_keys(JUDGE_KEYS):
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
-        engine = VllmEngine(
+        engine = engine_class("vllm")(
             view.model.hf_path,
             view.rollout,
             dtype=view.model.dtype,

@@ -16,11 +16,12 @@ from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
 from mcore_rl.runtime.roles.delivery import Delivery
+from mcore_rl.runtime.roles.fanout import FanOut
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 class RewardModelProcess(RankProcess):
     """One rank of the reward model."""
 
@@ -63,10 +64,13 @@ class RewardModelGroup:
     """All ranks of the reward model: a ports.ResponseScorer."""
 
     handles: list[Any]
+    nodes: Sequence[int]
+    """Of each rank."""
     ranks: RankMap
     watch: Watch
 
     def __post_init__(self) -> None:
+        self._fan_out = FanOut(self.handles, self.nodes)
         readers = [self.handles[speaker] for speaker in self.ranks.speakers]
         self._delivery = Delivery(readers, self.watch.timeout_seconds)
 
@@ -79,11 +83,8 @@ class RewardModelGroup:
         chunks = [chunk for chunk, _ in results]
         trajectories = self._delivery.deliver(chunks, [[part.rows for part in of_rank] for of_rank in parts])
         given = [[part for part in of_rank if len(part.rows)] for of_rank in parts]
-        calls = [
-            handle.score.remote(given[dp], *trajectories[dp])
-            for handle, dp in zip(self.handles, self.ranks.dp_rank_of, strict=True)
-        ]
-        scores_by_rank = self.watch.get(calls)
+        calls = self._fan_out.begin("score", [(given[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of])
+        scores_by_rank = calls.results(self.watch.get(calls.references))
         scores = {number: score for speaker in self.ranks.speakers for number, score in scores_by_rank[speaker].items()}
         return join_scores(tasks, [scalars for _, scalars in results], scores)
 
@@ -97,7 +98,7 @@ def reward_model_role(ranks: RankMap) -> Role:
         process=RewardModelProcess,
         guests=Guests("reward_model", len(ranks.dp_rank_of)),
         set_up=_set_up,
-        group=lambda handles, watch: RewardModelGroup(handles, ranks, watch),
+        group=lambda handles, nodes, watch: RewardModelGroup(handles, nodes, ranks, watch),
     )
 
 

@@ -12,7 +12,7 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.types import (
     Metric,
-    RankShare,
+    RankShares,
     TokenColumn,
     TrajectoryBuffers,
 )
@@ -31,7 +31,7 @@ from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metr
 from mcore_rl.weights.transports.hosts import this_host
 
 
-@ray.remote(concurrency_groups={"watch": 2, "save": 1}, max_restarts=0)
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
@@ -46,20 +46,20 @@ class TrainerProcess(TrainedRankProcess):
             self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
         self.actor.memory.span = self.spans.span
 
-    def compare(self, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
-        return self.actor.compare(shares[0], chunks)
+    def compare(self, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+        return self.actor.compare(shares.by_update()[0], chunks)
 
-    def recompute_logp(self, key: int, shares: list[RankShare], *chunks: TrajectoryBuffers) -> dict[str, Metric]:
+    def recompute_logp(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Of a batch that is kept, under `key`, for the calls that follow up to its update. Its trajectories lie in the
         object store until then."""
         with self.spans.span("recompute logp"):
-            batch, metrics = self.actor.recompute_logp(shares, list(chunks))
+            batch, metrics = self.actor.recompute_logp(shares.by_update(), list(chunks))
         self._held.keep(key, batch)
         return metrics
 
-    def replace_shares(self, key: int, shares: list[RankShare]) -> None:
+    def replace_shares(self, key: int, shares: RankShares) -> None:
         """Other numbers of the same samples."""
-        self._held.keep(key, replace(self._held.of(key), shares=shares))
+        self._held.keep(key, replace(self._held.of(key), shares=shares.by_update()))
 
     def reference_logp(self, key: int) -> None:
         with self.spans.span("reference logp"):

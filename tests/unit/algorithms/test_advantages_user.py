@@ -152,7 +152,9 @@ def test_in_training_it_is_given_the_responses_of_whole_groups(mine):
     settings = Config(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=1, prompts_per_update=1))
     ids, tokens = np.array([7, 7, 7, 7]), np.array([3, 1, 2, 2], np.int32)
     rewards = np.array([1.0, 0.0, 0.0, 1.0], np.float32)
-    scalars = RolloutScalars(ids, ids, tokens + 2, tokens, tokens, rewards, rewards, np.zeros(4, np.uint8), 0)
+    scalars = RolloutScalars(
+        ids, ids, tokens + 2, tokens, tokens, rewards, rewards, np.zeros(4, np.uint8), np.zeros((4, 2), np.int32)
+    )
     groups = SimpleNamespace(scalars=(scalars,), keep=(np.arange(4),), chunks=(None,), greedy=())
     batch = batch_builder(settings, 2)(groups, 1, 0)
     assert batch.advantages.tolist() == [1, -1, -1, 1]

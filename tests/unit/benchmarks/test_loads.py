@@ -37,8 +37,6 @@ def test_the_schedule_has_every_step_of_every_workload_in_order() -> None:
 class _Engine:
     """Remembers what it is asked for."""
 
-    weight_version = 7
-
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
@@ -49,13 +47,12 @@ class _Engine:
 
 def test_forced_lengths_take_one_row_of_the_plan_per_call() -> None:
     engine = _Engine()
-    forced = ForcedLengths(engine, [np.array([3, 5]), np.array([1, 2])])  # type: ignore[arg-type]
+    forced = ForcedLengths(engine, [np.array([3, 5]), np.array([1, 2])])
     sampling = SamplingOptions(LONGEST)
     requests = [GenerationRequest(str(i), np.array([4], np.int32), i, sampling) for i in range(2)]
     forced.generate(requests, lambda completion: None)
     forced.generate(requests, lambda completion: None)
     assert engine.asked == [[3, 5], [1, 2]]
-    assert forced.weight_version == 7
     assert len(lengths(LONG_TAILED, 0)) == RESPONSES
 
 

@@ -73,7 +73,6 @@ def base(tmp_path: Path) -> str:
         (["rollout.max_batched_tokens=0"], "rollout.max_batched_tokens"),
         (["rollout.expert_parallel=true"], "set rollout.tp above 1"),
         ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
-        ([ENGINE_REPLAY, "rollout.engine=sglang"], f"{ENGINE_REPLAY} needs rollout.engine=vllm"),
         (["actor.moe.replay_check_every_steps=-1"], "actor.moe.replay_check_every_steps"),
         (["data.long_prompts=cut"], "data.long_prompts"),
         (["actor.overlap_param_gather=true"], "actor.overlap_grad_reduce=true"),

@@ -20,7 +20,7 @@ def scalars_of(group_ids, seed=0):
         rewards=rng.random(count).astype(np.float32),
         accuracies=np.zeros(count, np.float32),
         clipped=np.zeros(count, np.uint8),
-        version=1,
+        versions=np.ones((count, 2), np.int32),
     )
 
 
@@ -53,6 +53,12 @@ def test_updates_hold_whole_groups_in_the_order_kept():
     assert np.array_equal(np.concatenate(batch.updates), np.arange(24))
 
 
+def shares_of(batch, update, num_dp_ranks, places=None):
+    """What each data-parallel rank trains in an update."""
+    shares = batch.shares(num_dp_ranks, batch.rows if places is None else places)
+    return [of_rank.by_update()[update] for of_rank in shares]
+
+
 def test_samples_still_point_at_their_rollouts():
     batch = batch_of()
     for name in ("group_ids", "total_tokens", "trained_tokens", "rewards"):
@@ -62,7 +68,7 @@ def test_samples_still_point_at_their_rollouts():
 
 def test_every_share_knows_the_version_that_the_batch_starts_from():
     batch = batch_of(version=7)
-    assert {share.version for update in range(3) for share in batch.shares(update, 3, batch.rows)} == {7}
+    assert {share.version for update in range(3) for share in shares_of(batch, update, 3)} == {7}
 
 
 def test_ids_need_not_be_sorted_or_consecutive():
@@ -81,7 +87,7 @@ def test_ids_need_not_be_sorted_or_consecutive():
 @pytest.mark.parametrize("update", range(3))
 def test_rank_shares_are_a_partition_of_the_update(update):
     batch = batch_of()
-    shares = batch.shares(update, 3, batch.rows + 1)
+    shares = shares_of(batch, update, 3, batch.rows + 1)
     assert np.array_equal(np.sort(np.concatenate([s.samples for s in shares])), batch.updates[update])
     loads = [s.total_tokens.sum() for s in shares]
     assert max(loads) - min(loads) <= batch.total_tokens.max()
@@ -98,7 +104,7 @@ def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
     losses = [rng.standard_normal(count) for count in batch.trained_tokens]
     for update, samples in enumerate(batch.updates):
         total = 0.0
-        for share in batch.shares(update, num_dp_ranks, batch.rows):
+        for share in shares_of(batch, update, num_dp_ranks):
             total += sum(
                 w * losses[s].sum() for s, w in zip(share.samples, share.loss_weights.astype(np.float64), strict=True)
             )
@@ -111,7 +117,7 @@ def test_ranks_share_the_cost_that_the_cut_names():
     costs = cost.of(batch.total_tokens)
     ratios = []
     for update in range(3):
-        shares = batch.shares(update, 3, batch.rows)
+        shares = shares_of(batch, update, 3)
         loads = [costs[share.samples].sum() for share in shares]
         assert max(loads) - min(loads) <= costs.max()
         ratios.append(np.mean(loads) / max(loads))

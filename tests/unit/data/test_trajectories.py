@@ -23,7 +23,7 @@ def buffers(first: int = 0, *, experts: bool = True) -> TrajectoryBuffers:
         prompt, ids = np.arange(row % 2 + 1, dtype=np.int32) + 100 * row, np.arange(length, dtype=np.int32) + 1000 * row
         chosen = np.full((len(prompt) + length - 1, 2, 2), row, np.uint8) if experts else None
         requests.append(GenerationRequest(str(row), prompt, 0, SamplingOptions(8)))
-        completions.append(Completion(str(row), ids, -ids.astype(np.float32), "stop", row, chosen))
+        completions.append(Completion(str(row), ids, -ids.astype(np.float32), "stop", 0 * ids + row, chosen))
     packed = pack_trajectories(requests, completions)
     trained = np.arange(len(packed.trained)) % 2
     return replace(packed, trained=trained.astype(np.uint8))

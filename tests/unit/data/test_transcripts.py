@@ -34,7 +34,7 @@ def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int
     for index, (row, text) in enumerate(answers):
         ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
         requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
-        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0))
+        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
     return pack_trajectories(requests, completions)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.engines.vllm.receiver import VllmReceiver
+from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.errors import WeightSyncError
 
 
@@ -26,15 +26,15 @@ class Ranks:
             return self.loaded
         return [[], []]
 
-    def reset_prefix_cache(self) -> None:
-        self.call("reset_prefix_cache")
+    def forget_prefixes(self, *, recompute: bool) -> None:
+        self.call(f"forget_prefixes {recompute}")
 
 
-def receiver_of(ranks: Ranks) -> VllmReceiver:
-    return VllmReceiver(ranks, ranks.reset_prefix_cache)  # type: ignore[arg-type]
+def receiver_of(ranks: Ranks) -> RanksReceiver:
+    return RanksReceiver(ranks, ranks.forget_prefixes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache"])
+@pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "forget_prefixes False"])
 def test_an_engine_with_half_an_update_is_usable_after_a_whole_one_only(fails: str) -> None:
     ranks = Ranks()
     receiver = receiver_of(ranks)
@@ -52,7 +52,7 @@ def test_an_engine_with_half_an_update_is_usable_after_a_whole_one_only(fails: s
     assert receiver.version == 2
 
 
-def update(receiver: VllmReceiver, version: int) -> None:
+def update(receiver: RanksReceiver, version: int) -> None:
     receiver.begin_update()
     assert receiver.receive_bucket(0) == [64, 32]
     receiver.finish_update(version)
@@ -60,5 +60,9 @@ def update(receiver: VllmReceiver, version: int) -> None:
 
 def test_what_was_computed_with_earlier_weights_is_forgotten_once_the_new_ones_are_there() -> None:
     ranks = Ranks()
-    update(receiver_of(ranks), 1)
-    assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache"]
+    receiver = receiver_of(ranks)
+    update(receiver, 1)
+    assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "forget_prefixes False"]
+    receiver.begin_update()
+    receiver.finish_update(2, recompute=True)
+    assert ranks.calls[-1] == "forget_prefixes True"

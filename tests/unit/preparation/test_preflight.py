@@ -30,7 +30,7 @@ def base(tmp_path: Path) -> str:
 
 
 def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
-    refused = """rollout.engine=sglang rollout.temperature=0 rollout.top_p=7 actor.parallel.tp=3 cluster.nodes=2
+    refused = """rollout.engine=sgl rollout.temperature=0 rollout.top_p=7 actor.parallel.tp=3 cluster.nodes=2
         data.train=nowhere.jsonl data.val=nowhere.jsonl model.hf_path=/nowhere judge.tp=0 trainer.stps=1""".split()
     commands = [["train", base, override] for override in refused] + [["eval", base, "algorithm.advantage=grop"]]
     code = (
@@ -46,7 +46,8 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.engine=sglang"], r"^rollout\.engine=sglang is not available; set rollout\.engine=vllm"),
+        (["rollout.engine=sglang"], r"^rollout\.engine=sglang: nowhere/python is not there; run `make sglang`"),
+        (["rollout.engine=sglang", "rollout.tp=2"], r"^rollout\.engine=sglang runs on.* rollout\.tp=2 needs rollout"),
         (["data.val=nowhere.jsonl"], r"^data\.val: there is no file nowhere\.jsonl"),
         (["cluster.nodes=2"], r"^cluster\.address must name the Ray cluster"),
         (
@@ -60,7 +61,10 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
         (["reward_model.hf_path=/nowhere"], r"^reward_model\.hf_path=/nowhere: no config\.json there"),
     ],
 )
-def test_what_cannot_start_here_is_refused_by_key(base: str, overrides: list[str], message: str) -> None:
+def test_what_cannot_start_here_is_refused_by_key(
+    base: str, overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCORE_RL_SGLANG_PYTHON", "nowhere/python")
     with pytest.raises(ConfigError, match=message):
         check_run(load_config(base, overrides))
 

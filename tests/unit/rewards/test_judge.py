@@ -41,8 +41,6 @@ CONFIG = JudgeConfig(template="{prompt}={response}", unparsable=-1, max_prompt_t
 class Parrot:
     """Repeats the question, and says what `says` makes of it and the seed; the last request finishes first."""
 
-    weight_version = 0
-
     def __init__(self, tokenizer: Any, says: Callable[[str, GenerationRequest], str]) -> None:
         self.tokenizer, self.says, self.calls = tokenizer, says, []
 
@@ -54,7 +52,7 @@ class Parrot:
             ids = ids[: request.sampling.max_response_tokens]
             cut = len(ids) == request.sampling.max_response_tokens
             reason = "length" if cut else "stop"
-            on_finish(Completion(request.request_id, ids, np.zeros(len(ids), np.float32), reason, 0))
+            on_finish(Completion(request.request_id, ids, np.zeros(len(ids), np.float32), reason, 0 * ids))
 
 
 def length_of_the_response(question: str, _: GenerationRequest) -> str:
@@ -175,11 +173,13 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
     for i, length in enumerate(groups + samples):
         ids = np.array([*tokenizer("x" * int(length))["input_ids"], tokenizer.eos_token_id], np.int32)
         requests.append(GenerationRequest(str(i), np.array([49], np.int32), 0, task.sampling))
-        completions.append(Completion(str(i), ids, np.zeros(len(ids), np.float32), "stop", 0))
+        completions.append(Completion(str(i), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
     zeros = np.zeros(len(groups), np.float32)
     counts = zeros.astype(np.int32)
     rows = np.repeat(task.prompt_rows, task.samples_per_prompt)
-    scalars = RolloutScalars(groups, rows, counts, counts, counts, zeros, zeros, zeros.astype(np.uint8), 0)
+    scalars = RolloutScalars(
+        groups, rows, counts, counts, counts, zeros, zeros, zeros.astype(np.uint8), np.zeros((len(rows), 2), np.int32)
+    )
     return pack_trajectories(requests, completions), scalars
 
 

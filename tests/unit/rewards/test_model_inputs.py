@@ -75,7 +75,7 @@ def trajectories(config: Config, prompts: PromptSet) -> TrajectoryBuffers:
     for index, (row, text) in enumerate(ANSWERS):
         ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
         requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
-        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0))
+        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
     return pack_trajectories(requests, completions)
 
 

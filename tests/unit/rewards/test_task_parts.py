@@ -29,7 +29,7 @@ def scalars(of: RolloutTask, tokens: list[int]) -> RolloutScalars:
         rewards=zeros,
         accuracies=zeros,
         clipped=np.zeros(count, np.uint8),
-        version=0,
+        versions=np.zeros((count, 2), np.int32),
     )
 
 

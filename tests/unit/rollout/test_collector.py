@@ -56,7 +56,7 @@ class ScriptedPool:
             accuracies.ravel().copy(),
             accuracies.ravel(),
             np.zeros(count, np.uint8),
-            0,
+            np.zeros((count, 2), np.int32),
         )
 
 

@@ -18,7 +18,9 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'
 def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:
     ids, numbers = np.zeros(size, np.int64), np.zeros(size, np.float32)
     counts = np.ones(size, np.int32)
-    scalars = RolloutScalars(ids, ids, counts, counts, counts, numbers, numbers, np.zeros(size, np.uint8), 0)
+    scalars = RolloutScalars(
+        ids, ids, counts, counts, counts, numbers, numbers, np.zeros(size, np.uint8), np.zeros((size, 2), np.int32)
+    )
     return replace(scalars, errors=tuple((i, f"error {i}") for i in failed), traceback=traceback)
 
 

@@ -32,7 +32,7 @@ def scalars(rewards: list[float], accuracies: list[float]) -> RolloutScalars:
         rewards=np.array(rewards, np.float32),
         accuracies=np.array(accuracies, np.float32),
         clipped=np.zeros(size, np.uint8),
-        version=0,
+        versions=np.zeros((size, 2), np.int32),
         seconds_grading=2.0,
     )
 

@@ -24,15 +24,13 @@ from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutTask, S
 class BackwardsEngine:
     """Answers prompt [p, ...] with p copies of (seed mod 50), finishing the last request first."""
 
-    weight_version = 7
-
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         for request in reversed(requests):
             count = int(request.token_ids[0])
             ids = np.full(count, request.seed % 50, np.int32)
             logp = -np.arange(count, dtype=np.float32)
             reason = "length" if count == request.sampling.max_response_tokens else "stop"
-            on_finish(Completion(request.request_id, ids, logp, reason, self.weight_version))
+            on_finish(Completion(request.request_id, ids, logp, reason, np.full(count, 7, np.int32)))
 
 
 class LengthRewarder:
@@ -158,7 +156,7 @@ def of_two_responses(
     rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
     experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
     completions = [
-        Completion(f"8.{i}", np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", 0, experts[i])
+        Completion(f"8.{i}", np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", np.zeros(r, np.int32), experts[i])
         for i, r in enumerate(responses)
     ]
     return requests, completions

@@ -44,8 +44,8 @@ def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> N
     of = batch(seed)
     rows, places = rows_by_rank(of, NUM_RANKS)
     delivered = [[(c, int(row)) for c, wanted in enumerate(of_rank) for row in wanted] for of_rank in rows]
-    for update in range(len(of.updates)):
-        for dp, share in enumerate(of.shares(update, NUM_RANKS, places)):
+    for dp, shares in enumerate(of.shares(NUM_RANKS, places)):
+        for share in shares.by_update():
             found = [delivered[dp][place] for place in share.rows]
             assert found == [(of.chunk_ids[s], of.rows[s]) for s in share.samples]
             assert [tuple(origin) for origin in share.origins] == found

@@ -58,7 +58,9 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
         ids = np.arange(size)
         tasks.append(RolloutTask(prompt_set, ids, ids, 1, SamplingOptions(4), 1))
         ones, zeros = np.ones(size, np.int32), np.zeros(size, np.float32)
-        scalars = RolloutScalars(ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), 0)
+        scalars = RolloutScalars(
+            ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), np.zeros((size, 2), np.int32)
+        )
         results.append((BuffersRef(Chunk("chunk", None, index)), scalars))
     return tasks, results
 

@@ -106,7 +106,7 @@ def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
     """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
     rounds: list[str] = []
     handles = [Handle(rounds), Handle(rounds)]
-    group = TrainerGroup(handles, RankMap((0, 1), (0, 1)), Ready())  # type: ignore[arg-type]
+    group = TrainerGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready())  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
 
@@ -204,7 +204,7 @@ def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
     handles = [Handle(rounds, CriticProcess), Handle(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
-    critic = CriticGroup(handles, RankMap((0, 1), (0, 1)), Ready(), lambda batch: batch)  # type: ignore[arg-type]
+    critic = CriticGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready(), lambda batch: batch)  # type: ignore[arg-type]
     first, second = critic.values(batch(2)), critic.values(batch(1))
     assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
     assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]

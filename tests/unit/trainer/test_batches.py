@@ -33,7 +33,17 @@ def one_group(rewards, trained_tokens):
     size = len(rewards)
     tokens, zeros = np.array(trained_tokens, np.int32), np.zeros(size, np.int64)
     rewards = np.array(rewards, np.float32)
-    scalars = RolloutScalars(zeros, zeros, tokens + 2, tokens, tokens, rewards, rewards, zeros.astype(np.uint8), 0)
+    scalars = RolloutScalars(
+        zeros,
+        zeros,
+        tokens + 2,
+        tokens,
+        tokens,
+        rewards,
+        rewards,
+        zeros.astype(np.uint8),
+        np.zeros((len(tokens), 2), np.int32),
+    )
     return Groups((scalars,), (np.arange(size),))
 
 

@@ -30,7 +30,7 @@ def scalars() -> list[RolloutScalars]:
             rewards=np.array(REWARDS[index], np.float32),
             accuracies=np.array(ACCURACIES[index], np.float32),
             clipped=np.array(CLIPPED[index], np.uint8),
-            version=0,
+            versions=np.zeros((count, 2), np.int32),
         )
 
     return [part(0), part(1)]

@@ -1,11 +1,9 @@
-"""The WeightReceiver of a vLLM engine: all its ranks get an update, and each takes its part of every tensor."""
+"""The WeightReceiver of an engine: all its ranks get an update, and each takes its part of every tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mcore_rl.engines.vllm.ranks import EngineRanks
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.ports import WeightReceiver
 from mcore_rl.weights.connection import Connection
@@ -13,13 +11,22 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
-class VllmReceiver:
-    """`reset_prefix_cache` forgets what the engine has computed with earlier weights."""
+class Ranks(Protocol):
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Results by rank."""
 
-    def __init__(self, ranks: EngineRanks, reset_prefix_cache: Callable[[], None]) -> None:
+
+class ForgetPrefixes(Protocol):
+    def __call__(self, *, recompute: bool) -> None: ...
+
+
+class RanksReceiver:
+    """`ranks` are called with names of methods that every engine's ranks have; `forget_prefixes` as VllmEngine's."""
+
+    def __init__(self, ranks: Ranks, forget_prefixes: ForgetPrefixes) -> None:
         self.version = 0
         self._ranks = ranks
-        self._reset_prefix_cache = reset_prefix_cache
+        self._forget_prefixes = forget_prefixes
         self._whole = True
 
     def endpoints(self) -> list[Endpoint]:
@@ -36,11 +43,15 @@ class VllmReceiver:
     def receive_bucket(self, turn: int) -> list[int]:
         return self._ranks.call("receive_bucket", turn)
 
-    def finish_update(self, version: int) -> None:
+    def finish_update(self, version: int, *, recompute: bool = False) -> None:
         self._ranks.call("finish_update")
-        self._reset_prefix_cache()
-        self.version = version
-        self._whole = True
+        earlier = self.version
+        self.version, self._whole = version, True  # requests that come again are of the new weights
+        try:
+            self._forget_prefixes(recompute=recompute)
+        except BaseException:
+            self.version, self._whole = earlier, False
+            raise
 
     def compare(self) -> list[Comparison]:
         self.require_whole()
@@ -55,4 +66,4 @@ class VllmReceiver:
 
 
 if TYPE_CHECKING:
-    _port: type[WeightReceiver[Endpoint, Connection, Comparison]] = VllmReceiver
+    _port: type[WeightReceiver[Endpoint, Connection, Comparison]] = RanksReceiver

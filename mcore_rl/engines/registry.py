@@ -1,0 +1,29 @@
+"""The engines by the name that rollout.engine has for them. Each is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+from mcore_rl.ports import Engine, WeightReceiver
+from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.verify import Comparison
+
+Receiver = WeightReceiver[Endpoint, Connection, Comparison]
+_CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
+
+
+class ReceivingEngine(Engine, Protocol):
+    """An engine that takes weights."""
+
+    @property
+    def receiver(self) -> Receiver: ...
+
+
+def engine_class(name: str) -> Callable[..., ReceivingEngine]:
+    """Takes what VllmEngine does."""
+    module = importlib.import_module(f"mcore_rl.engines.{name}.engine")
+    engine: Callable[..., ReceivingEngine] = getattr(module, _CLASSES[name])
+    return engine

@@ -1,0 +1,63 @@
+"""What SGLang 0.5.23 lacks on a CPU, beside the CPU build of torch (in SGLang's environment).
+
+Its wheel imports two packages that are built for CUDA: sgl_kernel, of which it needs a few names, and torchvision,
+whose operators it only mentions. `prepare` comes before sglang is imported, `mend` after.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import MutableSequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_declared: list[torch.library.Library] = []
+"""Declarations last as long as their library."""
+
+
+def prepare() -> None:
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = _Kernels("sgl_kernel")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)
+
+
+def mend() -> None:
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    common._cuda_host_register = lambda *_, **__: None  # the cache of experts lies in plain memory
+    # torch_native attention reads latent caches in the absorbed form only.
+    handler.AttentionBackendRegistry.register("torch_native", lambda *_: handler.AttnForwardMethod.MLA)
+
+
+class _Kernels(ModuleType):
+    """Stands for sgl_kernel. It lacks convert_weight_packed, by which SGLang knows that there are no AMX kernels."""
+
+    __version__ = "0"
+    __path__: MutableSequence[str] = []  # noqa: RUF012  (as every package has it)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("_cpu"):
+            raise AttributeError(name)
+
+        def missing(*_: Any, **__: Any) -> None:
+            raise NotImplementedError(f"SGLang's kernel {name} is not there on this CPU")
+
+        return missing
+
+    @staticmethod
+    def assign_req_to_token_pool_cpu(
+        rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor, *_: Any
+    ) -> None:
+        """table[rows[i], starts[i]:ends[i]] are the next of `slots`, request after request."""
+        lengths = (ends - starts).tolist()
+        places = zip(rows.tolist(), starts.tolist(), slots.split([*lengths, len(slots) - sum(lengths)]), strict=False)
+        for row, start, of_row in places:
+            table[row, start : start + len(of_row)] = of_row.to(table.dtype)

@@ -1,0 +1,145 @@
+"""SGLang behind the Engine protocol: its scheduler is stepped from here, in processes of its own environment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.receiver import RanksReceiver
+from mcore_rl.engines.sglang.processes import RankProcesses
+from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
+from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.errors import ConfigError, WeightSyncError
+
+
+class SglangEngine(SteppedEngine):
+    """One SGLang engine of rollout.tp ranks; arguments as VllmEngine's.
+
+    Raises: ConfigError for settings that SGLang cannot run, and where it is not installed.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        rollout_config: RolloutConfig,
+        *,
+        dtype: str,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        name: str,
+        timeout_seconds: float,
+        load_weights: bool = True,
+        capture_routing: bool = False,
+        hosts: EngineHosts = ONE_HOST,
+    ) -> None:
+        super().__init__(rollout_config, captures_routing=capture_routing)
+        assert hosts.num == rollout_config.tp == 1, "refused by config.rules.available"
+        if torch.cuda.is_available():  # cluster.device=auto is settled when torch is there
+            raise ConfigError("rollout.engine=sglang runs on CPU alone; set cluster.device=cpu or rollout.engine=vllm")
+        self._eos_token_ids = list(eos_token_ids)
+        settings = RankSettings(
+            model=str(model_dir),
+            rank=0,
+            num_ranks=rollout_config.tp,
+            meeting="",
+            dtype=dtype,
+            load_weights=load_weights,
+            context_tokens=rollout_config.max_prompt_tokens + rollout_config.max_response_tokens,
+            max_requests=rollout_config.max_concurrent_requests,
+            max_batched_tokens=rollout_config.max_batched_tokens,
+            kv_cache_bytes=int(rollout_config.kv_cache_gib * 2**30),
+            captures_routing=capture_routing,
+            seed=seed,
+        )
+        self._ranks = RankProcesses(settings, name, timeout_seconds)
+        self.receiver = RanksReceiver(self._ranks, self._forget_prefixes)
+        self._asleep: set[str] = set()
+
+    @property
+    def weight_version(self) -> int:
+        return self.receiver.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._ranks.vocab_size
+
+    def sleep(self, *, keep_weights: bool) -> int:
+        """On CPU the KV cache is freed, and the weights stay, as with vLLM."""
+        if self.num_running:
+            raise RuntimeError(f"{self.num_running} requests run: the engine cannot sleep")
+        if "weights" in self._asleep:
+            return 0
+        self._forget_prefixes(recompute=False)
+        released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
+        self._asleep = {"weights", "kv_cache"}
+        return released
+
+    def wake_up(self, part: str) -> None:
+        if part not in self._asleep:
+            return
+        if part == "kv_cache":
+            self._ranks.call("restore_kv_cache")
+        self._asleep.remove(part)
+
+    def shutdown(self) -> None:
+        self._ranks.end()
+
+    def _require_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
+        self.receiver.require_whole()
+
+    def _forget_prefixes(self, *, recompute: bool) -> None:
+        """As VllmEngine's.
+
+        Raises: WeightSyncError when SGLang keeps its cache all the same.
+        """
+        while not self.num_running and not self._settled():
+            self._ranks.call("step")  # what has ended or was aborted leaves with the step after
+        if all(self._ranks.call("forget_prefixes", recompute)):
+            return
+        if recompute or not self.num_running:
+            raise WeightSyncError("SGLang kept its prefix cache, which belongs to the previous weights")
+        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
+        waiting = [i for i in self._ranks.call("waiting")[0] if i in self._running]
+        self._submit_again(waiting)
+
+    def _settled(self) -> bool:
+        return bool(self._ranks.call("is_idle")[0])
+
+    def _add(self, added: Mapping[str, Running]) -> None:
+        requests = [self._new(engine_id, entry) for engine_id, entry in added.items()]
+        self._ranks.call("add", requests)
+
+    def _new(self, engine_id: str, entry: Running) -> NewRequest:
+        sampling = entry.request.sampling
+        return NewRequest(
+            engine_id=engine_id,
+            token_ids=entry.request.token_ids.tolist() + entry.token_ids,
+            seed=entry.request.seed,
+            max_new_tokens=sampling.max_response_tokens - len(entry.token_ids),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=self._eos_token_ids,
+            salt=f"version {self.weight_version}",
+        )
+
+    def _pass(self) -> list[Output]:
+        return [
+            Output(each.engine_id, each.token_ids, each.logp, each.finish_reason)
+            for each in self._ranks.call("step")[0]
+            if each.engine_id in self._running  # one that was aborted takes part in a step after it
+        ]
+
+    def _cancel(self, engine_ids: Sequence[str]) -> None:
+        self._ranks.call("abort", list(engine_ids))
+
+    def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
+        routing: dict[str, np.ndarray] = self._ranks.call("routing_of", list(engine_ids))[0]
+        return routing

@@ -1,0 +1,106 @@
+"""What SGLang computes with, as parts of HF tensors (in SGLang's environment).
+
+On CPU, where AMX does not pack them, its parameters are plain: queries, keys and values one after the other, gates
+before ups; the dimension inside an MLP is padded with zeros to a multiple of 32 per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.slices.needs import Box
+
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""HF modules inside SGLang's fused ones, in the order of their rows."""
+Held = tuple[str, torch.Tensor]
+
+
+@torch.no_grad()
+def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[Held]:
+    """`boxes`: which part of each HF tensor this rank should have.
+
+    Raises: WeightSyncError for a module whose layout is not known here, and for padding that is not zero.
+    """
+    for name, module in model.named_modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            for hf_name, tensor in _read(module, name):
+                yield hf_name, _without_padding(hf_name, tensor, boxes)
+
+
+def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> torch.Tensor:
+    size = boxes[name][1] if name in boxes else tuple(tensor.shape)
+    for dim, length in enumerate(size):
+        if tensor.shape[dim] > length:
+            if tensor.narrow(dim, length, tensor.shape[dim] - length).any():
+                raise WeightSyncError(f"{name}: SGLang computes with padding that is not zero")
+            tensor = tensor.narrow(dim, 0, length)
+    return tensor
+
+
+def _read(module: torch.nn.Module, name: str) -> Iterator[Held]:
+    method = getattr(module, "quant_method", None)
+    if getattr(module, "use_intel_amx_backend", False):
+        raise WeightSyncError(f"{name}: packed for AMX, which cannot be read back")
+    if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
+        shard = module.shard_indices
+        yield f"{name}.weight", module.weight[: shard.org_vocab_end_index - shard.org_vocab_start_index]
+    elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
+        yield from _linear(module, name)
+    elif isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod):
+        yield from _experts(module, name)
+    elif method is None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{key}", parameter
+    else:
+        raise WeightSyncError(f"{name}: the layout of {type(method).__name__} is not known")
+
+
+def _linear(module: LinearBase, name: str) -> Iterator[Held]:
+    prefix, _, last = name.rpartition(".")
+    sizes = _rows(module)
+    parts = PARTS[last] if len(sizes) > 1 else (last,)
+    for key in ("weight", "bias"):
+        if getattr(module, key, None) is not None:
+            pieces = getattr(module, key).split(sizes, dim=0)
+            yield from ((f"{prefix}.{part}.{key}", piece) for part, piece in zip(parts, pieces, strict=True))
+
+
+def _rows(module: LinearBase) -> list[int]:
+    """Of each HF module inside."""
+    if isinstance(module, QKVParallelLinear):
+        key_rows = module.num_kv_heads * module.head_size
+        return [module.num_heads * module.head_size, key_rows, module.num_kv_heads * module.v_head_size]
+    if isinstance(module, MergedColumnParallelLinear):
+        return list(module.output_partition_sizes)
+    if isinstance(module, ColumnParallelLinear):
+        return [module.output_size_per_partition]
+    assert isinstance(module, RowParallelLinear) or type(module).__name__ == "ReplicatedLinear", type(module)
+    return [module.output_size]
+
+
+def _experts(module: FusedMoE, name: str) -> Iterator[Held]:
+    if module.moe_ep_size > 1:
+        raise WeightSyncError(f"{name}: experts over ranks are not read back")
+    padded = module.w13_weight.shape[1] // 2
+    for expert, (gate_up, down) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
+        yield f"{name}.{expert}.gate_proj.weight", gate_up[:padded]
+        yield f"{name}.{expert}.up_proj.weight", gate_up[padded:]
+        yield f"{name}.{expert}.down_proj.weight", down

@@ -1,0 +1,158 @@
+"""The processes of an SGLang engine's ranks: started, spoken to, and ended, from the project's environment.
+
+They are spoken to over a unix socket in a directory that only this user can enter, with a key that is in nobody's
+command line; what comes over it is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mcore_rl.config.rules.available import sglang_python
+from mcore_rl.engines.sglang.rank import KEY_VARIABLE
+from mcore_rl.engines.sglang.settings import RankSettings
+from mcore_rl.errors import ConfigError, WorkerDiedError
+
+ROOT = Path(__file__).parents[3]
+START_SECONDS = 600.0
+_MAX_SOCKET_PATH = 100
+
+
+class RankProcesses:
+    """All ranks of the engine that messages call `name`; `settings` are those of rank 0 but for where they meet.
+
+    Raises: ConfigError for what SGLang refuses; WorkerDiedError for a rank that ends while it starts.
+    """
+
+    def __init__(self, settings: RankSettings, name: str, timeout_seconds: float) -> None:
+        self._name, self._timeout_seconds = name, timeout_seconds
+        self._lost: str | None = None
+        self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # of mode 0700
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._pipes = self._start(settings)
+            self.vocab_size: int = self._answers("start", START_SECONDS, refused=ConfigError)[0]
+        except BaseException:
+            self.end()
+            raise
+        shutil.rmtree(self._directory)  # all have met
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Results of a method of all ranks' SteppedScheduler.
+
+        Raises: what ranks raised, if it is an error of ours; WorkerDiedError for a rank that fails, ends, or does not
+        answer in time, and ever after.
+        """
+        if self._lost is not None:
+            raise WorkerDiedError(self._lost)
+        for pipe in self._pipes:
+            try:
+                pipe.send((method, arguments))
+            except OSError:
+                continue  # its answer says it
+        return self._answers(method, self._timeout_seconds)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, settings: RankSettings) -> list[Connection]:
+        python, address = sglang_python(), f"{self._directory}/ranks"
+        assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
+        key = secrets.token_bytes(32)
+        with Listener(address, family="AF_UNIX", backlog=settings.num_ranks, authkey=key) as listener:
+            for rank in range(settings.num_ranks):
+                command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank)]
+                environment = _environment(settings.num_ranks) | {KEY_VARIABLE: key.hex()}
+                self._processes.append(subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno()))
+            listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
+            pipes: dict[int, Connection] = {}
+            deadline = time.monotonic() + START_SECONDS
+            while len(pipes) < settings.num_ranks:
+                try:
+                    pipe = listener.accept()
+                except TimeoutError:
+                    self._require_alive("start")
+                    if time.monotonic() > deadline:
+                        self._lose(f"its ranks did not start within {START_SECONDS:g} s")
+                    continue
+                pipes[pipe.recv()] = pipe
+        for rank, pipe in pipes.items():
+            pipe.send(replace(settings, rank=rank, meeting=f"{self._directory}/meeting"))
+        return [pipes[rank] for rank in range(settings.num_ranks)]
+
+    def _answers(self, what: str, seconds: float, *, refused: type[Exception] = WorkerDiedError) -> list[Any]:
+        """Of all ranks: an answer that nobody takes would be taken for that of the next call."""
+        deadline, results, failures = time.monotonic() + seconds, [], []
+        refusal: tuple[type[Exception], str] | None = None
+        for rank, pipe in enumerate(self._pipes):
+            while not pipe.poll(min(0.5, max(0.0, deadline - time.monotonic()))):
+                self._require_alive(what)
+                if time.monotonic() > deadline:
+                    state = _state(self._processes[rank].pid)
+                    self._lose(f"rank {rank} did not answer `{what}` within {seconds:g} s: it {state}")
+            try:
+                kind, result = pipe.recv()
+            except (EOFError, OSError):
+                self._lose(f"rank {rank} ended in `{what}`")
+            results.append(result)
+            failures += [(rank, result)] if kind == "error" else []
+            if kind == "refused":
+                refusal = result
+        if refusal is not None and not failures:
+            raise refusal[0](f"{refusal[1]} ({self._name})")
+        if failures:
+            rank, text = failures[0]
+            self._lost = f"{self._name}, rank {rank} of {len(self._pipes)} failed in `{what}`:\n{text}"
+            last = text.splitlines()[-1]
+            raise refused(self._lost if refused is WorkerDiedError else f"SGLang cannot run this: {last}")
+        return results
+
+    def _require_alive(self, what: str) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._lose(f"rank {rank} (process {process.pid}) ended in `{what}` with {process.returncode}")
+
+    def _lose(self, reason: str) -> None:
+        self._lost = f"{self._name}: {reason}"
+        raise WorkerDiedError(self._lost) from None
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """Everything that a rank inherits, and what lets it find this package; not where this environment's own lies."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks))
+    return environment
+
+
+def _cores(num_ranks: int) -> Sequence[str]:
+    """A core for each rank: SGLang wants them named."""
+    present = sorted(os.sched_getaffinity(0))
+    return [str(present[rank % len(present)]) for rank in range(num_ranks)]
+
+
+def _state(pid: int) -> str:
+    try:
+        return f"is {psutil.Process(pid).status()}"
+    except psutil.NoSuchProcess:
+        return "is gone"

@@ -1,0 +1,54 @@
+"""SGLang's side of router replay (in its environment): which experts its layers chose for every token of a request.
+
+SGLang 0.5.23 keeps them beside its KV cache, and hands them over when a request ends. Of one that runs they are read
+from the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+
+class Routing:
+    """Of the requests of `scheduler` (SGLang's)."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        experts = [
+            module for module in scheduler.tp_worker.model_runner.model.modules() if isinstance(module, FusedMoE)
+        ]
+        self._layers = sorted(module.layer_id for module in experts)
+        self._dtype = np.uint8 if max(module.num_experts for module in experts) <= 256 else np.int16
+        self._ended: dict[str, np.ndarray] = {}
+
+    def keep(self, outputs: Sequence[Any]) -> None:
+        """Of requests that a step has ended."""
+        self._ended = {}
+        for output in outputs:
+            for engine_id, experts in zip(output.rids, output.routed_experts or (), strict=False):
+                if experts is not None:
+                    self._ended[engine_id] = self._rows(experts)
+
+    def of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """[tokens, layers with experts, k] of every token but the last; of what ended in the last step, and of what
+        runs. Absent: those whose tokens no pass has computed, or not all."""
+        running = {request.rid: request for request in self._scheduler.collect_inflight_reqs()}
+        known = {i: self._ended[i] for i in engine_ids if i in self._ended}
+        for engine_id in engine_ids:
+            request = running.get(engine_id)
+            if request is not None and engine_id not in known:
+                tokens = len(request.origin_input_ids) + len(request.output_ids)
+                capturer, pool = get_global_experts_capturer(), self._scheduler.req_to_token_pool
+                known[engine_id] = self._rows(capturer.get_topk(request.kv.req_pool_idx, tokens, pool))
+        return known
+
+    def _rows(self, experts: torch.Tensor) -> np.ndarray:
+        """Without layers that have no experts."""
+        rows: np.ndarray = experts[:, self._layers].numpy().astype(self._dtype)
+        return rows

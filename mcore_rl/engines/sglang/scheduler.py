@@ -1,0 +1,251 @@
+"""SGLang 0.5.23's scheduler, owned and stepped by us (in SGLang's environment): one of these per rank.
+
+All ranks of an engine must be asked the same, in the same order: a step is a collective.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from mcore_rl.engines.sglang.routing import Routing
+from mcore_rl.engines.sglang.sampler import install
+from mcore_rl.engines.sglang.settings import NewRequest, Progress, RankSettings
+from mcore_rl.engines.sglang.weights import RankWeights
+from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.transports.cuda_ipc import device_uuid
+from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.verify import Comparison
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class _Kept:
+    """In the place of a socket: what the scheduler sends stays here."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        self._outputs.append(output)
+
+    def take(self) -> list[Any]:
+        taken, self._outputs = self._outputs, []
+        return taken
+
+
+class SteppedScheduler:
+    """Raises: what SGLang says of a model or of settings that it cannot run."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{settings.meeting}"  # no port at all
+        arguments = ServerArgs(**_server_arguments(settings))
+        arguments.resolve_once()
+        arguments.check_server_args()
+        rank = settings.rank
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
+        nowhere = f"ipc://nowhere-{os.getpid()}"  # connected to, bound by nobody, never written
+        instance = f"mcore{os.getpid()}"
+        ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
+        self._scheduler: Any = Scheduler(arguments, ports)
+        for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
+            path.unlink(missing_ok=True)
+        self._kept = _Kept()
+        self._scheduler.output_streamer.send_to_detokenizer = self._kept
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._kept.send_output
+        self._scheduler.schedule_stream.synchronize = lambda: None
+        self._scheduler._war_barrier_enabled = False
+        self._scheduler.metrics_reporter.start_scheduler_time_accounting()
+        self._routing = Routing(self._scheduler) if settings.captures_routing else None
+        install(self._scheduler.tp_worker.model_runner)
+        model = self._scheduler.tp_worker.model_runner.model
+        self._weights = RankWeights(model, rank, EngineLayout(settings.num_ranks), torch.device("cpu"))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._scheduler.model_config.vocab_size)
+
+    def endpoint(self) -> Endpoint:
+        """Where this rank takes weights."""
+        return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid())
+
+    def connect_weights(self, connection: Connection, first_rank: int) -> None:
+        """`first_rank`: the engine's first among the ranks of all engines."""
+        self._weights.connect(connection, first_rank)
+
+    def begin_update(self) -> None:
+        self._weights.begin()
+
+    def receive_bucket(self, turn: int) -> int:
+        return self._weights.receive(turn)
+
+    def finish_update(self) -> None:
+        self._weights.finish()
+
+    def compare_weights(self) -> Comparison:
+        return self._weights.compare()
+
+    def forget_prefixes(self, recompute: bool) -> bool:
+        """Whether the cache is empty now. With `recompute` what runs computes it anew; else it is emptied only when
+        nothing runs."""
+        if recompute:
+            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        try:
+            return bool(self._scheduler.flush_cache(empty_cache=False))  # with it: 0.4 s of garbage collection
+        finally:
+            if recompute:
+                self._scheduler.continue_generation(ContinueGenerationReqInput())
+
+    def release_kv_cache(self) -> int:
+        """Takes the memory from under the KV cache, whose tensors stay; returns its bytes."""
+        storages = self._kv_storages()
+        self._kv_bytes = [storage.nbytes() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        return sum(self._kv_bytes)
+
+    def restore_kv_cache(self) -> None:
+        """Gives it back, zero, as SGLang allocates it."""
+        for storage, num_bytes in zip(self._kv_storages(), self._kv_bytes, strict=True):
+            storage.resize_(num_bytes)
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+    def _kv_storages(self) -> list[torch.UntypedStorage]:
+        """Of all layers, which may share one."""
+        pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        lists = [getattr(pool, name, None) or [] for name in ("k_buffer", "v_buffer", "kv_buffer")]
+        storages = [tensor.untyped_storage() for tensors in lists for tensor in tensors]
+        return list({storage._cdata: storage for storage in storages}.values())
+
+    def is_idle(self) -> bool:
+        return bool(self._scheduler.is_fully_idle())
+
+    def waiting(self) -> list[str]:
+        """Requests of which nothing has been computed."""
+        return [request.rid for request in self._scheduler.waiting_queue if not request.output_ids]
+
+    def add(self, requests: Sequence[NewRequest]) -> None:
+        for request in requests:
+            params = SamplingParams(
+                max_new_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                stop_token_ids=request.stop_token_ids,
+                ignore_eos=not request.stop_token_ids,
+                sampling_seed=request.seed,
+            )
+            params.normalize(None)
+            params.verify(self.vocab_size)
+            self._scheduler.process_input_requests(
+                [
+                    TokenizedGenerateReqInput(
+                        rid=request.engine_id,
+                        input_text=None,
+                        input_ids=array("q", request.token_ids),
+                        input_embeds=None,
+                        mm_inputs=None,
+                        token_type_ids=None,
+                        sampling_params=params,
+                        return_logprob=True,
+                        logprob_start_len=-1,
+                        top_logprobs_num=0,
+                        token_ids_logprob=None,
+                        stream=True,
+                        return_routed_experts=self._routing is not None,
+                        extra_key=request.salt,
+                    )
+                ]
+            )
+
+    def abort(self, engine_ids: Sequence[str]) -> None:
+        """Those that run take part in one more step."""
+        for engine_id in engine_ids:
+            self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """One batch: the body of Scheduler.event_loop_normal."""
+        scheduler = self._scheduler
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        else:
+            scheduler.on_idle()
+        scheduler.last_batch = batch
+        # Of requests that were aborted while they waited there is another kind of output.
+        outputs = [output for output in self._kept.take() if hasattr(output, "output_ids")]
+        if self._routing is not None:
+            self._routing.keep(outputs)
+        return [progress for output in outputs for progress in _progress(output)]
+
+    def routing_of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """As SteppedEngine._routing_of; what has ended is known until the next step."""
+        assert self._routing is not None
+        return self._routing.of(engine_ids)
+
+
+def _progress(output: Any) -> list[Progress]:
+    rows = zip(output.rids, output.output_ids, output.output_token_logprobs_val, output.finished_reasons, strict=True)
+    return [
+        Progress(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
+        for engine_id, ids, logp, reason in rows
+    ]
+
+
+def _server_arguments(settings: RankSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model_path": settings.model,
+        "device": "cpu",
+        "dtype": settings.dtype,
+        "load_format": "auto" if settings.load_weights else "dummy",
+        "skip_tokenizer_init": True,
+        "disable_overlap_schedule": True,  # with it a step returns the batch before
+        "context_length": settings.context_tokens,
+        "max_running_requests": settings.max_requests,
+        "tp_size": settings.num_ranks,
+        "random_seed": settings.seed,
+        "log_level": "error",
+        "enable_return_routed_experts": settings.captures_routing,
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.3,  # only bounds what max_total_tokens may be
+        "max_total_tokens": _cache_tokens(settings),
+    }
+    if settings.max_batched_tokens is not None:
+        arguments["chunked_prefill_size"] = settings.max_batched_tokens
+    return arguments
+
+
+def _cache_tokens(settings: RankSettings) -> int:
+    """Tokens whose keys and values fit the cache."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model)
+    size = torch.finfo(getattr(torch, settings.dtype)).bits // 8
+    if getattr(config, "kv_lora_rank", None):
+        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = max(1, config.num_key_value_heads // settings.num_ranks)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_layer = 2 * heads * head_dim
+    return int(settings.kv_cache_bytes // (per_layer * config.num_hidden_layers * size))

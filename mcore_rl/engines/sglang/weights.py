@@ -1,0 +1,114 @@
+"""An SGLang rank's side of weight syncs (in SGLang's environment): slices go straight to the places that its loaders
+were seen to put them. Checked with SGLang 0.5.23, whose parameters on CPU are plain but where AMX packs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
+from mcore_rl.engines.kept_slices import KeptSlice, TensorSpec, parts_of, record, storage_key
+from mcore_rl.engines.sglang.held_weights import held_tensors
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.connection import Connection, connect_engine_rank
+from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.needs import Box, Needs
+from mcore_rl.weights.slices.recorded import require_planned
+from mcore_rl.weights.verify import Comparison, compare
+
+Indices = tuple[int, ...]
+
+
+class RankWeights:
+    """Of `model`, on rank `rank` of an engine of `layout`."""
+
+    def __init__(self, model: torch.nn.Module, rank: int, layout: EngineLayout, device: torch.device) -> None:
+        self._model: Any = model
+        self._rank, self._layout, self._device = rank, layout, device
+        self._receiver: SliceReceiver
+        self._boxes: dict[str, Box] = {}
+        self._kept: dict[str, list[KeptSlice]] = {}
+        self._missing: Counter[KeptSlice] = Counter()
+
+    def connect(self, connection: Connection, first_rank: int) -> None:
+        """As the extension of vLLM's worker has it.
+
+        Collective over all processes of the sync.
+        Raises: WeightSyncError where this rank keeps other parts of tensors than a plan would send it.
+        """
+        plan = connection.plan
+        if self._layout != plan.engine_layout:
+            raise WeightSyncError(f"the engine is {self._layout}, and the plan of weights is of {plan.engine_layout}")
+        self._receiver = connect_engine_rank(connection, first_rank + self._rank)
+        needs = Needs(plan.rows, self._layout)
+        self._boxes = needs.boxes(self._rank)
+        brought = [
+            TensorSpec(name, bound.dtype, shape)
+            for bound in needs.rows
+            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
+        ]
+        kept = self._record(brought)
+        require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self._rank)
+        self._kept = {}
+        for each in kept:
+            self._kept.setdefault(each.name, []).append(each)
+        self._clear_padding(kept)
+
+    def begin(self) -> None:
+        self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
+        self._receiver.begin()
+        DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
+
+    @torch.no_grad()
+    def receive(self, turn: int) -> int:
+        return self._receiver.receive(turn, self._put)
+
+    def finish(self) -> None:
+        """Raises: WeightSyncError when something that this rank keeps has not come."""
+        self._receiver.finish()
+        missing = sorted({each.name for each, numel in self._missing.items() if numel})
+        if missing:
+            raise WeightSyncError(f"the update brought nothing, or not all, of {', '.join(missing[:8])}")
+        DefaultModelLoader.postprocess_weights(self._model, self._device)
+
+    def compare(self) -> Comparison:
+        return compare(self._receiver.digests(), held_tensors(self._model, self._boxes), self._boxes)
+
+    @torch.no_grad()
+    def _record(self, brought: list[TensorSpec]) -> list[KeptSlice]:
+        places: dict[int, tuple[str, str]] = {}
+        for name, module in self._model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(storage_key(parameter), (name, key))
+        kept = record(self._model, places, brought, "SGLang")
+        without = {".".join(place).lstrip(".") for place in places.values()}
+        without -= {f"{each.module}.{each.parameter}" for each in kept}
+        if without:
+            raise WeightSyncError(f"no tensor of the trainer brings anything of {', '.join(sorted(without))}")
+        return kept
+
+    @torch.no_grad()
+    def _clear_padding(self, kept: list[KeptSlice]) -> None:
+        """Zero where no tensor brings anything: kernels compute with it, and a dummy start has random weights there."""
+        by_parameter: dict[tuple[str, str], list[KeptSlice]] = {}
+        for each in kept:
+            by_parameter.setdefault((each.module, each.parameter), []).append(each)
+        for (module, name), parts in by_parameter.items():
+            parameter = getattr(self._model.get_submodule(module), name).data
+            if sum(part.numel for part in parts) < parameter.numel():
+                brought = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+                for part in parts:
+                    brought.as_strided(part.size, part.strides, part.offset).fill_(True)
+                parameter.masked_fill_(~brought, 0)
+
+    def _put(self, name: str, start: Indices, box: torch.Tensor) -> None:
+        for each, offset, source in parts_of(self._kept.get(name, ()), start, box):
+            if source.numel() > self._missing[each]:
+                raise WeightSyncError(f"a part of {each.name} came twice in one update")
+            parameter = getattr(self._model.get_submodule(each.module), each.parameter).data
+            parameter.as_strided(source.shape, each.strides, offset).copy_(source)
+            self._missing[each] -= source.numel()

@@ -1,0 +1,128 @@
+"""The one thread that steps an engine, and does between two steps whatever others ask for.
+
+Nothing waits for a batch: requests are taken, aborted and handed out while others run, and weights change under them,
+all at the one place where no pass is in progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from mcore_rl.ports import Engine
+from mcore_rl.types import Completion, GenerationRequest
+
+ENDED = "the engine's loop has ended"
+T = TypeVar("T")
+_Asked = Callable[[], None] | None
+Listener = Callable[[Completion | BaseException], None]
+"""Called on the loop's thread with what became of a request; it must not wait for anything."""
+
+
+class EngineLoop:
+    """Owns `engine` from the call of `serve` on; every other method may be called from any thread but that one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._listeners: dict[str, Listener] = {}
+        self._serving = True
+        self._door = threading.Lock()
+        """Nothing is asked any more once the loop has ended."""
+
+    def serve(self) -> None:
+        """Steps the engine while anything runs, until `stop`. What a step raises ends the requests that run, and goes
+        to those who wait for them: the engine knows by itself whether it can go on."""
+        while self._do_what_is_asked():
+            if not self.engine.num_running:
+                continue
+            try:
+                _, completions = self.engine.step()
+            except Exception as error:
+                self._fail(error)
+                continue
+            for completion in completions:
+                self._listeners.pop(completion.request_id)(completion)
+
+    def stop(self) -> None:
+        """`serve` returns when what was asked before is done; who still waits for a response learns that."""
+        with self._door:
+            self._serving = False
+            self._asked.put(None)
+
+    def between_steps(self, call: Callable[[], T]) -> T:
+        """The result of `call` on the loop's thread, as soon as the present step is over. Raises what it raises."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+
+        with self._door:
+            if not self._serving:
+                raise RuntimeError(ENDED)
+            self._asked.put(run)
+        return result.result()
+
+    def submit(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
+        """Engine.submit; `listener` hears what becomes of each."""
+
+        def submit() -> None:
+            self.engine.submit(requests)
+            self._listeners |= {request.request_id: listener for request in requests}
+
+        self.between_steps(submit)
+
+    def abort(self, request_ids: Collection[str]) -> list[Completion]:
+        """Engine.abort; nobody hears of them any more."""
+
+        def abort() -> list[Completion]:
+            for request_id in request_ids:
+                self._listeners.pop(request_id, None)
+            return self.engine.abort(request_ids)
+
+        return self.between_steps(abort)
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        """Responses to all requests, beside whatever else runs; calls on_finish on this thread, once per request, in
+        the order they finish, while the engine goes on.
+
+        Raises: what the engine raises, and what on_finish raises: none of them runs then.
+        """
+        ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+        self.submit(requests, ended.put)
+        left = {request.request_id for request in requests}
+        try:
+            while left:
+                completion = ended.get()
+                if isinstance(completion, BaseException):
+                    raise completion
+                left.remove(completion.request_id)
+                on_finish(completion)
+        finally:
+            if left:
+                self.abort(left)
+
+    def _do_what_is_asked(self) -> bool:
+        """All of it, in the order it came; waits for something while nothing runs. False: this is the end."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                run = self._asked.get(block=not self.engine.num_running)
+                if run is None:
+                    self._fail(RuntimeError(ENDED))
+                    return False
+                run()
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        listeners, self._listeners = self._listeners, {}
+        with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
+            self.engine.abort(list(listeners))
+        for listener in listeners.values():
+            listener(error)

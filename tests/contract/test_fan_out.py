@@ -1,0 +1,87 @@
+"""Calls that one rank of a node passes on to its neighbours, through real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import NonFiniteError, WorkerDiedError
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess
+
+NODES = (0, 1, 0, 2, 0)
+"""Pretended, of five ranks: one node has three, in between others."""
+
+
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+class Rank(RankProcess):
+    def add(self, number: int, fetched: int) -> tuple[int, int, str]:
+        return number + fetched, os.getpid(), threading.current_thread().name
+
+    def meet(self, failing: bool) -> None:
+        """As a collective of which one rank is missing."""
+        if failing:
+            raise NonFiniteError("loss is nan")
+        threading.Event().wait(60)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Any]:
+    config = Config()
+    config.cluster.device = "cpu"
+    with ray_cluster(config, {"CPU": 5.0}) as [node]:
+        daemons = psutil.Process().children(recursive=True)
+        yield node
+    psutil.wait_procs(daemons, timeout=60)  # they end with the process of a run, which is this one here
+
+
+@pytest.fixture
+def group(node: Any) -> Iterator[RankGroup]:
+    handles = [Rank.options(num_cpus=1, scheduling_strategy=node).remote(f"rank {rank}") for rank in range(5)]
+    watch = Watch(timeout_seconds=4.0)
+    for rank, handle in enumerate(handles):
+        watch.add(f"rank {rank}", handle)
+    try:
+        yield RankGroup(handles, NODES, RankMap((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), watch)
+    finally:
+        kill_all(handles)
+
+
+def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(group: RankGroup) -> None:
+    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
+    threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
+    for _ in range(2):  # the neighbours are known the second time
+        hundreds = ray.put(100)
+        found = group.on_every_rank("add", [(rank, hundreds) for rank in range(5)])
+        assert found == [(100 + rank, pid, thread) for rank, pid, thread in zip(range(5), pids, threads, strict=True)]
+    assert len(group.begin("add", [(0, 0)] * 5).references) == 3
+
+
+@pytest.mark.parametrize("failing", [0, 4])
+def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: RankGroup, failing: int) -> None:
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        group.on_every_rank("meet", [(rank == failing,) for rank in range(5)])
+
+
+def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGroup) -> None:
+    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
+    calls = group.begin("meet", [(False,)] * 5)
+    os.kill(pids[2], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 2 died"):
+        group.watch.get(calls.references)
+
+
+def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
+    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
+        group.on_every_rank("add", [(0, 0)] * 5)

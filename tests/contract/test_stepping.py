@@ -1,0 +1,282 @@
+"""What every Engine must do between two steps: take requests, end them, go on with them, change weights under them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.errors import DataError
+from mcore_rl.rollout.trajectories import version_spans
+from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
+from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.hf_trainer import HFTrainer
+from tests.tiny_models import VOCABULARY, tiny_model
+
+TOKENS = 24
+CLOSE = 1e-4
+"""Of log-probabilities in float32, other orders of sums; a wrong version is off by more than 0.1."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("qwen3_moe", head_dim=32, seed=3)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    engine = start_engine(request.param, directory, capture_routing=True, max_batched_tokens=48)
+    yield engine
+    engine.shutdown()
+
+
+def make_requests(num: int = 8, *, tokens: int = TOKENS, first_seed: int = 0) -> list[GenerationRequest]:
+    """Prompts of other lengths, two requests of each."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(2, VOCABULARY, size=20 + p).astype(np.int32) for p in range(num // 2)]
+    return [
+        GenerationRequest(f"{p}.{s}", prompt, first_seed + 10 * p + s, SamplingOptions(tokens))
+        for p, prompt in enumerate(prompts)
+        for s in range(2)
+    ]
+
+
+def go_on(requests: Sequence[GenerationRequest], partial: Sequence[Completion]) -> list[GenerationRequest]:
+    by_id = {completion.request_id: completion for completion in partial}
+    return [replace(each, partial=by_id[each.request_id]) for each in requests if each.request_id in by_id]
+
+
+def steps(engine: Any, count: int) -> tuple[list[Delta], list[Completion]]:
+    """Inside the engine's process; -1: until nothing runs."""
+    deltas, completions = [], []
+    while engine.num_running and count:
+        more, ended = engine.step()
+        deltas += more
+        completions += ended
+        count -= 1
+    return deltas, completions
+
+
+def finish(engine: RemoteEngine) -> list[Completion]:
+    return engine.call(steps, -1)[1]
+
+
+def assert_same(engine: RemoteEngine, first: Completion, second: Completion) -> None:
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    np.testing.assert_allclose(first.logp, second.logp, rtol=0, atol=engine.logp_tolerance)
+    assert first.finish_reason == second.finish_reason
+    np.testing.assert_array_equal(first.routed_experts, second.routed_experts)
+
+
+@pytest.fixture(scope="module")
+def whole(engine: RemoteEngine) -> dict[str, Completion]:
+    """Responses to make_requests that nothing has disturbed."""
+    return engine.generate(make_requests())
+
+
+def test_deltas_are_the_responses_piece_by_piece(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
+    engine.call("submit", make_requests())
+    deltas, completions = engine.call(steps, -1)
+    assert len(completions) == len(whole)
+    for completion in completions:
+        own = [delta for delta in deltas if delta.request_id == completion.request_id]
+        assert [token for delta in own for token in delta.token_ids] == completion.token_ids.tolist()
+        np.testing.assert_array_equal(np.float32([p for delta in own for p in delta.logp]), completion.logp)
+        assert {delta.version for delta in own} == {engine.weight_version}
+        assert_same(engine, completion, whole[completion.request_id])
+
+
+def test_requests_that_come_while_others_run_change_nothing_in_either(
+    engine: RemoteEngine, whole: dict[str, Completion]
+) -> None:
+    requests, completions = make_requests(), []
+    for request in reversed(requests):
+        engine.call("submit", [request])
+        completions += engine.call(steps, 2)[1]
+    completions += finish(engine)
+    assert len(completions) == len(requests)
+    for completion in completions:
+        assert_same(engine, completion, whole[completion.request_id])
+
+
+@pytest.mark.parametrize("pauses", [(5,), (3, 9), (1, 1, 1)])
+def test_aborted_responses_go_on_as_if_nothing_had_been(
+    engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
+) -> None:
+    requests = make_requests()
+    left, completions = requests, []
+    for count in pauses:
+        engine.call("submit", left)
+        completions += engine.call(steps, count)[1]
+        partial = engine.call("abort", [each.request_id for each in left])
+        assert {each.finish_reason for each in partial} <= {"abort"}
+        assert engine.call("num_running") == 0
+        left = go_on(requests, partial)[::-1]
+    assert any(each.partial is not None and len(each.partial.token_ids) for each in left)
+    for request in left:  # each alone
+        engine.call("submit", [request])
+        completions += finish(engine)
+    assert sorted(each.request_id for each in completions) == sorted(whole)
+    for completion in completions:
+        assert_same(engine, completion, whole[completion.request_id])
+
+
+def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEngine) -> None:
+    first, second = make_requests(2, tokens=2)
+    engine.call("submit", [first])
+    finish(engine)
+    engine.call("submit", [second])
+    (aborted,) = engine.call("abort", ["nobody", first.request_id, second.request_id])
+    assert (aborted.request_id, aborted.finish_reason, len(aborted.token_ids)) == (second.request_id, "abort", 0)
+
+
+def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
+    engine: RemoteEngine, whole: dict[str, Completion]
+) -> None:
+    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
+    with pytest.raises(DataError, match=f"has {TOKENS} tokens of {TOKENS} already"):
+        engine.call("submit", [replace(request, partial=whole[request.request_id])])
+    engine.call("submit", [request])
+    engine.call(steps, 4)
+    (aborted,) = engine.call("abort", [request.request_id])
+    with pytest.raises(DataError, match="without the experts"):
+        engine.call("submit", [replace(request, partial=replace(aborted, routed_experts=None))])
+    assert engine.call("num_running") == 0
+
+
+def test_ids_of_what_runs_together_differ_and_may_come_again(engine: RemoteEngine) -> None:
+    requests = make_requests(2, tokens=3)
+    engine.call("submit", requests[:1])
+    with pytest.raises(ValueError, match="must differ"):
+        engine.call("submit", requests)
+    assert engine.call("num_running") == 1
+    with pytest.raises(RuntimeError, match="1 requests run"):
+        engine.generate(requests[1:])
+    finish(engine)
+    engine.call("submit", requests)
+    assert len(finish(engine)) == 2
+
+
+def _publish(trainer: HFTrainer, version: int, recompute: bool) -> None:
+    with trainer.sending():
+        trainer._engine.call("receiver.begin_update")
+        trainer.receive(range(trainer.plan.num_turns))
+        trainer._engine.call(partial(_finish_update, version=version, recompute=recompute))
+
+
+def _finish_update(engine: Any, version: int, recompute: bool) -> None:
+    engine.receiver.finish_update(version, recompute=recompute)
+
+
+@torch.no_grad()
+def logp_kept(models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]) -> np.ndarray:
+    """transformers' log-probabilities of a response whose tokens [start, end) are of model `version`, each over the
+    keys and values that those before have left. The pass that draws a token reads the one before it."""
+    tokens, cache, found, read = [*request.token_ids.tolist(), *ids], None, [], 0
+    for version, start, end in spans:
+        stop = len(request.token_ids) + end - 1
+        out = models[version](torch.tensor([tokens[read:stop]]), past_key_values=cache, use_cache=True)
+        cache, read = out.past_key_values, stop
+        found.append(out.logits[0, start - end :].double().log_softmax(-1))
+    return torch.cat(found).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def logp_anew(models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]) -> np.ndarray:
+    """The same where every model has computed all that came before."""
+    tokens, found = torch.tensor([[*request.token_ids.tolist(), *ids]]), np.empty(len(ids))
+    for version, start, end in spans:
+        logits = models[version](tokens).logits[0, len(request.token_ids) - 1 : -1].double().log_softmax(-1)
+        found[start:end] = logits.gather(1, torch.tensor(ids)[:, None])[start:end, 0]
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_change_under_responses_and_every_token_knows_its_own(
+    engine: RemoteEngine, model: Any, recompute: bool
+) -> None:
+    trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
+    base = engine.weight_version + 1
+    models, requests, completions = {}, make_requests(), []
+    _publish(trainer, base, recompute)
+    models[base] = copy.deepcopy(trainer.model)
+    engine.call("submit", requests)
+    for version in (base + 1, base + 2):
+        completions += engine.call(steps, 7)[1]
+        trainer.perturb(version)
+        models[version] = copy.deepcopy(trainer.model)
+        _publish(trainer, version, recompute)
+    # The same prompts under the newest weights: nothing that was computed with others may serve them.
+    late = [replace(each, request_id=f"late {each.request_id}", seed=each.seed + 500) for each in requests]
+    engine.call("submit", late)
+    completions += finish(engine)
+    by_id = {each.request_id: each for each in [*requests, *late]}
+    mixed = [each for each in completions if len(set(each.versions.tolist())) == 3]
+    assert len(mixed) >= 4
+    right, wrong = (logp_anew, logp_kept) if recompute else (logp_kept, logp_anew)
+    for completion in completions:
+        spans, ids = version_spans(completion.versions), completion.token_ids.tolist()
+        request = by_id[completion.request_id]
+        np.testing.assert_allclose(completion.logp, right(models, spans, request, ids), atol=CLOSE)
+        assert not request.request_id.startswith("late") or len(spans) == 1
+    furthest = max(
+        np.abs(each.logp - wrong(models, version_spans(each.versions), by_id[each.request_id], each.token_ids.tolist()))
+        .max()
+        for each in mixed
+    )  # fmt: skip
+    assert furthest > 0.1
+
+
+def test_a_request_that_had_not_begun_when_weights_changed_is_of_the_new_ones(engine: RemoteEngine, model: Any) -> None:
+    """Its prompt lies in the cache, of older weights."""
+    trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
+    version = engine.weight_version + 1
+    _publish(trainer, version, False)
+    first, second = make_requests(2)
+    engine.call("submit", [first])
+    engine.call(steps, 3)
+    engine.call("submit", [second])
+    trainer.perturb(1)
+    _publish(trainer, version + 1, False)
+    completions = {each.request_id: each for each in finish(engine)}
+    found = completions[second.request_id]
+    assert set(found.versions.tolist()) == {version + 1}
+    expected = logp_anew({version + 1: trainer.model}, version_spans(found.versions), second, found.token_ids.tolist())
+    np.testing.assert_allclose(found.logp, expected, atol=CLOSE)
+
+
+def test_responses_of_older_weights_go_on_under_newer_ones(engine: RemoteEngine, model: Any) -> None:
+    """Their tokens keep the experts that drew them."""
+    trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
+    version = engine.weight_version + 1
+    _publish(trainer, version, False)
+    models, requests = {version: copy.deepcopy(trainer.model)}, make_requests()
+    engine.call("submit", requests)
+    completions = engine.call(steps, 9)[1]
+    aborted = engine.call("abort", [each.request_id for each in requests])
+    trainer.perturb(2)
+    models[version + 1] = trainer.model
+    _publish(trainer, version + 1, False)
+    left = go_on(requests, aborted)
+    engine.call("submit", left)
+    completions += finish(engine)
+    before, by_id = {each.request_id: each for each in aborted}, {each.request_id: each for each in requests}
+    assert len(completions) == len(requests)
+    for completion in completions:
+        request, ids = by_id[completion.request_id], completion.token_ids.tolist()
+        expected = logp_anew(models, version_spans(completion.versions), request, ids)
+        np.testing.assert_allclose(completion.logp, expected, atol=CLOSE)
+        assert completion.routed_experts is not None
+        assert len(completion.routed_experts) == len(request.token_ids) + len(ids) - 1
+        if completion.request_id in before:
+            kept = before[completion.request_id].routed_experts
+            assert kept is not None
+            np.testing.assert_array_equal(completion.routed_experts[: len(kept)], kept)

@@ -1,0 +1,172 @@
+"""The engine's loop: nothing waits for a batch, and nothing is asked while a pass is in progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import DataError, WorkerDiedError
+from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    loop = EngineLoop(FakeEngine())
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    yield loop
+    loop.stop()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def fake(loop: EngineLoop) -> FakeEngine:
+    assert isinstance(loop.engine, FakeEngine)
+    return loop.engine
+
+
+def requests_of(name: str, lengths: list[int]) -> list[GenerationRequest]:
+    ids = np.array([3, 4], np.int32)
+    return [GenerationRequest(f"{name}.{i}", ids, 1, SamplingOptions(length)) for i, length in enumerate(lengths)]
+
+
+class Held:
+    """Passes wait until they are let through, and take their time then."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.in_pass, self.go = threading.Event(), threading.Event()
+        engine.before_pass = self._wait
+
+    def _wait(self) -> None:
+        self.in_pass.set()
+        assert self.go.wait(SECONDS)
+        time.sleep(0.005)
+
+
+def test_responses_come_as_they_end_and_on_the_callers_thread(loop: EngineLoop) -> None:
+    ended: list[tuple[str, str]] = []
+    loop.generate(
+        requests_of("a", [5, 2, 9, 2]), lambda done: ended.append((done.request_id, threading.current_thread().name))
+    )
+    assert ended == [(name, threading.current_thread().name) for name in ("a.1", "a.3", "a.0", "a.2")]
+
+
+def test_a_short_call_does_not_wait_for_a_long_one(loop: EngineLoop) -> None:
+    order: list[str] = []
+    held = Held(fake(loop))
+
+    def run(name: str, length: int) -> None:
+        loop.generate(requests_of(name, [length]), lambda done: order.append(done.request_id))
+
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(run, "long", 48)
+        assert held.in_pass.wait(SECONDS)
+        short = pool.submit(run, "short", 1)
+        held.go.set()
+        for each in (short, long):
+            each.result(SECONDS)
+    assert order == ["short.0", "long.0"]
+
+
+def test_what_is_asked_happens_between_two_passes_while_requests_run(loop: EngineLoop) -> None:
+    engine, held = fake(loop), Held(fake(loop))
+    found: list[Completion] = []
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(loop.generate, requests_of("a", [6]), found.append)
+        assert held.in_pass.wait(SECONDS)
+        asked = pool.submit(loop.between_steps, lambda: (engine.num_passes, engine.num_running))
+        assert not asked.done()
+        held.go.set()
+        passes, still_running = asked.result(SECONDS)
+        running.result(SECONDS)
+    assert (still_running, engine.num_passes) == (1, 6)
+    assert 0 < passes < 6
+    assert found[0].token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_aborted_response_goes_on_from_where_it_was(loop: EngineLoop) -> None:
+    engine, held = fake(loop), Held(fake(loop))
+    heard: list[Completion | BaseException] = []
+    (request,) = requests_of("a", [40])
+    loop.submit([request], heard.append)
+    assert held.in_pass.wait(SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        aborting = pool.submit(loop.abort, ["a.0"])
+        held.go.set()
+        (partial,) = aborting.result(SECONDS)
+    assert (partial.finish_reason, heard, engine.num_running) == ("abort", [], 0)
+    assert 0 < len(partial.token_ids) < 40
+    done: list[Completion] = []
+    loop.generate([replace(request, partial=partial)], done.append)
+    assert done[0].token_ids.tolist() == [i % VOCABULARY for i in range(1, 41)]
+    assert len(done[0].logp) == len(done[0].versions) == 40
+
+
+def test_a_failing_pass_reaches_all_who_wait_and_the_loop_goes_on(loop: EngineLoop) -> None:
+    engine, held = fake(loop), Held(fake(loop))
+
+    def fail() -> None:
+        held._wait()
+        raise WorkerDiedError("rank 1 is gone")
+
+    engine.before_pass = fail
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(loop.generate, requests_of(name, [3]), lambda done: None) for name in "ab"]
+        assert held.in_pass.wait(SECONDS)
+        held.go.set()
+        for call in calls:
+            with pytest.raises(WorkerDiedError, match="rank 1 is gone"):
+                call.result(SECONDS)
+    engine.before_pass = lambda: None
+    loop.generate(requests_of("a", [3]), lambda done: None)
+    assert engine.num_running == 0
+
+
+def test_what_the_caller_raises_ends_its_own_requests_only(loop: EngineLoop) -> None:
+    def fail(done: Completion) -> None:
+        raise LookupError(done.request_id)
+
+    other: list[Completion] = []
+    fake(loop).before_pass = lambda: time.sleep(0.005)
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(loop.generate, requests_of("b", [30]), other.append)
+        with pytest.raises(LookupError, match=r"a\.0"):
+            loop.generate(requests_of("a", [1, 45]), fail)
+        beside.result(SECONDS)
+    assert len(other) == 1
+    assert loop.between_steps(lambda: loop.engine.num_running) == 0
+    assert len(fake(loop).cancelled) == 1
+
+
+def test_a_request_that_is_refused_is_its_callers_error(loop: EngineLoop) -> None:
+    (request,) = requests_of("a", [3])
+    with pytest.raises(DataError, match="max_prompt_tokens"):
+        loop.generate([replace(request, token_ids=np.zeros(40, np.int32))], lambda done: None)
+    loop.generate([request], lambda done: None)
+
+
+def test_a_loop_that_ends_tells_who_waits_and_who_comes_after() -> None:
+    loop = EngineLoop(FakeEngine())
+    held = Held(fake(loop))
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(loop.generate, requests_of("a", [40]), lambda done: None)
+        assert held.in_pass.wait(SECONDS)
+        loop.stop()
+        held.go.set()
+        with pytest.raises(RuntimeError, match="has ended"):
+            waiting.result(SECONDS)
+    thread.join(SECONDS)
+    with pytest.raises(RuntimeError, match="has ended"):
+        loop.between_steps(lambda: None)
