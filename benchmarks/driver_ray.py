@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import ray
 
 from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
 from mcore_rl.config.schema import Config
+from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
 from mcore_rl.runtime.roles.delivery import Wanted
-from mcore_rl.runtime.roles.engine import EnginePool
+from mcore_rl.runtime.roles.engine import Report
+from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.runtime.roles.trainer import TrainerGroup
-from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
+from mcore_rl.types import Mean, Metric, RankShares, RolloutTask
 
 PROCESSES = 2
 RANKS_PER_NODE = 8
@@ -27,11 +30,23 @@ RANKS_PER_NODE = 8
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class ReadyEngine(RunProcess):
-    """Answers a task with ready scalars, and keeps nothing."""
+    """Answers tasks with ready scalars, and keeps nothing."""
 
-    def run(self, task: RolloutTask, forget: list[int]) -> tuple[int, RolloutScalars]:
-        write_records(Path(str(task.records)).parents[1], task)
-        return 0, make_scalars(task)
+    def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
+        for _, task in tasks:
+            write_records(Path(str(task.records)).parents[1], task)
+        return Report([(number, 0, make_scalars(task)) for number, task in tasks], 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Up:
+    """An engine that needs no start."""
+
+    name: str
+    handles: list[Any]
+
+    def again(self) -> Any:
+        raise AssertionError(f"{self.name} was lost")
 
 
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
@@ -53,8 +68,9 @@ class SilentTrainer(RankProcess):
         found = [getattr(self, method)(*given) for given in read]
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
+    @ray.method(num_returns=2)
     def fetch(self, wanted: Wanted) -> Any:
-        return len(wanted.rows)
+        return None, len(wanted.rows)
 
     def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:
         assert fetched == len({*shares.table["samples"].tolist()})
@@ -109,7 +125,9 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
-            yield EnginePool(engine_handles, watch), TrainerGroup(trainer_handles, nodes, ranks, watch)
+            pooled = [PooledEngine(Up(f"engine {number}", [handle])) for number, handle in enumerate(engine_handles)]
+            room = ROOM * Config().rollout.max_concurrent_requests
+            yield EnginePool(pooled, watch, room), TrainerGroup(trainer_handles, nodes, ranks, watch)
         finally:
             kill_all([*engines, *trainers])
 

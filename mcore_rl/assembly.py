@@ -33,7 +33,7 @@ from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.launch import Processes, launch
-from mcore_rl.runtime.phases import Phases, shares_device
+from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.base import RankMap, Role
 from mcore_rl.runtime.roles.critic import critic_role
@@ -119,6 +119,7 @@ class _Site:
         failures = GradingFailures(config.reward, journal.note)
         collector = self._collector(pool, sampler, failures)
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
+        engines.supply, engines.note = self._supply(publisher, stages), journal.note
         reference, kept = self._reference(journal)
         return Run(
             config=config,
@@ -137,6 +138,18 @@ class _Site:
             critic=self._critic(stages),
             reference=reference,
         )
+
+    @staticmethod
+    def _supply(publisher: SlicePublisher, stages: Stages) -> Callable[[], None]:
+        """What gives engines the present weights in the middle of a generation."""
+        staged = StagedPublisher(publisher, stages)
+
+        def supply() -> None:
+            staged.publish(publisher.version)
+            with stages.stage(phase=Phase.GENERATE):
+                pass
+
+        return supply
 
     def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, Any]]:
         """What the loop does with a reference, and what of it a checkpoint carries."""
@@ -165,9 +178,10 @@ class _Site:
         return scorers
 
     def _describe(self, groups: Groups) -> dict[str, Metric]:
-        """Figures of the step's responses, and of what the judge said of them."""
-        judge = self.processes.groups.get("judge")
-        return describe(groups) | (judge.take_figures() if judge is not None else {})
+        """Figures of the step's responses, of the engines, and of what the judge said."""
+        engines, judge = self.processes.engines, self.processes.groups.get("judge")
+        figures = [group.take_figures() for group in (engines, judge) if group is not None]
+        return describe(groups) | {name: metric for of_group in figures for name, metric in of_group.items()}
 
     def _critic(self, stages: Stages) -> Critic | None:
         critic = self.processes.groups.get("critic")

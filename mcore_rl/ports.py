@@ -122,13 +122,14 @@ class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
 
 
 class Rewarder(Protocol):
-    """Grades responses outside the calling process; a grader that raises or hangs yields Score.error."""
+    """Grades responses outside the calling process; a grader that raises or hangs yields Score.error. Any thread may
+    call it."""
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
-        """Starts grading; returns at once."""
+        """Starts grading under a key of its own; returns at once."""
 
-    def collect(self) -> dict[int, Score]:
-        """Waits for everything submitted since the last collect; scores by key."""
+    def collect(self, keys: Collection[int]) -> dict[int, Score]:
+        """Waits for the scores of `keys`, which were submitted; by key. Others may be waited for meanwhile."""
 
     def shutdown(self) -> None: ...
 

@@ -83,6 +83,8 @@ class RolloutConfig:
     nodes: int = setting(0, minimum=0)
     """The last nodes of the cluster are the engines' alone (cluster.placement=disaggregated); 0: engines take the slots
     that the trainer ranks leave."""
+    max_engine_restarts: int = setting(3, minimum=0)
+    """How often, in a run, an engine that dies or hangs is started again; once more ends the run."""
     samples_per_prompt: int = setting(8, minimum=1)
     """Responses to a prompt; they form a group."""
     temperature: float = setting(1.0, minimum=0)

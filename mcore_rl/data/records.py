@@ -17,9 +17,10 @@ HALF_CHARACTERS = "backslashreplace"
 for it, and comes back as it was."""
 
 
-def part_path(directory: Path, name: str, batch: int, engine: int) -> str:
-    """Where one engine writes what one task produced; hidden until joined."""
-    return str(directory / f".{name}.{batch}.{engine}.part")
+def part_path(directory: Path, name: str, batch: int, task: int) -> str:
+    """Where an engine writes what one task produced; hidden until joined. One that begins anew elsewhere writes it
+    anew."""
+    return str(directory / f".{name}.{batch}.{task}.part")
 
 
 def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:

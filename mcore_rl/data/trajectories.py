@@ -13,8 +13,8 @@ from mcore_rl.types import TrajectoryBuffers
 
 def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers:
     """Copies of some trajectories, in the order of `rows` (int [b])."""
-    tokens, token_offsets = _ragged(buffers.token_offsets, rows)
-    responses, response_offsets = _ragged(buffers.response_offsets, rows)
+    tokens, token_offsets = ragged(buffers.token_offsets, rows)
+    responses, response_offsets = ragged(buffers.response_offsets, rows)
     experts = buffers.routed_experts
     return TrajectoryBuffers(
         tokens=buffers.tokens[tokens],
@@ -45,8 +45,9 @@ def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[Trajec
     return [take_rows(buffers, np.arange(start, end)) for start, end in itertools.pairwise(ends)]
 
 
-def _ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the elements of `rows`, one row after the other, and where each row begins there."""
+def ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the elements of `rows` (runs that `offsets` bounds), one row after the other, and where each begins
+    there."""
     lengths = (offsets[1:] - offsets[:-1])[rows]
     new = offsets_of(lengths)
     return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from types import TracebackType
 
@@ -36,18 +37,17 @@ class RewardManager:
         self._pool.wait_ready()
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
-        """Starts grading; returns at once. `key` must be new since the last collect."""
+        """Starts grading; returns at once. `key` must not wait for its collect already."""
         if key in self._response_tokens:
             raise ValueError(f"key {key} was submitted before and has not been collected")
         self._pool.submit(key, Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info))
         self._response_tokens[key] = response_tokens
 
-    def collect(self) -> dict[int, Score]:
-        """Waits for everything submitted since the last collect; scores by key. reward.weight and the overlong
-        punishment are in the reward of every response that could be graded, never in its accuracy."""
-        scores = self._pool.collect()
-        tokens, self._response_tokens = self._response_tokens, {}
-        return {key: self._shaped(score, tokens[key]) for key, score in scores.items()}
+    def collect(self, keys: Collection[int]) -> dict[int, Score]:
+        """Waits for the scores of `keys`, which were submitted; by key. reward.weight and the overlong punishment are
+        in the reward of every response that could be graded, never in its accuracy."""
+        scores = self._pool.collect(keys)
+        return {key: self._shaped(score, self._response_tokens.pop(key)) for key, score in scores.items()}
 
     def shutdown(self) -> None:
         """Ends the grading processes; what is pending is lost. May be called again."""

@@ -15,6 +15,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Collector
 from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.router import cut
 from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 
@@ -118,7 +119,6 @@ class RolloutCollector:
             options.top_p,
             options.top_k,
         )
-        parts = [part for part in np.array_split(np.arange(count), self.pool.num_engines) if len(part)]
         return [
             RolloutTask(
                 "train",
@@ -127,10 +127,13 @@ class RolloutCollector:
                 options.samples_per_prompt,
                 sampling,
                 self.seed,
-                part_path(self.records_dir, f"step_{step}", batch, engine),
+                part_path(self.records_dir, f"step_{step}", batch, number),
             )
-            for engine, part in enumerate(parts)
+            for number, part in enumerate(self._cut(count, options.samples_per_prompt))
         ]
+
+    def _cut(self, num_groups: int, samples: int) -> list[np.ndarray]:
+        return cut(num_groups, samples, self.pool.num_engines, self.rollout.max_concurrent_requests)
 
     def _greedy(self, scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> list[RolloutScalars]:
         """Greedy responses to the prompts of the kept groups, under the groups' ids; their tokens are let go."""
@@ -138,8 +141,10 @@ class RolloutCollector:
         rows = np.concatenate([part.prompt_rows[kept] for part, kept in zip(scalars, keep, strict=True)])
         ids, first = np.unique(ids, return_index=True)
         sampling = SamplingOptions(self.rollout.max_response_tokens, temperature=0.0)
-        parts = [part for part in np.array_split(np.arange(len(ids)), self.pool.num_engines) if len(part)]
-        tasks = [RolloutTask("train", rows[first][part], ids[part], 1, sampling, self.seed) for part in parts]
+        tasks = [
+            RolloutTask("train", rows[first][part], ids[part], 1, sampling, self.seed)
+            for part in self._cut(len(ids), 1)
+        ]
         return [result for _, result in self.pool.run(tasks)]
 
     def _signal(self, result: RolloutScalars) -> np.ndarray:

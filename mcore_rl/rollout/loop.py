@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
 from mcore_rl.types import Completion, GenerationRequest
 
@@ -31,22 +33,62 @@ class EngineLoop:
         self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._serving = True
+        self._busy_seconds = 0.0
+        self._began: float | None = None
+        """When what is being done between two looks at the requests began."""
+        self._died: WorkerDiedError | None = None
         self._door = threading.Lock()
         """Nothing is asked any more once the loop has ended."""
 
     def serve(self) -> None:
         """Steps the engine while anything runs, until `stop`. What a step raises ends the requests that run, and goes
-        to those who wait for them: the engine knows by itself whether it can go on."""
-        while self._do_what_is_asked():
+        to those who wait for them: the engine knows by itself whether it can go on.
+
+        Raises: WorkerDiedError, whoever it was told already, when a process of the engine has died: nothing can be
+        generated any more.
+        """
+        while self._died is None and self._do_what_is_asked():
             if not self.engine.num_running:
                 continue
-            try:
-                _, completions = self.engine.step()
-            except Exception as error:
-                self._fail(error)
-                continue
-            for completion in completions:
-                self._listeners.pop(completion.request_id)(completion)
+            with self._working():
+                try:
+                    _, completions = self.engine.step()
+                except Exception as error:
+                    self._note_death(error)
+                    self._fail(error)
+                    continue
+                for completion in completions:
+                    self._listeners.pop(completion.request_id)(completion)
+        with self._door:
+            self._serving = False
+        if self._died is not None:
+            self._fail(self._died)
+            while not self._asked.empty():  # they learn it too
+                if (run := self._asked.get()) is not None:
+                    run()
+            raise self._died
+
+    @property
+    def busy_seconds(self) -> float:
+        """In which requests ran, since the beginning."""
+        return self._busy_seconds
+
+    @property
+    def seconds_stuck(self) -> float:
+        """Since the present step, or what is done between two of them, began; 0 while the engine waits for requests."""
+        began = self._began
+        return time.monotonic() - began if began is not None else 0.0
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self._began = began = time.monotonic()
+        running = self.engine.num_running > 0
+        try:
+            yield
+        finally:
+            self._began = None
+            if running:
+                self._busy_seconds += time.monotonic() - began
 
     def stop(self) -> None:
         """`serve` returns when what was asked before is done; who still waits for a response learns that."""
@@ -60,8 +102,11 @@ class EngineLoop:
 
         def run() -> None:
             try:
+                if self._died is not None:
+                    raise self._died
                 result.set_result(call())
             except BaseException as error:
+                self._note_death(error)
                 result.set_exception(error)
 
         with self._door:
@@ -109,15 +154,21 @@ class EngineLoop:
             if left:
                 self.abort(left)
 
+    def _note_death(self, error: BaseException) -> None:
+        """Of a process of the engine; that of a peer in a sync is not its end."""
+        if isinstance(error, WorkerDiedError) and not isinstance(error, PeerLostError):
+            self._died = error
+
     def _do_what_is_asked(self) -> bool:
         """All of it, in the order it came; waits for something while nothing runs. False: this is the end."""
         with contextlib.suppress(queue.Empty):
-            while True:
+            while self._died is None:
                 run = self._asked.get(block=not self.engine.num_running)
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False
-                run()
+                with self._working():
+                    run()
         return True
 
     def _fail(self, error: BaseException) -> None:

@@ -13,6 +13,7 @@ from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.router import cut
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 
@@ -32,23 +33,25 @@ class RolloutValidator:
 
     def validate(self, step: int) -> RolloutScalars:
         """Scalars of all responses, in the order of the prompts; the group id is the number of the prompt."""
-        rows, name = np.arange(self.num_prompts, dtype=np.int64), f"val_step_{step}"
+        name = f"val_step_{step}"
         options = self.rollout
         sampling = SamplingOptions(
             options.max_response_tokens, options.validation_temperature, options.validation_top_p
         )
+        parts = cut(
+            self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests
+        )
         tasks = [
             RolloutTask(
                 "val",
-                part,
-                part,
+                rows,
+                rows,
                 options.validation_samples,
                 sampling,
                 self.seed,
-                part_path(self.records_dir, name, 0, engine),
+                part_path(self.records_dir, name, 0, number),
             )
-            for engine, part in enumerate(np.array_split(rows, self.pool.num_engines))
-            if len(part)
+            for number, rows in enumerate(parts)
         ]
         results = [scalars for _, scalars in self.pool.run(tasks)]
         join_parts([str(task.records) for task in tasks], self.records_dir, name)

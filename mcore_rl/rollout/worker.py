@@ -6,6 +6,7 @@ log-probabilities stay in flat buffers; only scalars are meant for the driver.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ class Generator(Protocol):
 
 
 class RolloutWorker:
-    """Generates and scores; not safe for concurrent calls."""
+    """Generates and scores; calls may run beside each other where the generator takes several."""
 
     def __init__(
         self,
@@ -42,15 +43,19 @@ class RolloutWorker:
         self._rewarder = rewarder
         self._prompts = prompts
         self._decoder = decoder
+        self._keys = itertools.count()
+        """Of responses at the rewarder."""
 
-    def run(self, task: RolloutTask) -> tuple[TrajectoryBuffers, RolloutScalars]:
-        """Generates task.samples_per_prompt responses to every prompt and grades them."""
+    def run(
+        self, task: RolloutTask, ended: Callable[[], None] = lambda: None
+    ) -> tuple[TrajectoryBuffers, RolloutScalars]:
+        """Generates task.samples_per_prompt responses to every prompt and grades them; calls `ended` for each."""
         samples = task.samples_per_prompt
         prompts = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
         seeds = request_seeds(task.seed, task.group_ids, samples)
         requests = [
             GenerationRequest(
-                f"{task.group_ids[i // samples]}.{i % samples}",
+                f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
                 prompts[i // samples].token_ids,
                 int(seed),
                 task.sampling,
@@ -58,28 +63,31 @@ class RolloutWorker:
             for i, seed in enumerate(seeds)
         ]
         index_of = {request.request_id: index for index, request in enumerate(requests)}
+        keys = [next(self._keys) for _ in requests]
         completions: list[Completion | None] = [None] * len(requests)
         texts = [""] * len(requests)
 
         def grade(completion: Completion) -> None:
             index = index_of[completion.request_id]
             completions[index] = completion
+            ended()
             texts[index] = self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-            self._rewarder.submit(index, prompts[index // samples], texts[index], len(completion.token_ids))
+            self._rewarder.submit(keys[index], prompts[index // samples], texts[index], len(completion.token_ids))
 
         started = time.perf_counter()
         self._generator.generate(requests, grade)
         generated = time.perf_counter()
-        scores = self._rewarder.collect()
+        collected = self._rewarder.collect(keys)
         graded = time.perf_counter()
 
         finished = [completion for completion in completions if completion is not None]
-        if len(finished) != len(requests) or len(scores) != len(requests):
+        if len(finished) != len(requests) or len(collected) != len(requests):
             raise RuntimeError(
-                f"{len(requests)} requests gave {len(finished)} completions and {len(scores)} scores"
+                f"{len(requests)} requests gave {len(finished)} completions and {len(collected)} scores"
             )  # our own invariant: an engine or a rewarder that loses work would bias training
+        scores = [collected[key] for key in keys]
         buffers = pack_trajectories(requests, finished)
-        scalars = _scalars(task, finished, [scores[i] for i in range(len(requests))], buffers)
+        scalars = _scalars(task, finished, scores, buffers)
         scalars = _with_times(scalars, generated - started, graded - generated)
         if task.records is not None:
             _write_records(Path(task.records), task, prompts, texts, finished, scores)
@@ -130,7 +138,7 @@ def _write_records(
     prompts: Sequence[Prompt],
     texts: Sequence[str],
     completions: Sequence[Completion],
-    scores: Mapping[int, Score],
+    scores: Sequence[Score],
 ) -> None:
     samples = task.samples_per_prompt
     with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:

@@ -36,6 +36,12 @@ class Watch:
     timeout_seconds: float = 600.0
     """How long processes wait for one of them that is silent."""
     handles: dict[str, Any] = field(default_factory=dict)
+    _replaceable: set[str] = field(default_factory=set, init=False)
+    """Processes whose death does not end the run."""
+    _lost: dict[str, str] = field(default_factory=dict, init=False)
+    """What became of those that have died."""
+    _looked: float = field(default_factory=time.monotonic, init=False)
+    """When all processes were looked after for the last time."""
     _asked: dict[Any, str] = field(default_factory=dict, init=False)
     """Calls that ask a process whether it still runs."""
     _heard: set[str] = field(default_factory=set, init=False)
@@ -43,22 +49,41 @@ class Watch:
     _waited: float = field(default=0.0, init=False)
     """Seconds since then, of those that this process was awake in."""
 
-    def add(self, name: str, handle: Any) -> None:
-        """`handle.watch` must block for ever, in a concurrency group of its own."""
+    def add(self, name: str, handle: Any, *, replaceable: bool = False) -> None:
+        """`handle.watch` must block for ever, in a concurrency group of its own. A replaceable process may die; then
+        `lost` says so, and `replace` puts another in its place."""
         self.names[handle.watch.remote()] = name
         self.handles[name] = handle
+        if replaceable:
+            self._replaceable.add(name)
+
+    def lost(self, handle: Any) -> str | None:
+        """What became of a replaceable process; None while it is well."""
+        return self._lost.get(self.name_of(handle))
+
+    @property
+    def any_lost(self) -> bool:
+        return bool(self._lost)
+
+    def replace(self, handle: Any, other: Any) -> None:
+        """`other` takes the name of `handle`, a replaceable process, which is dead or as good as dead."""
+        name = self.name_of(handle)
+        self._lose(name, "")
+        del self._lost[name]
+        self.add(name, other, replaceable=True)
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
         """Where each process that was added runs, in their order, for messages."""
         told = {name: f"{name} on {host}" for name, host in zip(self.handles, hosts, strict=True)}
         self.names = {ref: told[name] for ref, name in self.names.items()}
         self.handles = {told[name]: handle for name, handle in self.handles.items()}
+        self._replaceable = {told[name] for name in self._replaceable}
 
     def add_call(self, handle: Any, call: Any) -> None:
         """`call` of a process that was added ends only when the process has nothing more to do for the run."""
-        self.names[call] = self._name_of(handle)
+        self.names[call] = self.name_of(handle)
 
-    def _name_of(self, handle: Any) -> str:
+    def name_of(self, handle: Any) -> str:
         return next(name for name, known in self.handles.items() if known is handle)
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
@@ -79,30 +104,35 @@ class Watch:
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
         pending, results = list(dict.fromkeys(refs)), {}
-        looked = time.monotonic()
         while pending:
-            STOPS.raise_swallowed()
-            if (name := self.daemons.dead()) is not None:
-                raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
             # All at once: waiting for one at a time would pass every reference to Ray once per result.
-            ready, pending = ray.wait(
-                pending, num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False
-            )
+            ready, pending = self.wait(pending, len(pending))
             for ref in ready:
-                results[ref] = self._value(ref)
-            if pending and self.names:
-                dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
-                if dead:
-                    self._raise_death(dead[0])
-                elapsed, looked = time.monotonic() - looked, time.monotonic()
-                self._ask(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
+                results[ref] = self.value(ref)
         return [results[ref] for ref in refs]
+
+    def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        """Those of `refs` that have ended, `num_returns` of them if it does not take long, and the others.
+
+        Raises: as `get`, of processes that owe none of them.
+        """
+        STOPS.raise_swallowed()
+        if (name := self.daemons.dead()) is not None:
+            raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
+        ready, pending = ray.wait(list(refs), num_returns=num_returns, timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False)
+        if pending and self.names and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+            elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
+            dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
+            if dead:
+                self._report_death(dead[0])
+            self._ask(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
+        return ready, pending
 
     def _ask(self, seconds: float) -> None:
         """`seconds` after the last time. A stopped process is not dead, and nobody may be waiting for it in a
         collective that would say so.
 
-        Raises: WorkerDiedError when some process has been silent for `timeout_seconds`.
+        Raises: WorkerDiedError when some process has been silent, or has hung, for `timeout_seconds`.
         """
         self._waited += seconds
         answered, silent = (
@@ -110,32 +140,58 @@ class Watch:
         )
         self._heard |= {self._asked[call] for call in answered}
         names = [self._asked[call] for call in silent if self._asked[call] in self._heard]
+        self._require_moving({self._asked.pop(call): call for call in answered})
         if names and self._waited > self.timeout_seconds:
-            raise WorkerDiedError(f"{', '.join(names)} did not answer for {self.timeout_seconds:g} s")
+            self._give_up(names, f"did not answer for {self.timeout_seconds:g} s")
         if not names and self._waited > self.timeout_seconds / QUESTIONS_PER_TIMEOUT:
-            self._asked = {handle.where.remote(): name for name, handle in self.handles.items()}
+            self._asked = {handle.seconds_stuck.remote(): name for name, handle in self.handles.items()}
             self._waited = 0.0
 
-    def _value(self, ref: Any) -> Any:
+    def _require_moving(self, answers: dict[str, Any]) -> None:
+        for name, call in answers.items():
+            with contextlib.suppress(RayError):  # it is dead
+                if (seconds := ray.get(call)) > self.timeout_seconds:
+                    self._give_up([name], f"has hung for {seconds:.0f} s in one call")
+
+    def _give_up(self, names: Sequence[str], why: str) -> None:
+        """Raises: WorkerDiedError unless all of them can be replaced."""
+        if not self._replaceable.issuperset(names):
+            raise WorkerDiedError(f"{', '.join(names)} {why}")
+        for name in names:
+            self._lose(name, f"{name} {why}")
+
+    def _lose(self, name: str, why: str) -> None:
+        self.names = {ref: other for ref, other in self.names.items() if other != name}
+        self._asked = {call: other for call, other in self._asked.items() if other != name}
+        self._heard.discard(name)
+        self._lost[name] = why
+
+    def value(self, ref: Any) -> Any:
+        """The result of a call that has ended.
+
+        Raises: as `get`; also WorkerDiedError where a replaceable process has died.
+        """
         try:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, PeerLostError):
-                self._blame_the_dead()
+                self.blame_the_dead()
             if isinstance(cause, OSError):
                 cause = storage_error(cause) or cause
             if isinstance(cause, McoreRLError):
                 raise cause from None
-            self._blame_the_dead()
+            self.blame_the_dead()
             raise WorkerDiedError(f"a process failed: {_last_lines(error)}") from None
         except RayError as error:
-            self._blame_the_dead()
+            self.blame_the_dead()
             raise WorkerDiedError(f"a process died: {_first_line(error)}") from None
 
     def _meanwhile(self) -> list[str]:
         """What the processes that still run are waiting in, of their collectives, and which of them do not answer."""
-        calls = {handle.pending_collectives.remote(): name for name, handle in self.handles.items()}
+        calls = {
+            handle.pending_collectives.remote(): name for name, handle in self.handles.items() if name not in self._lost
+        }
         answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_TO_SAY) if calls else ([], [])
         lines = []
         for call in answered:
@@ -143,21 +199,30 @@ class Watch:
                 lines += [f"{calls[call]} waits in {collective}" for collective in ray.get(call)]
         return lines + [f"{calls[call]} does not answer" for call in silent]
 
-    def _blame_the_dead(self) -> None:
-        if not self.names:
+    def blame_the_dead(self) -> None:
+        """Waits a while for a death that explains what has failed.
+
+        Raises: WorkerDiedError naming the process, unless it can be replaced.
+        """
+        if not self.names or self._lost:  # which is explanation enough
             return
         ready, _ = ray.wait(list(self.names), num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
         if ready:
-            self._raise_death(ready[0])
+            self._report_death(ready[0])
 
-    def _raise_death(self, ref: Any) -> None:
+    def _report_death(self, ref: Any) -> None:
+        """Raises: WorkerDiedError unless it can be replaced."""
         try:
             ray.get(ref, timeout=1)
         except RayActorError as error:
-            raise WorkerDiedError(f"{self.names[ref]} died: {_first_line(error)}") from None
+            why = f"died: {_first_line(error)}"
+        except RayTaskError as error:
+            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else _first_line(error)}"
         except (RayError, GetTimeoutError) as error:
-            raise WorkerDiedError(f"{self.names[ref]} stopped: {_first_line(error)}") from None
-        raise WorkerDiedError(f"{self.names[ref]} ended: see its log in run.logs")
+            why = f"stopped: {_first_line(error)}"
+        else:
+            why = "ended: see its log in run.logs"
+        self._give_up([self.names[ref]], why)
 
 
 def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:

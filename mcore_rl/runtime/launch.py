@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
-from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.cluster import ray_cluster
@@ -21,7 +20,8 @@ from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
-from mcore_rl.runtime.roles.engine import EnginePool, EngineProcess, FollowerProcess
+from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
+from mcore_rl.runtime.roles.engine_start import EngineStart
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.spec.placement import Placement, place, visible_devices
 from mcore_rl.weights.transports.hosts import this_host
@@ -45,9 +45,7 @@ class _Handles:
 
     watch: Watch
     ranks: list[Any]
-    engines: list[Any]
-    followers: list[list[Any]]
-    """Of each engine."""
+    engines: list[EngineStart]
     beside: dict[str, list[Any]]
 
 
@@ -80,8 +78,8 @@ def launch(
         references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
         around = Surroundings(config, references, watch)
         of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if on_gpus else []
-        starting = _start_engines(started, config, placement, references, of_ranks)
-        pool = EnginePool(engines, watch) if engines else None
+        starting = _set_up_engines(engines, config, placement, references, of_ranks)
+        pool = _pool(engines, config, watch) if engines else None
         takes_turns = pool is not None and shares_device(config)
         if pool is not None and takes_turns:
             # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
@@ -140,26 +138,21 @@ def _started(
             ]
             for role in roles
         }
-        engines, followers = [], []
+        engines = []
         for index, slots in enumerate(placement.engines):
             size = config.rollout.tp // len(slots)
             options = {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
-            name = f"rollout engine {index}"
-            engines.append(_start(EngineProcess, name, watch, handles, options | {PLACE: nodes[slots[0].node]}, logs))
-            followers.append(
-                [
-                    _start(
-                        FollowerProcess,
-                        f"{name}, host {host} of {len(slots)}",
-                        watch,
-                        handles,
-                        options | {PLACE: nodes[slot.node]},
-                        logs,
-                    )
-                    for host, slot in enumerate(slots[1:], 2)
-                ]
+            engine = EngineStart(
+                f"rollout engine {index}",
+                [options | {PLACE: nodes[slot.node]} for slot in slots],
+                watch,
+                handles,
+                logs,
+                replaceable=config.rollout.max_engine_restarts > 0,
             )
-        yield _Handles(watch, ranks, engines, followers, beside)
+            engine.create()
+            engines.append(engine)
+        yield _Handles(watch, ranks, engines, beside)
     finally:
         kill_all(handles)
 
@@ -182,25 +175,24 @@ def _check_hosts(config: Config, watch: Watch) -> None:
     check_hosts(config, ask)
 
 
-def _start_engines(
-    started: _Handles, config: Config, placement: Placement, prompts: dict[str, Any], of_ranks: list[str]
+def _set_up_engines(
+    engines: Sequence[EngineStart], config: Config, placement: Placement, prompts: dict[str, Any], of_ranks: list[str]
 ) -> list[Any]:
     """References of the end of each engine's set-up; `of_ranks`: the GPUs of trainer ranks."""
-    starting = []
-    for engine, followers, slots in zip(started.engines, started.followers, placement.engines, strict=True):
-        hosts = ONE_HOST
-        if followers:
-            meeting = urlsplit(started.watch.get([engine.free_address.remote()])[0])
-            places = started.watch.get([process.where.remote() for process in (engine, *followers)])
-            hosts = EngineHosts(
-                tuple(host.name for host, _ in places), 0, str(meeting.hostname), int(meeting.port or 0)
-            )
-        leader, *others = (visible_devices(placement, slot, of_ranks) for slot in slots)
-        starting.append(engine.setup.remote(config, leader, prompts, hosts))
-        started.watch.add_call(engine, engine.serve.remote())
-        for index, (follower, visible) in enumerate(zip(followers, others, strict=True), 1):
-            started.watch.add_call(follower, follower.follow.remote(config, visible, replace(hosts, index=index)))
-    return starting
+    return [
+        engine.set_up(config, prompts, [visible_devices(placement, slot, of_ranks) for slot in slots])
+        for engine, slots in zip(engines, placement.engines, strict=True)
+    ]
+
+
+def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> EnginePool:
+    rollout = config.rollout
+    return EnginePool(
+        [PooledEngine(engine) for engine in engines],
+        watch,
+        ROOM * rollout.max_concurrent_requests,
+        rollout.max_engine_restarts,
+    )
 
 
 def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], logs: str) -> Any:

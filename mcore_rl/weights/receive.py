@@ -22,7 +22,7 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Slice, views
 from mcore_rl.weights.sync_plan import Arrivals
 from mcore_rl.weights.transports.interface import Inlet
-from mcore_rl.weights.transports.link import Kind, Link, Topic
+from mcore_rl.weights.transports.link import Kind, Link, Topic, leave_if_lost
 from mcore_rl.weights.verify import DIGEST_BYTES
 
 Put = Callable[[str, tuple[int, ...], torch.Tensor], None]
@@ -56,17 +56,20 @@ class SliceReceiver:
         """
         self._expect("updating", f"bucket {turn}")
         with self._broken_on_error():
-            if turn != self._next:
-                raise WeightSyncError(f"bucket {turn} came where bucket {self._next} was due")
-            arrived = self._inlet.take(turn)
-            if turn not in self._boxes:
-                placed = [pair for message, memory in arrived for pair in views(message, memory)]
-                self._boxes[turn] = [(each.hf_name, first_index(each), place) for each, place in placed]
-            for box in self._boxes[turn]:
-                put(*box)
-            num_bytes = sum(message.num_bytes for message, _ in arrived)
-            self._next = turn + 1
-            self._inlet.release(turn)
+            return leave_if_lost(lambda: self._receive(turn, put), self._let_go)
+
+    def _receive(self, turn: int, put: Put) -> int:
+        if turn != self._next:
+            raise WeightSyncError(f"bucket {turn} came where bucket {self._next} was due")
+        arrived = self._inlet.take(turn)
+        if turn not in self._boxes:
+            placed = [pair for message, memory in arrived for pair in views(message, memory)]
+            self._boxes[turn] = [(each.hf_name, first_index(each), place) for each, place in placed]
+        for box in self._boxes[turn]:
+            put(*box)
+        num_bytes = sum(message.num_bytes for message, _ in arrived)
+        self._next = turn + 1
+        self._inlet.release(turn)
         return num_bytes
 
     def finish(self) -> None:
@@ -87,6 +90,10 @@ class SliceReceiver:
         Raises: PeerLostError.
         """
         self._expect("attached", "digests")
+        with self._broken_on_error():
+            return leave_if_lost(self._digests, self._let_go)
+
+    def _digests(self) -> list[tuple[Slice, bytes]]:
         by_sender: dict[int, list[Slice]] = {}
         for turn in sorted(self._arrivals.turns):
             for placed in self._arrivals.at(turn):
@@ -109,6 +116,9 @@ class SliceReceiver:
         except BaseException:
             self._state = "broken"
             raise
+
+    def _let_go(self) -> None:
+        del self._inlet, self._link
 
 
 def first_index(each: Slice) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path, victim: str, named: str, step: int, phase: str
 ) -> None:
     run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir) as run:
+    with TrainProcess(task, run_dir, ("rollout.max_engine_restarts=0",)) as run:
         run.wait_until(in_step(run, step, phase))
         run.kill_one(victim)
         killed = time.monotonic()

@@ -6,6 +6,8 @@ import os
 import pickle
 import threading
 from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
@@ -13,6 +15,13 @@ from mcore_rl.rewards.functions import Sample, failed
 from mcore_rl.rewards.processes.dispatcher import Dispatcher
 from mcore_rl.rewards.processes.process import Task
 from mcore_rl.types import Score
+
+
+@dataclass
+class _Wait:
+    """A `collect` under way."""
+
+    missing: int
 
 
 class GradingPool:
@@ -27,7 +36,8 @@ class GradingPool:
         self._config = config
         self._queue: deque[Task] = deque()
         self._scores: dict[int, Score] = {}
-        self._pending = 0
+        self._waits: dict[int, _Wait] = {}
+        """By the keys that are missing."""
         self._num_ready = 0
         self._failure: McoreRLError | None = None
         self._closing = False
@@ -47,17 +57,19 @@ class GradingPool:
             return
         with self._changed:
             self._check_usable()
-            self._pending += 1
             self._queue.append(task)
             self._wake()
 
-    def collect(self) -> dict[int, Score]:
-        """Waits until nothing is pending; scores of everything submitted since the last call, by key."""
+    def collect(self, keys: Collection[int]) -> dict[int, Score]:
+        """Waits for the scores of `keys`, which were submitted and are forgotten with this call; by key. Others may be
+        waited for meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending or self._failure or self._closing)
+            missing = [key for key in keys if key not in self._scores]
+            wait = _Wait(len(missing))
+            self._waits |= dict.fromkeys(missing, wait)
+            self._changed.wait_for(lambda: not wait.missing or self._failure or self._closing)
             self._check_usable()
-            scores, self._scores = self._scores, {}
-            return scores
+            return {key: self._scores.pop(key) for key in keys}
 
     def wait_ready(self) -> None:
         """Waits until every process has loaded its grader."""
@@ -119,8 +131,10 @@ class GradingPool:
     def _finish(self, scores: list[tuple[int, Score]]) -> None:
         with self._changed:
             self._scores.update(scores)
-            self._pending -= len(scores)
-            if not self._pending:
+            waits = [wait for key, _ in scores if (wait := self._waits.pop(key, None)) is not None]
+            for wait in waits:
+                wait.missing -= 1
+            if not all(wait.missing for wait in waits):
                 self._changed.notify_all()
 
     def _fail(self, error: McoreRLError) -> None:

@@ -46,7 +46,7 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
 
 def _graded(pool: GradingPool, prompt: Prompt, response: str) -> Score:
     pool.submit(0, Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info))
-    return pool.collect()[0]
+    return pool.collect([0])[0]
 
 
 def _as_text(ground_truth: Any) -> str:

@@ -76,6 +76,11 @@ class RunProcess:
         return this_host(), os.getpid()
 
     @ray.method(concurrency_group="watch")
+    def seconds_stuck(self) -> float:
+        """How long what this process does by itself has not come forward; calls that others wait for do not count."""
+        return 0.0
+
+    @ray.method(concurrency_group="watch")
     def host_facts(self, question: Question) -> HostFacts:
         return answer(question)
 
@@ -92,10 +97,11 @@ class RunProcess:
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
 
-    def fetch(self, wanted: Wanted) -> TrajectoryBuffers:
-        """For this process, and for ranks that read the same."""
+    @ray.method(num_returns=2)
+    def fetch(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
+        """For this process, and for ranks that read the same. The first says no more than that they have come."""
         with self.spans.span("fetch trajectories"):
-            return fetch(wanted, self._makers)
+            return None, fetch(wanted, self._makers)
 
 
 class RankProcess(RunProcess):
@@ -226,7 +232,7 @@ class RankGroup:
 
     @cached_property
     def _delivery(self) -> Delivery:
-        return Delivery([self.handles[speaker] for speaker in self.ranks.speakers], self.watch.timeout_seconds)
+        return Delivery([self.handles[speaker] for speaker in self.ranks.speakers], self.watch)
 
     def sent_with(self, batch: Batch) -> list[tuple[Any, ...]]:
         """What each rank needs: its RankShares, and a reference of the trajectories that they are of."""

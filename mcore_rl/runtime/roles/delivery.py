@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,18 +19,29 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError
 
-from mcore_rl.data.trajectories import join_rows, take_rows
-from mcore_rl.errors import McoreRLError, PeerLostError
-from mcore_rl.types import Batch, BuffersRef, TrajectoryBuffers
+from mcore_rl.data.trajectories import join_rows, ragged, take_rows
+from mcore_rl.errors import McoreRLError, PeerLostError, WorkerDiedError
+from mcore_rl.runtime.health import Watch
+from mcore_rl.types import Batch, BuffersRef, RolloutTask, TrajectoryBuffers
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A BuffersRef of one rollout call: the process `handle`, whose name is `maker`, keeps its trajectories."""
+class Place:
+    """The process `handle`, whose name is `maker`, keeps trajectories under `key` as long as this object is there."""
 
     maker: str
     handle: Any
     key: int
+
+
+@dataclass
+class Chunk:
+    """A BuffersRef of the trajectories of one task. `renew` makes those of its chunks anew, elsewhere, whose makers are
+    lost with them; it returns whether any was."""
+
+    place: Place
+    task: RolloutTask
+    renew: Callable[[Sequence[Chunk]], bool]
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,17 @@ class Kept:
         for key in keys:
             del self._chunks[key]
 
-    def cut(self, key: int, rows: np.ndarray) -> TrajectoryBuffers:
-        """Raises: McoreRLError for what is not here (any more)."""
-        if key not in self._chunks:
-            raise McoreRLError(f"{self._name} has no trajectories under {key}")
-        return take_rows(self._chunks[key], rows)
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
+        """`rows[offsets[i]:offsets[i + 1]]` of what is kept under `keys[i]`, one after the other.
+
+        Raises: McoreRLError for what is not here (any more).
+        """
+        parts = []
+        for key, of_key in zip(keys.tolist(), np.split(rows, offsets[1:-1]), strict=True):
+            if key not in self._chunks:
+                raise McoreRLError(f"{self._name} has no trajectories under {key}")
+            parts.append(take_rows(self._chunks[key], of_key))
+        return join_rows(parts)
 
 
 @dataclass
@@ -70,10 +87,10 @@ class Forgotten:
 
     _keys: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    def refer(self, maker: str, handle: Any, key: int) -> BuffersRef:
-        chunk = Chunk(maker, handle, key)
-        weakref.finalize(chunk, self._keys[maker].append, key).atexit = False
-        return BuffersRef(chunk)
+    def refer(self, maker: str, handle: Any, key: int) -> Place:
+        place = Place(maker, handle, key)
+        weakref.finalize(place, self._keys[maker].append, key).atexit = False
+        return place
 
     def take(self, maker: str) -> list[int]:
         """Since the last call."""
@@ -84,12 +101,29 @@ class Forgotten:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Some rows of some chunks: `rows[offsets[i]:offsets[i + 1]]` of the chunk number `chunks[i]`."""
+
+    chunks: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+
+    @staticmethod
+    def of(by_chunk: Sequence[np.ndarray]) -> Rows:
+        """`by_chunk[i]` are those of chunk i."""
+        numbers = np.array([number for number, rows in enumerate(by_chunk) if len(rows)], np.int64)
+        wanted = [by_chunk[number] for number in numbers]
+        return Rows(numbers, np.cumsum([0, *map(len, wanted)]), np.concatenate([*wanted, np.empty(0, np.int64)]))
+
+
+@dataclass(frozen=True)
 class Wanted:
-    """What a reader fetches: `rows[offsets[i]:offsets[i + 1]]` of what `makers[i]` keeps under `keys[i]`. `handles`: of
-    makers that it has not heard of."""
+    """What a reader fetches: `rows[offsets[i]:offsets[i + 1]]` of what `makers[maker_of[i]]` keeps under `keys[i]`.
+    `handles`: of makers that it has not heard of."""
 
     makers: list[str]
-    keys: list[int]
+    maker_of: np.ndarray
+    keys: np.ndarray
     offsets: np.ndarray
     rows: np.ndarray
     handles: dict[str, Any]
@@ -97,22 +131,26 @@ class Wanted:
 
 
 def fetch(wanted: Wanted, handles: dict[str, Any]) -> TrajectoryBuffers:
-    """A reader's side: all of it, chunk after chunk. `handles` of makers are kept from call to call.
+    """A reader's side: all of it, chunk after chunk, by one call to each maker. `handles` of makers are kept from call
+    to call.
 
     Raises: PeerLostError naming a maker that does not answer.
     """
     handles |= wanted.handles
-    rows = np.split(wanted.rows, wanted.offsets[1:-1])
-    calls = [
-        handles[maker].cut.remote(key, of_chunk)
-        for maker, key, of_chunk in zip(wanted.makers, wanted.keys, rows, strict=True)
-    ]
+    calls, places = [], []
+    for number, maker in enumerate(wanted.makers):
+        pieces = np.flatnonzero(wanted.maker_of == number)
+        of_maker, offsets = ragged(wanted.offsets, pieces)
+        calls.append(handles[maker].cut.remote(wanted.keys[pieces], offsets, wanted.rows[of_maker]))
+        places.append(of_maker)
     try:
-        return join_rows(ray.get(calls, timeout=wanted.timeout_seconds))
+        joined = join_rows(ray.get(calls, timeout=wanted.timeout_seconds))
     except GetTimeoutError:
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        silent = sorted({maker for maker, call in zip(wanted.makers, calls, strict=True) if call not in ready})
+        silent = sorted(maker for maker, call in zip(wanted.makers, calls, strict=True) if call not in ready)
         raise PeerLostError(f"no trajectories came from {', '.join(silent)} in {wanted.timeout_seconds:g} s") from None
+    order = np.argsort(np.concatenate(places))
+    return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)
 
 
 @dataclass
@@ -120,54 +158,70 @@ class Delivery:
     """The driver's side of a group of readers: processes that `fetch`."""
 
     readers: Sequence[Any]
-    timeout_seconds: float
+    watch: Watch
     _told: list[set[str]] = field(init=False)
     """Makers whose handles a reader has: each costs it a connection."""
 
     def __post_init__(self) -> None:
         self._told = [set() for _ in self.readers]
 
-    def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Sequence[np.ndarray]]) -> list[tuple[Any, ...]]:
-        """For every reader a reference of all its rows, `rows[reader][chunk]`, chunk after chunk; none where it wants
-        nothing."""
-        return [
-            (self._sent(number, chunks, of_reader),) if any(map(len, of_reader)) else ()
-            for number, of_reader in enumerate(rows)
-        ]
+    def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> list[tuple[Any, ...]]:
+        """For every reader a reference of all its rows of `chunks`, chunk after chunk; none where it wants nothing.
+        They have come: what reads them cannot fail for a maker that is lost.
 
-    def _sent(self, reader: int, chunks: Sequence[BuffersRef], rows: Sequence[np.ndarray]) -> Any:
-        pairs = [(chunk, of_chunk) for chunk, of_chunk in zip(chunks, rows, strict=True) if len(of_chunk)]
-        own = [take_rows(chunk.buffers, of_chunk) for chunk, of_chunk in pairs if isinstance(chunk, DriverChunk)]
-        if own:
-            assert len(own) == len(pairs), "trajectories of engines and of texts in one batch"
-            return ray.put(join_rows(own))
-        made = cast("list[Chunk]", [chunk for chunk, _ in pairs])
-        parts = [of_chunk for _, of_chunk in pairs]
-        told = self._told[reader]
-        wanted = Wanted(
-            [chunk.maker for chunk in made],
-            [chunk.key for chunk in made],
-            np.cumsum([0, *map(len, parts)]),
-            np.concatenate(parts),
-            {chunk.maker: chunk.handle for chunk in made if chunk.maker not in told},
-            self.timeout_seconds,
+        Raises: WorkerDiedError.
+        """
+        while True:
+            fetched = {
+                number: self._sent(number, chunks, of_reader)
+                for number, of_reader in enumerate(rows)
+                if len(of_reader.rows)
+            }
+            try:
+                self.watch.get([come for come, _ in fetched.values()])
+                return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
+            except WorkerDiedError:
+                self.watch.blame_the_dead()
+                made = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
+                if not made or not made[0].renew(made):
+                    raise
+
+    def _sent(self, reader: int, chunks: Sequence[BuffersRef], wanted: Rows) -> tuple[Any, Any]:
+        """References of None, when all have come, and of them."""
+        of_reader = [chunks[number] for number in wanted.chunks]
+        if isinstance(of_reader[0], DriverChunk):
+            parts = zip(of_reader, np.split(wanted.rows, wanted.offsets[1:-1]), strict=True)
+            return ray.put(None), ray.put(
+                join_rows([take_rows(cast("DriverChunk", c).buffers, rows) for c, rows in parts])
+            )
+        places = [cast("Chunk", chunk).place for chunk in of_reader]
+        handles = {place.maker: place.handle for place in places}
+        numbers, told = {maker: number for number, maker in enumerate(handles)}, self._told[reader]
+        come, trajectories = self.readers[reader].fetch.remote(
+            Wanted(
+                list(handles),
+                np.array([numbers[place.maker] for place in places]),
+                np.array([place.key for place in places]),
+                wanted.offsets,
+                wanted.rows,
+                {maker: handle for maker, handle in handles.items() if maker not in told},
+                self.watch.timeout_seconds,
+            )
         )
-        told.update(wanted.handles)
-        return self.readers[reader].fetch.remote(wanted)
+        told.update(handles)
+        return come, trajectories
 
 
-def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[list[np.ndarray]], np.ndarray]:
-    """What each data-parallel rank has of each chunk, `rows[dp][chunk]`, and where a sample then is in what is
-    delivered to its rank: int32 [B]."""
+def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:
+    """What each data-parallel rank has of the batch's chunks, and where a sample then is in what is delivered to its
+    rank: int32 [B]."""
     samples = np.unique(np.concatenate([*batch.updates, np.empty(0, np.int64)]))
     order = samples[np.lexsort((batch.rows[samples], batch.chunk_ids[samples], batch.dp_ranks[samples]))]
-    cells = batch.dp_ranks[order].astype(np.int64) * len(batch.chunks) + batch.chunk_ids[order]
-    counts = np.bincount(cells, minlength=num_dp_ranks * len(batch.chunks))
-    rows_in_order, ends = batch.rows[order], np.cumsum(counts).tolist()
-    # Not np.split, which takes four times as long: there are as many cells as chunks times ranks.
-    per_cell = [rows_in_order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    rows = [per_cell[dp * len(batch.chunks) : (dp + 1) * len(batch.chunks)] for dp in range(num_dp_ranks)]
-    starts = np.searchsorted(batch.dp_ranks[order], np.arange(num_dp_ranks))
+    starts = np.searchsorted(batch.dp_ranks[order], np.arange(num_dp_ranks + 1))
+    rows = []
+    for start, end in itertools.pairwise(starts):
+        chunks, first = np.unique(batch.chunk_ids[order[start:end]], return_index=True)
+        rows.append(Rows(chunks, np.append(first, end - start), batch.rows[order[start:end]]))
     places = np.zeros(len(batch), np.int32)
     places[order] = np.arange(len(order)) - starts[batch.dp_ranks[order]]
     return rows, places

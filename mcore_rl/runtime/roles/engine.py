@@ -1,10 +1,9 @@
-"""Rollout engines with their grading processes, and the pool of them that the driver knows."""
+"""The process of a rollout engine with its grading processes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.tasks import TaskRunner
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RunProcess, drain_spans, see_only
-from mcore_rl.runtime.roles.delivery import Forgotten, Kept
+from mcore_rl.runtime.roles.base import RunProcess, see_only
+from mcore_rl.runtime.roles.delivery import Kept
 from mcore_rl.types import (
-    RolloutResult,
     RolloutScalars,
     RolloutTask,
     Span,
@@ -30,6 +28,19 @@ from mcore_rl.types import (
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
+
+THREADS = 16
+"""Of an engine, for its tasks: more than make up its room, unless groups are as small as can be."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Number, key and scalars of the tasks that have ended since the last one; requests that have not; and the seconds
+    since the engine began in which anything ran."""
+
+    ended: list[tuple[int, int, RolloutScalars]]
+    requests_left: int
+    busy_seconds: float
 
 
 @ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
@@ -58,7 +69,8 @@ class EngineProcess(RunProcess):
             engine, decoder = build_engine(config, self.name, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine)
-            self._worker = RolloutWorker(self.loop, rewarder, resolved, decoder)
+            worker = RolloutWorker(self.loop, rewarder, resolved, decoder)
+            self._runner = TaskRunner(worker.run, num_threads=THREADS, low=config.rollout.max_concurrent_requests)
             rewarder.wait_ready()
 
     def serve(self) -> None:
@@ -68,17 +80,22 @@ class EngineProcess(RunProcess):
         self.loop.serve()
 
     @ray.method(concurrency_group="run")
-    def run(self, task: RolloutTask, forget: list[int]) -> tuple[int, RolloutScalars]:
-        """The key under which the trajectories are kept, until a later call says to forget it."""
+    def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
+        """As TaskRunner.exchange. Trajectories are kept until a later call says to forget their keys."""
         self._kept.forget(forget)
-        with self.spans.span(f"generate {task.prompt_set}"):
-            buffers, scalars = self._worker.run(task)
-        return self._kept.keep(buffers), scalars
+        with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
+            finished, requests_left = self._runner.exchange(tasks, more=more)
+        ended = [(task.number, self._kept.keep(task.buffers), task.scalars) for task in finished]
+        return Report(ended, requests_left, self.loop.busy_seconds)
+
+    @ray.method(concurrency_group="watch")
+    def seconds_stuck(self) -> float:
+        return self.loop.seconds_stuck if hasattr(self, "loop") else 0.0
 
     @ray.method(concurrency_group="cut")
-    def cut(self, key: int, rows: np.ndarray) -> TrajectoryBuffers:
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """Also while the engine generates."""
-        return self._kept.cut(key, rows)
+        return self._kept.cut(keys, offsets, rows)
 
     @ray.method(concurrency_group="run")
     def amend_records(
@@ -153,62 +170,6 @@ class FollowerProcess(RunProcess):
             seed=config.run.seed,
             timeout_seconds=config.cluster.collective_timeout_seconds,
         )
-
-
-@dataclass
-class EnginePool:
-    """All rollout engines."""
-
-    handles: list[Any]
-    watch: Watch
-    forgotten: Forgotten = field(default_factory=Forgotten)
-
-    @property
-    def num_engines(self) -> int:
-        return len(self.handles)
-
-    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """Runs task i on engine i % num_engines, where its trajectories stay as long as anything refers to them."""
-        engines = [(f"rollout engine {number}", handle) for number, handle in enumerate(self.handles)]
-        runs = [(task, *engines[i % len(engines)]) for i, task in enumerate(tasks)]
-        results = self.watch.get([handle.run.remote(task, self.forgotten.take(name)) for task, name, handle in runs])
-        return [
-            (self.forgotten.refer(name, handle, key), scalars)
-            for (_, name, handle), (key, scalars) in zip(runs, results, strict=True)
-        ]
-
-    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-        """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on their engines."""
-        calls = [
-            self.handles[i % len(self.handles)].amend_records.remote(
-                task.records, scalars.rewards, scalars.accuracies, dict(scalars.scores)
-            )
-            for i, (task, (_, scalars)) in enumerate(zip(tasks, results, strict=True))
-            if task.records is not None
-        ]
-        self.watch.get(calls)
-
-    def endpoints(self) -> list[Endpoint]:
-        """Of all engine ranks, engine by engine."""
-        return [endpoint for of_engine in self.call("endpoints") for endpoint in of_engine]
-
-    def send(self, method: str, *arguments: Any) -> list[Any]:
-        """References of the results of a method on every engine."""
-        return [getattr(handle, method).remote(*arguments) for handle in self.handles]
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self.watch.get(self.send(method, *arguments))
-
-    def sleep(self, keep_weights: bool) -> int:
-        """Frees the memory of every engine; returns the bytes that all of them gave up."""
-        return sum(self.call("sleep", keep_weights))
-
-    def wake_up(self, part: str) -> None:
-        """Gives "weights" or "kv_cache" back to every engine."""
-        self.call("wake_up", part)
-
-    def spans(self) -> list[Span]:
-        return drain_spans(self.watch, self.handles)
 
 
 def build_engine(config: Config, name: str, hosts: EngineHosts = ONE_HOST) -> tuple[ReceivingEngine, TextDecoder]:

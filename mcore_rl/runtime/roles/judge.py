@@ -24,7 +24,7 @@ from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
-from mcore_rl.runtime.roles.delivery import Delivery
+from mcore_rl.runtime.roles.delivery import Delivery, Rows
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
@@ -62,7 +62,7 @@ class JudgeGroup:
     _figures: dict[str, Metric] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._delivery = Delivery(self.handles, self.watch.timeout_seconds)
+        self._delivery = Delivery(self.handles, self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every engine scores a part of about as many tokens; what it says goes into the tasks' records.
@@ -71,7 +71,7 @@ class JudgeGroup:
         """
         scalars = [of_task for _, of_task in results]
         by_judge = shares(tasks, scalars, len(self.handles))
-        rows = [_rows(given, len(tasks)) for given in by_judge]
+        rows = [Rows.of(_rows(given, len(tasks))) for given in by_judge]
         trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         calls = [
             handle.score.remote(given, *fetched)

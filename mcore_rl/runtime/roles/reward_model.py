@@ -15,7 +15,7 @@ from mcore_rl.ports import ResponseScorer
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
-from mcore_rl.runtime.roles.delivery import Delivery
+from mcore_rl.runtime.roles.delivery import Delivery, Rows
 from mcore_rl.runtime.roles.fanout import FanOut
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
@@ -72,7 +72,7 @@ class RewardModelGroup:
     def __post_init__(self) -> None:
         self._fan_out = FanOut(self.handles, self.nodes)
         readers = [self.handles[speaker] for speaker in self.ranks.speakers]
-        self._delivery = Delivery(readers, self.watch.timeout_seconds)
+        self._delivery = Delivery(readers, self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Every data-parallel rank scores a part of about as many tokens. Shapes: float32 [B] per task.
@@ -81,7 +81,7 @@ class RewardModelGroup:
         """
         parts = split_tasks(tasks, [scalars for _, scalars in results], len(self.ranks.speakers))
         chunks = [chunk for chunk, _ in results]
-        trajectories = self._delivery.deliver(chunks, [[part.rows for part in of_rank] for of_rank in parts])
+        trajectories = self._delivery.deliver(chunks, [Rows.of([part.rows for part in of_rank]) for of_rank in parts])
         given = [[part for part in of_rank if len(part.rows)] for of_rank in parts]
         calls = self._fan_out.begin("score", [(given[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of])
         scores_by_rank = calls.results(self.watch.get(calls.references))

@@ -7,6 +7,7 @@ that will have anything to say connect first (`greet`).
 from __future__ import annotations
 
 import enum
+import gc
 import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
+
+T = TypeVar("T")
 
 
 class Kind(enum.IntEnum):
@@ -179,6 +182,22 @@ class Link:
         sent, self._sent = self._sent, []
         for pending in sent:
             pending.wait()
+
+
+def leave_if_lost(call: Callable[[], T], let_go: Callable[[], None]) -> T:
+    """The result of `call`. Where it lost a peer, this process leaves the group, so that those who wait for it learn at
+    once what has happened, and not after the group's time: gloo (torch 2.13) closes its connections only when nothing
+    refers to them any more, so `let_go` drops the caller's references, after the frames that failed are gone.
+
+    Raises: PeerLostError.
+    """
+    try:
+        return call()
+    except PeerLostError as error:
+        lost = str(error)
+    let_go()
+    gc.collect()
+    raise PeerLostError(lost)
 
 
 class Ears:

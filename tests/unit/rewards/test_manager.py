@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -144,15 +145,26 @@ def wait_until(condition, seconds=20.0):
     return condition()
 
 
-def test_collect_returns_exactly_what_was_submitted_since_the_last_one(graders):
+def test_collect_returns_exactly_what_was_asked_for(graders):
     with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
         rewarder: Rewarder = manager
-        assert rewarder.collect() == {}
+        assert rewarder.collect([]) == {}
         for call in range(2):
             keys = range(call * 1000, call * 1000 + 500)
             for key in keys:
                 manager.submit(key, prompt(), str(key), 1)
-            scores = manager.collect()
+            scores = manager.collect(keys)
+            assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
+
+
+def test_those_who_wait_for_scores_wait_for_their_own_only(graders):
+    with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
+        for key in range(50):
+            manager.submit(key, prompt(), str(key), 1)
+        with ThreadPoolExecutor(2) as pool:
+            odd, even = pool.map(manager.collect, (range(1, 50, 2), range(2, 50, 2)))
+        rest = manager.collect([0])
+        for scores, keys in ((odd, range(1, 50, 2)), (even, range(2, 50, 2)), (rest, [0])):
             assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
 
 
@@ -165,7 +177,7 @@ def test_graders_that_misbehave_cost_their_own_sample_only(graders):
             for text in (name, *map(str, range(8))):
                 texts[len(texts)] = text
                 manager.submit(len(texts) - 1, prompt(), text, 1)
-        scores = manager.collect()
+        scores = manager.collect(texts)
         assert scores.keys() == texts.keys()
         for key, text in texts.items():
             if text in EXPECTED:
@@ -182,7 +194,7 @@ def test_an_async_function_has_the_same_limits(graders):
         manager.wait_ready()
         for key, text in enumerate(texts):
             manager.submit(key, prompt(), text, 1)
-        scores = manager.collect()
+        scores = manager.collect(range(len(texts)))
     failed = {text: scores[key].error for key, text in enumerate(texts) if scores[key].error is not None}
     assert failed.keys() == {"wait", "raise", "loop", "stubborn", "exit"}
     for text in ("wait", "loop", "stubborn"):
@@ -196,7 +208,7 @@ def test_the_first_failure_of_a_batch_says_where_it_raised(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         for key in range(20):
             manager.submit(key, prompt(), "raise" if key % 2 else "1", 1)
-        scores = manager.collect()
+        scores = manager.collect(range(20))
     shown = [scores[key].traceback for key in range(20) if scores[key].traceback]
     assert 1 <= len(shown) < 10  # of ten
     lines = shown[0].splitlines()
@@ -208,16 +220,16 @@ def test_the_first_failure_of_a_batch_says_where_it_raised(graders):
 def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(1, prompt(), "die3", 1)
-        assert "exit code 3" in manager.collect()[1].error
+        assert "exit code 3" in manager.collect([1])[1].error
         manager.submit(1, prompt(), "4", 1)
-        assert manager.collect()[1].reward == 4.0
+        assert manager.collect([1])[1].reward == 4.0
 
 
 def test_what_a_dead_grader_forked_dies_with_it(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(1, prompt(), "fork", 1)
-        assert "exit code 5" in manager.collect()[1].error
+        assert "exit code 5" in manager.collect([1])[1].error
         child = int((tmp_path / "pid").read_text())
         assert wait_until(lambda: not alive(child), 5)
 
@@ -226,7 +238,7 @@ def test_a_sample_that_cannot_be_pickled_costs_itself_only(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(0, prompt(handle=lambda: None), "1", 1)
         manager.submit(1, prompt(), "1", 1)
-        scores = manager.collect()
+        scores = manager.collect([0, 1])
         assert "cannot be sent" in scores[0].error
         assert scores[1].error is None
 
@@ -243,7 +255,7 @@ def test_weight_and_overlong_punishment_are_in_the_reward_and_not_in_the_accurac
     with RewardManager(config, max_response_tokens=10) as manager:
         for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
             manager.submit(key, prompt("5"), text, tokens)
-        scores = manager.collect()
+        scores = manager.collect(range(4))
     assert [scores[key].reward for key in range(4)] == [0.5, 0.25, 0.0, -0.5]
     assert [scores[key].accuracy for key in range(4)] == [1.0, 1.0, 1.0, 0.0]
 
@@ -253,7 +265,7 @@ def test_a_function_that_does_not_load_is_reported_to_the_caller(tmp_path):
         with pytest.raises(ConfigError, match="there is no file"):
             manager.wait_ready()
         with pytest.raises(ConfigError, match="there is no file"):
-            manager.collect()
+            manager.collect([0])
 
 
 def test_processes_that_cannot_start_are_given_up_on(tmp_path):
@@ -319,7 +331,7 @@ def test_a_host_that_just_ends_leaves_no_worker(graders):
         "from mcore_rl.types import Prompt\n"
         f"m = RewardManager(RewardConfig(function={graders!r}), max_response_tokens=1)\n"
         "m.submit(0, Prompt(0, None, 'q', 'test', '0'), 'pid', 1)\n"
-        "print(int(m.collect()[0].reward))\n"
+        "print(int(m.collect([0])[0].reward))\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

@@ -106,7 +106,7 @@ def test_greedy_responses_go_to_the_kept_groups_only_under_their_ids(tmp_path: P
     assert greedy == row_of
     assert sum(len(s.group_ids) for s in groups.greedy) == 8
     tasks = pool.tasks[-1]
-    assert len(tasks) == 3
+    assert len(tasks) == 6
     assert {(t.samples_per_prompt, t.sampling.temperature, t.sampling.top_k, t.records) for t in tasks} == {
         (1, 0.0, -1, None)
     }
@@ -157,7 +157,7 @@ def test_engines_share_a_batch_and_group_ids_are_never_reused(tmp_path: Path) ->
     groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
     ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
     assert len(set(ids.tolist())) == len(ids) == groups.groups_drawn
-    assert [len(task.prompt_rows) for task in pool.tasks[0]] == [3, 3, 2]
+    assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
 
 
 def test_records_of_all_engines_and_batches_end_in_one_file(tmp_path: Path) -> None:

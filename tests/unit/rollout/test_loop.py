@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.errors import DataError, WorkerDiedError
+from mcore_rl.errors import DataError, WeightSyncError, WorkerDiedError
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
@@ -117,7 +117,7 @@ def test_a_failing_pass_reaches_all_who_wait_and_the_loop_goes_on(loop: EngineLo
 
     def fail() -> None:
         held._wait()
-        raise WorkerDiedError("rank 1 is gone")
+        raise WeightSyncError("half an update")
 
     engine.before_pass = fail
     with ThreadPoolExecutor(2) as pool:
@@ -125,11 +125,47 @@ def test_a_failing_pass_reaches_all_who_wait_and_the_loop_goes_on(loop: EngineLo
         assert held.in_pass.wait(SECONDS)
         held.go.set()
         for call in calls:
-            with pytest.raises(WorkerDiedError, match="rank 1 is gone"):
+            with pytest.raises(WeightSyncError, match="half an update"):
                 call.result(SECONDS)
     engine.before_pass = lambda: None
     loop.generate(requests_of("a", [3]), lambda done: None)
     assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("where", ["in a pass", "between two"])
+def test_the_loop_of_an_engine_that_has_died_ends_and_says_so(where: str) -> None:
+    loop = EngineLoop(FakeEngine())
+
+    def fail() -> None:
+        raise WorkerDiedError("rank 1 is gone")
+
+    fake(loop).before_pass = fail if where == "in a pass" else lambda: time.sleep(0.005)
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(loop.serve)
+        generating = pool.submit(loop.generate, requests_of("a", [40]), lambda done: None)
+        if where == "between two":
+            with pytest.raises(WorkerDiedError, match="rank 1 is gone"):
+                loop.between_steps(fail)
+        for call in (generating, serving):
+            with pytest.raises((WorkerDiedError, RuntimeError)) as raised:
+                call.result(SECONDS)
+            assert call is generating or isinstance(raised.value, WorkerDiedError)
+    with pytest.raises(RuntimeError, match="has ended"):
+        loop.between_steps(lambda: None)
+
+
+def test_a_pass_that_does_not_end_is_noticed_and_waiting_is_not(loop: EngineLoop) -> None:
+    held = Held(fake(loop))
+    time.sleep(0.05)
+    assert (loop.seconds_stuck, loop.busy_seconds) == (0.0, 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(loop.generate, requests_of("a", [2]), lambda done: None)
+        assert held.in_pass.wait(SECONDS)
+        time.sleep(0.05)
+        assert loop.seconds_stuck >= 0.05
+        held.go.set()
+        generating.result(SECONDS)
+    assert loop.between_steps(lambda: loop.busy_seconds) >= 0.05
 
 
 def test_what_the_caller_raises_ends_its_own_requests_only(loop: EngineLoop) -> None:

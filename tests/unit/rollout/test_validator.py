@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,8 @@ class ParityRewarder:
         parts = {f"of_row_{prompt.row}": float(key), "right": float(right)}
         self.scores[key] = Score(1.0 if right else -1.0, float(right), parts=parts)
 
-    def collect(self) -> dict[int, Score]:
-        scores, self.scores = self.scores, {}
-        return scores
+    def collect(self, keys: Collection[int]) -> dict[int, Score]:
+        return {key: self.scores.pop(key) for key in keys}
 
 
 class Digits:
@@ -63,7 +62,7 @@ class WorkerPool:
         self.workers = [RolloutWorker(e, ParityRewarder(), prompts, Digits()) for e in self.engines]  # type: ignore
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
-        return [worker.run(task) for worker, task in zip(self.workers, tasks, strict=False)]
+        return [self.workers[i % self.num_engines].run(task) for i, task in enumerate(tasks)]
 
 
 def validate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,8 @@ class LengthRewarder:
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
 
-    def collect(self) -> dict[int, Score]:
-        scores, self.scores = self.scores, {}
-        return scores
+    def collect(self, keys: Collection[int]) -> dict[int, Score]:
+        return {key: self.scores.pop(key) for key in keys}
 
 
 class HalfEmojiRewarder(LengthRewarder):

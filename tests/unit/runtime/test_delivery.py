@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.errors import McoreRLError
-from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Kept, Wanted, rows_by_rank
-from mcore_rl.types import Batch, BuffersRef
+from mcore_rl.data.trajectories import join_rows, take_rows
+from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.runtime.roles import delivery
+from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Kept, Place, Rows, Wanted, fetch, rows_by_rank
+from mcore_rl.types import Batch, BuffersRef, TrajectoryBuffers
 from tests.unit.data.test_trajectories import buffers
+from tests.unit.runtime.made import chunk
 
 NUM_RANKS, SIZES = 3, (4, 0, 5)
 
@@ -43,7 +47,10 @@ def batch(seed: int, num_updates: int = 2, kept: int = 7) -> Batch:
 def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> None:
     of = batch(seed)
     rows, places = rows_by_rank(of, NUM_RANKS)
-    delivered = [[(c, int(row)) for c, wanted in enumerate(of_rank) for row in wanted] for of_rank in rows]
+    delivered = [
+        [(int(c), int(row)) for c, part in zip(wanted.chunks, split(wanted), strict=True) for row in part]
+        for wanted in rows
+    ]
     for dp, shares in enumerate(of.shares(NUM_RANKS, places)):
         for share in shares.by_update():
             found = [delivered[dp][place] for place in share.rows]
@@ -51,6 +58,15 @@ def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> N
             assert [tuple(origin) for origin in share.origins] == found
     trained = np.concatenate(of.updates[:2])
     assert sorted(chain(*delivered)) == sorted((of.chunk_ids[s], of.rows[s]) for s in trained)  # each once
+
+
+def split(wanted: Rows | Wanted) -> list[np.ndarray]:
+    return [wanted.rows[start:end] for start, end in pairwise(wanted.offsets)]
+
+
+def cut(kept: Kept, *wanted: tuple[int, Sequence[int]]) -> TrajectoryBuffers:
+    rows = rows_of(*[of_key for _, of_key in wanted])
+    return kept.cut(np.array([key for key, _ in wanted]), rows.offsets, rows.rows)
 
 
 @dataclass
@@ -63,40 +79,80 @@ class Reader:
     def fetch(self) -> Reader:
         return self
 
-    def remote(self, wanted: Wanted) -> str:
+    def remote(self, wanted: Wanted) -> tuple[Wanted, str]:
         self.calls.append(wanted)
-        return f"call {len(self.calls)}"
+        return wanted, f"call {len(self.calls)}"
 
 
-def arrays(*rows: Sequence[int]) -> list[np.ndarray]:
-    return [np.array(wanted, np.int64) for wanted in rows]
+@dataclass
+class Come:
+    """A Watch: what is to come of `lost` makers does not."""
+
+    lost: frozenset[str] = frozenset()
+    timeout_seconds: float = 9.0
+
+    def blame_the_dead(self) -> None: ...
+
+    def get(self, references: Sequence[Wanted]) -> None:
+        for wanted in references:
+            if gone := self.lost & {*wanted.makers}:
+                raise WorkerDiedError(f"{gone} died")
+
+
+def rows_of(*by_chunk: Sequence[int]) -> Rows:
+    return Rows.of([np.array(wanted, np.int64) for wanted in by_chunk])
 
 
 def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
     readers = [Reader(), Reader(), Reader()]
-    chunks = [BuffersRef(Chunk("a", "handle of a", 5)), BuffersRef(Chunk("b", "handle of b", 6))]
-    rows = [arrays([0, 3], [1]), arrays([], []), arrays([], [2])]
-    assert Delivery(readers, 9.0).deliver(chunks, rows) == [("call 1",), (), ("call 1",)]
+    chunks = [chunk("a", "handle of a", 5), chunk("b", "handle of b", 6)]
+    rows = [rows_of([0, 3], [1]), rows_of([], []), rows_of([], [2])]
+    assert Delivery(readers, Come()).deliver(chunks, rows) == [("call 1",), (), ("call 1",)]
     first, third = readers[0].calls[0], readers[2].calls[0]
-    assert (first.makers, first.keys) == (["a", "b"], [5, 6])
+    assert (first.makers, first.maker_of.tolist(), first.keys.tolist()) == (["a", "b"], [0, 1], [5, 6])
     assert (first.offsets.tolist(), first.rows.tolist()) == ([0, 2, 3], [0, 3, 1])
-    assert (third.makers, third.keys, third.rows.tolist()) == (["b"], [6], [2])
+    assert (third.makers, third.keys.tolist(), third.rows.tolist()) == (["b"], [6], [2])
     assert (first.timeout_seconds, readers[1].calls) == (9.0, [])
 
 
 def test_a_reader_hears_of_a_maker_once() -> None:
     reader = Reader()
-    delivery = Delivery([reader], 9.0)
+    group = Delivery([reader], Come())
     for makers in ("a", "ab", "b"):
-        chunks = [BuffersRef(Chunk(maker, f"handle of {maker}", 1)) for maker in makers]
-        delivery.deliver(chunks, [arrays(*[[0]] * len(chunks))])
+        chunks = [chunk(maker, f"handle of {maker}", 1) for maker in makers]
+        group.deliver(chunks, [rows_of(*[[0]] * len(chunks))])
     assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
+
+
+def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
+    asked: list[list[str]] = []
+
+    def renew(chunks: Sequence[Chunk]) -> bool:
+        asked.append([each.place.maker for each in chunks])
+        for each in chunks:
+            if each.place.maker == "b":
+                each.place = Place("c", "handle of c", 9)
+        return True
+
+    readers = [Reader(), Reader()]
+    chunks = [chunk("a", "handle of a", 5, renew), chunk("b", "handle of b", 6, renew)]
+    group = Delivery(readers, Come(frozenset("b")))  # type: ignore[arg-type]
+    assert group.deliver(chunks, [rows_of([0], [1]), rows_of([2], [])]) == [("call 2",), ("call 2",)]
+    assert asked == [["a", "b"]]
+    again = readers[0].calls[1]
+    assert (again.makers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
+
+
+def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
+    group = Delivery([Reader()], Come(frozenset("a")))  # type: ignore[arg-type]
+    with pytest.raises(WorkerDiedError, match="died"):
+        group.deliver([chunk("a", "handle of a", 5)], [rows_of([0])])
 
 
 def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
     kept, forgotten = Kept("engine 0"), Forgotten()
     first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i))) for i in range(2))
-    assert kept.cut(1, np.array([2])).versions.tolist() == [12]
+    assert cut(kept, (1, [2])).versions.tolist() == [12]
     assert forgotten.take("engine 0") == []
     del first
     keys = forgotten.take("engine 0")
@@ -104,6 +160,34 @@ def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
     assert (forgotten.take("engine 0"), forgotten.take("engine 1")) == ([], [])
     kept.forget(keys)
     with pytest.raises(McoreRLError, match="engine 0 has no trajectories under 0"):
-        kept.cut(0, np.array([0]))
-    assert len(kept.cut(1, np.arange(5)).prompt_tokens) == 5
+        cut(kept, (1, [1]), (0, [0]))
+    assert len(cut(kept, (1, range(5))).prompt_tokens) == 5
     del second
+
+
+def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makers alternate from chunk to chunk; each is called once."""
+    kept = {maker: Kept(maker) for maker in "ab"}
+    keys = [kept[maker].keep(buffers(10 * number)) for number, maker in enumerate("abab")]
+    calls: list[str] = []
+
+    @dataclass
+    class Cut:
+        maker: str
+
+        @property
+        def cut(self) -> Cut:
+            return self
+
+        def remote(self, *arguments: Any) -> TrajectoryBuffers:
+            calls.append(self.maker)
+            return kept[self.maker].cut(*arguments)
+
+    monkeypatch.setattr(delivery.ray, "get", lambda made, timeout: list(made))
+    rows = rows_of([3, 0], [1], [2], [0, 4])
+    wanted = Wanted(["a", "b"], np.array([0, 1, 0, 1]), np.array(keys), rows.offsets, rows.rows, {}, 1.0)
+    fetched = fetch(wanted, {maker: Cut(maker) for maker in "ab"})
+    assert calls == ["a", "b"]
+    expected = join_rows([take_rows(buffers(10 * i), part) for i, part in enumerate(split(rows))])
+    for name in ("tokens", "token_offsets", "prompt_tokens", "response_offsets", "logp_rollout", "versions", "trained"):
+        assert getattr(fetched, name).tolist() == getattr(expected, name).tolist()

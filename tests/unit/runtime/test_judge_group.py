@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rewards.judge.worker import Share
-from mcore_rl.runtime.roles.delivery import Chunk, Wanted
+from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
+from tests.unit.runtime.made import chunk
 
 
 @dataclass
@@ -30,9 +31,9 @@ class Fetch:
     """What a judge fetches, in words."""
 
     @staticmethod
-    def remote(wanted: Wanted) -> list[tuple[int, list[int]]]:
+    def remote(wanted: Wanted) -> tuple[None, list[tuple[int, list[int]]]]:
         rows = np.split(wanted.rows, wanted.offsets[1:-1])
-        return [(key, of_chunk.tolist()) for key, of_chunk in zip(wanted.keys, rows, strict=True)]
+        return None, [(key, of_chunk.tolist()) for key, of_chunk in zip(wanted.keys.tolist(), rows, strict=True)]
 
 
 @dataclass
@@ -61,7 +62,7 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
         scalars = RolloutScalars(
             ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), np.zeros((size, 2), np.int32)
         )
-        results.append((BuffersRef(Chunk("chunk", None, index)), scalars))
+        results.append((chunk("chunk", None, index), scalars))
     return tasks, results
 
 

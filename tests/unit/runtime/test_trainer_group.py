@@ -15,9 +15,10 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
 from mcore_rl.runtime.roles.base import RankMap
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
-from mcore_rl.runtime.roles.delivery import Chunk, Wanted
+from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.types import Batch, BuffersRef, Mean, RankShare, TokenRefs, Total
+from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
+from tests.unit.runtime.made import chunk
 
 CHUNKS = (("a 7 [0, 3]",), ("a 7 [1, 2]",))
 """What reaches each rank of the batch's one chunk."""
@@ -78,9 +79,9 @@ class Handle:
         class Method:
             remote: Any
 
-        def fetch(wanted: Wanted) -> str:
+        def fetch(wanted: Wanted) -> tuple[None, str]:
             (maker,), (key,) = wanted.makers, wanted.keys
-            return f"{maker} {key} {wanted.rows.tolist()}"
+            return None, f"{maker} {key} {wanted.rows.tolist()}"
 
         def call(*arguments: Any) -> Any:
             if name == "fetch":
@@ -114,7 +115,7 @@ def batch(num_updates: int) -> Batch:
     """Of four samples; the first and the last lie on rank 0."""
     ints, numbers = np.zeros(4, np.int32), np.zeros(4, np.float32)
     return Batch(
-        chunks=(BuffersRef(Chunk("a", None, 7)),),
+        chunks=(chunk("a", None, 7),),
         chunk_ids=ints,
         rows=np.arange(4, dtype=np.int32),
         group_ids=np.arange(4),

@@ -1,0 +1,110 @@
+"""Engines that die: the run goes on, to the very figures and records of a run in which none did."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.test_failures import in_step
+
+pytestmark = pytest.mark.slow
+
+RESTARTS = "engine/restarts"
+ENGINE = "ray::EngineProcess"
+OFTEN = ("checkpoint.every_steps=100", "rollout.max_engine_restarts=9")
+
+
+def without_restarts(run_dir: Path) -> dict[int, dict[str, Any]]:
+    return {step: {k: v for k, v in row.items() if k != RESTARTS} for step, row in metrics(run_dir).items()}
+
+
+def restarts(run_dir: Path) -> float:
+    return sum(row.get(RESTARTS, 0) for row in metrics(run_dir).values())
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    assert without_restarts(run_dir) == without_restarts(other)
+    names = sorted(path.name for path in (run_dir / "rollouts").iterdir())
+    assert names == sorted(path.name for path in (other / "rollouts").iterdir())
+    for name in names:
+        assert (run_dir / "rollouts" / name).read_text() == (other / "rollouts" / name).read_text()
+
+
+def every_group_once(run_dir: Path, samples: int) -> bool:
+    """In the records of training, of all steps."""
+    files = (run_dir / "rollouts").glob("step_*.jsonl")
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    counts = Counter((record["group"], record["sample"]) for record in records)
+    groups = 1 + max(group for group, _ in counts)
+    return counts == {(group, sample): 1 for group in range(groups) for sample in range(samples)}
+
+
+@pytest.mark.parametrize(
+    ("phase", "signal"), [("generating", "kill"), pytest.param("updating", "kill", marks=pytest.mark.on_demand)]
+)
+def test_the_only_engine_dies_and_starts_again(
+    task: Path, whole_run: Path, tmp_path: Path, phase: str, signal: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir) as run:
+        run.wait_until(in_step(run, 3, phase))
+        run.kill_one(ENGINE)
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "rollout engine 0 died" in run.text()
+        assert "it starts again (1 of 3 times)" in run.text()
+        assert not run.left_after(30)
+    assert restarts(run_dir) == 1
+    assert_same_run(run_dir, whole_run)
+
+
+def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
+    """Kills one engine after each of `steps`, at different moments of the next one; how many."""
+    for number, step in enumerate(steps):
+        run.wait_until(in_step(run, step + 1, "generating"))
+        time.sleep(seconds * number)
+        engines = sorted(run.processes(ENGINE), key=psutil.Process.create_time)
+        engines[number % len(engines)].kill()
+    return len(steps)
+
+
+def test_of_several_engines_one_dies_now_and_then(task: Path, tmp_path: Path) -> None:
+    overrides = (
+        "rollout.num_engines=2",
+        "trainer.steps=5",
+        "checkpoint.every_steps=100",
+        "rollout.max_engine_restarts=9",
+    )
+    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
+    train(task, undisturbed, *overrides)
+    with TrainProcess(task, run_dir, overrides) as run:
+        killed = kill_in_turn(run, range(1, 5, 2), 0.2)
+        assert run.finish() == 0, run.text()[-4000:]
+        assert not run.left_after(30)
+    assert restarts(run_dir) == killed
+    assert every_group_once(run_dir, samples=4)
+    assert_same_run(run_dir, undisturbed)
+
+
+@pytest.mark.on_demand
+def test_three_engines_of_which_one_is_killed_every_ten_steps(task: Path, tmp_path: Path) -> None:
+    overrides = (
+        "rollout.num_engines=3",
+        "trainer.steps=50",
+        "checkpoint.every_steps=100",
+        "rollout.max_engine_restarts=9",
+    )
+    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
+    train(task, undisturbed, *overrides)
+    with TrainProcess(task, run_dir, overrides) as run:
+        killed = kill_in_turn(run, range(10, 50, 10), 0.25)
+        assert run.finish(600) == 0, run.text()[-4000:]
+    assert restarts(run_dir) == killed
+    assert every_group_once(run_dir, samples=4)
+    assert_same_run(run_dir, undisturbed)

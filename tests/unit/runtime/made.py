@@ -1,0 +1,20 @@
+"""Chunks of makers that are not there, for tests of those who read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.runtime.roles.delivery import Chunk, Place
+from mcore_rl.types import BuffersRef, RolloutTask, SamplingOptions
+
+NONE = np.empty(0, np.int64)
+TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
+
+
+def chunk(
+    maker: str, handle: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+) -> BuffersRef:
+    return BuffersRef(Chunk(Place(maker, handle, key), TASK, renew))
