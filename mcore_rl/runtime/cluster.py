@@ -62,6 +62,8 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[An
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Errors of calls that nobody waits for any more are those of processes of which the run has told already.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     for name, value in process_environment(on_gpus=uses_cuda(config.cluster)).items():
         os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
     session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)

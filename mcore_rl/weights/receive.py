@@ -22,7 +22,7 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Slice, views
 from mcore_rl.weights.sync_plan import Arrivals
 from mcore_rl.weights.transports.interface import Inlet
-from mcore_rl.weights.transports.link import Kind, Link, Topic, leave_if_lost
+from mcore_rl.weights.transports.link import Kind, Link, Topic
 from mcore_rl.weights.verify import DIGEST_BYTES
 
 Put = Callable[[str, tuple[int, ...], torch.Tensor], None]
@@ -56,7 +56,7 @@ class SliceReceiver:
         """
         self._expect("updating", f"bucket {turn}")
         with self._broken_on_error():
-            return leave_if_lost(lambda: self._receive(turn, put), self._let_go)
+            return self._receive(turn, put)
 
     def _receive(self, turn: int, put: Put) -> int:
         if turn != self._next:
@@ -91,7 +91,7 @@ class SliceReceiver:
         """
         self._expect("attached", "digests")
         with self._broken_on_error():
-            return leave_if_lost(self._digests, self._let_go)
+            return self._digests()
 
     def _digests(self) -> list[tuple[Slice, bytes]]:
         by_sender: dict[int, list[Slice]] = {}
@@ -112,13 +112,11 @@ class SliceReceiver:
     @contextmanager
     def _broken_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with self._link.leaving_if_lost():
+                yield
         except BaseException:
             self._state = "broken"
             raise
-
-    def _let_go(self) -> None:
-        del self._inlet, self._link
 
 
 def first_index(each: Slice) -> tuple[int, ...]:

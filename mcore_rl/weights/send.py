@@ -16,7 +16,7 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.interface import Outlet
-from mcore_rl.weights.transports.link import Kind, Topic, leave_if_lost
+from mcore_rl.weights.transports.link import Kind, Topic
 from mcore_rl.weights.transports.mapped import MappedOutlet, MappedWindow, Relay
 from mcore_rl.weights.transports.network import NetworkOutlet
 from mcore_rl.weights.transports.wires import Wires
@@ -72,7 +72,8 @@ class WeightSender:
         tensors: this rank's parameters by canonical mcore name.
         Raises: PeerLostError; WeightSyncError where a tensor is not what the plan says.
         """
-        return leave_if_lost(lambda: self._send_update(tensors, span), self._let_go)
+        with self._link.leaving_if_lost():
+            return self._send_update(tensors, span)
 
     def _send_update(self, tensors: Mapping[str, torch.Tensor], span: Span) -> npt.NDArray[np.int64]:
         sent = np.zeros(len(self._plan.topology.windows), np.int64)
@@ -102,10 +103,8 @@ class WeightSender:
 
         Raises: PeerLostError.
         """
-        leave_if_lost(lambda: self._send_digests(tensors), self._let_go)
-
-    def _let_go(self) -> None:
-        del self._link, self._wires, self._outlets, self._relays
+        with self._link.leaving_if_lost():
+            self._send_digests(tensors)
 
     def _send_digests(self, tensors: Mapping[str, torch.Tensor]) -> None:
         topology = self._plan.topology

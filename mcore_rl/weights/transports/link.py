@@ -6,23 +6,21 @@ that will have anything to say connect first (`greet`).
 
 from __future__ import annotations
 
+import ctypes
 import enum
-import gc
 import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
-
-T = TypeVar("T")
 
 
 class Kind(enum.IntEnum):
@@ -38,6 +36,8 @@ class Kind(enum.IntEnum):
     FREE_TO_RELAY = 4
     DIGESTS = 5
     GREETING = 6
+    NOTHING = 7
+    """Is never sent."""
 
 
 class Topic(NamedTuple):
@@ -114,6 +114,10 @@ class Link:
         self._member = member
         self._name = name
         self._sent: list[Pending] = []
+        self._peers: list[int] = []
+        # The end of a group that has lost a member may wait for ever for a thread of gloo's (torch 2.13), which then
+        # has nothing to do but the dead connection: a group stays until its process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     @classmethod
     def connect(
@@ -147,6 +151,7 @@ class Link:
 
         Raises: PeerLostError.
         """
+        self._peers = sorted(peers)
         # gloo connects a pair when both want to, and waits: all go through the pairs in one order, so that none waits
         # for another in a ring.
         for peer in sorted(peers, key=lambda peer: (min(peer, self._member), max(peer, self._member))):
@@ -174,6 +179,26 @@ class Link:
     def _lost(self, peer: int) -> AbstractContextManager[None]:
         return Lost(self._name(peer))
 
+    @contextmanager
+    def leaving_if_lost(self) -> Iterator[None]:
+        """Where a peer is lost inside, those who wait for this process learn at once that it is lost to them too, and
+        not after the group's time. Nothing can be said afterwards."""
+        try:
+            yield
+        except PeerLostError:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """gloo closes all connections of a group where a wait ends without its message, and on no other demand."""
+        for peer in self._peers:
+            try:
+                nothing = self._group.recv([torch.zeros(1)], peer, Topic(Kind.NOTHING, 0, 0).tag)
+                nothing.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return  # the others' connections were gone already
+
     def flush(self) -> None:
         """Waits until all that was told has been heard.
 
@@ -182,22 +207,6 @@ class Link:
         sent, self._sent = self._sent, []
         for pending in sent:
             pending.wait()
-
-
-def leave_if_lost(call: Callable[[], T], let_go: Callable[[], None]) -> T:
-    """The result of `call`. Where it lost a peer, this process leaves the group, so that those who wait for it learn at
-    once what has happened, and not after the group's time: gloo (torch 2.13) closes its connections only when nothing
-    refers to them any more, so `let_go` drops the caller's references, after the frames that failed are gone.
-
-    Raises: PeerLostError.
-    """
-    try:
-        return call()
-    except PeerLostError as error:
-        lost = str(error)
-    let_go()
-    gc.collect()
-    raise PeerLostError(lost)
 
 
 class Ears:
