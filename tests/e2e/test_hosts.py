@@ -98,6 +98,26 @@ FAULTS = {
 USUAL = ("an engine rank on the other host dies",)
 
 
+@pytest.mark.on_demand
+@pytest.mark.parametrize("title", ["VLLM", "ray::FollowerProcess"])
+def test_an_engine_over_both_hosts_starts_again_to_the_same_run(
+    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, title: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with start(hosts, task, run_dir, *WAYS["one engine over both hosts"], "checkpoint.every_steps=1") as run:
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_2").is_dir())
+        hosts.signal("B", title, signal.SIGKILL)
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "it starts again (1 of 3 times)" in run.text()
+    figures = metrics(run_dir)
+    assert sum(row.get("engine/restarts", 0) for row in figures.values()) == 1
+    for name, value in metrics(whole_run)[4].items():
+        if not name.startswith(("rollout/", "weights/")):
+            assert figures[4][name] == value, name
+    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM")
+    assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
+
+
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[pytest.mark.on_demand] * (name not in USUAL)) for name in FAULTS]
 )
@@ -109,6 +129,7 @@ def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
         *WAYS["one engine over both hosts"],
         f"cluster.collective_timeout_seconds={timeout}",
         "checkpoint.every_steps=1",
+        "rollout.max_engine_restarts=0",
     )
     title, what = FAULTS[fault]
     with start(hosts, task, run_dir, *overrides) as run:
