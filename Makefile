@@ -6,6 +6,7 @@ SHELL := /usr/bin/env bash
 
 EXTRA ?= cpu
 HOSTS ?= 1
+ENGINE ?= vllm
 PY := .venv/bin/python
 # One thread per process: the runs and the tests start several, and threads that fight for cores are slower than one.
 export OMP_NUM_THREADS ?= 1
@@ -16,8 +17,8 @@ help: ## this list
 setup: ## make .venv ready (the other targets do it by themselves)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended
-	@$(PY) scripts/demo.py --hosts $(HOSTS) $(ARGS)
+demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended; ENGINE=sglang
+	@$(PY) scripts/demo.py --hosts $(HOSTS) rollout.engine=$(ENGINE) $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
 	@$(PY) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)

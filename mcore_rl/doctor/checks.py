@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
 from mcore_rl.spec import installed
 from mcore_rl.spec.installed import TRANSFORMER_ENGINE, has_module
 
@@ -66,8 +67,6 @@ PACKAGES = (
     Package("psutil", ("psutil",), "psutil", Need.BOTH, "megatron's distributed checkpoints", CPU_INSTALL),
     Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
     Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
-    Package("sglang", ("sglang",), "sglang", Need.EXTRA, "rollout.engine=sglang",
-            "make sglang: an environment of its own, which is not looked into from here (it wants another torch)"),
     Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "packed attention on GPUs older than Hopper",
             "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (builds for long, needs nvcc)"),
 )  # fmt: skip
@@ -137,6 +136,20 @@ def check_vllm() -> list[Check]:
         Check("vllm (CPU)", bool(cpu) and module, cpu or "-", Need.CPU, f"{feature} on CPU", CPU_INSTALL),
         Check("vllm (CUDA)", bool(gpu) and module, gpu or "-", Need.GPU, f"{feature} on GPUs", GPU_INSTALL),
     ]
+
+
+def check_sglang() -> Check:
+    """It has an environment of its own, since it wants other versions of much that is here."""
+    version = sglang_version()
+    state = f"{version} beside {sglang_python()}" if version else "-"
+    return Check(
+        "sglang",
+        version == SGLANG_VERSION,
+        state,
+        Need.EXTRA,
+        "rollout.engine=sglang",
+        "make sglang",
+    )
 
 
 def check_transformer_engine() -> Check:
@@ -224,6 +237,7 @@ def report() -> list[Check]:
         check_python(),
         *check_torch(),
         *check_vllm(),
+        check_sglang(),
         *(check_package(package) for package in PACKAGES),
         check_transformer_engine(),
         check_apex(),

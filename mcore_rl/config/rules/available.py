@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from mcore_rl.config.schema import Config
 SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
 """Environment variable that names the interpreter of SGLang's environment."""
 
+SGLANG_VERSION = "0.5.23"
+"""Whose internals are used: no other one will do."""
+
 
 def sglang_python() -> Path:
     """Where it is by default: `make sglang` puts it there."""
@@ -18,13 +22,25 @@ def sglang_python() -> Path:
     return Path(os.environ.get(SGLANG_PYTHON, beside))
 
 
+def sglang_version() -> str | None:
+    """That of its environment, whose packages are looked up and not imported; None where there is none."""
+    for packages in sglang_python().parents[1].glob("lib/python3*/site-packages"):
+        for distribution in importlib.metadata.distributions(name="sglang", path=[str(packages)]):
+            return distribution.version
+    return None
+
+
 def missing_engine(config: Config) -> str | None:
     """What to do where responses are sampled by an engine that is not on this machine."""
-    if is_supervised(config.algorithm) or config.rollout.engine == "vllm" or sglang_python().is_file():
+    if is_supervised(config.algorithm) or config.rollout.engine == "vllm":
         return None
+    python, version = sglang_python(), sglang_version()
+    if python.is_file() and version == SGLANG_VERSION:
+        return None
+    found = f"has {f'SGLang {version}' if version else 'no SGLang'}" if python.is_file() else "is not there"
     return (
-        f"rollout.engine=sglang: {sglang_python()} is not there; run `make sglang`, or name in {SGLANG_PYTHON} the "
-        "interpreter of an environment with SGLang"
+        f"rollout.engine=sglang: {python} {found}, and SGLang {SGLANG_VERSION} is needed; run `make sglang`, or name "
+        f"in {SGLANG_PYTHON} the interpreter of an environment with it"
     )
 
 
