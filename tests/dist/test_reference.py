@@ -21,9 +21,12 @@ from tests.dist import policy_batch
 from tests.dist.launch import launch
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
-# As in test_actor_gradients: float32 against float64. A sign, a coefficient or a neighbouring token is off by 1e-2.
+# Float32 against float64. A sign, a coefficient or a neighbouring token is off by 1e-2; on some CPUs the gradient of a
+# router is off by 1.03e-5.
 LOGP_TOLERANCE = 2e-5
-GRADIENT_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 2e-5
+SAME = 5e-6
+"""Of the same weights: on some CPUs (AMD's, of those seen) two passes differ in a logit's last place, by 1e-6."""
 ONE_MICROBATCH, SMALL = 10_000, 24
 IN_LOSS, IN_REWARD = 0.7, 0.3
 Case = tuple[str, dict[str, Any], int]
@@ -321,8 +324,8 @@ def lives(directories: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_it_starts_as_the_policy_stays_and_is_refreshed(lives: list[dict[str, Any]]) -> None:
     distance = {name: max(rank[name] for rank in lives) for name in ("at first", "after updates", "left behind")}
-    assert distance["at first"] == 0
-    assert max(rank["refreshed"] for rank in lives) == 0
+    assert distance["at first"] <= SAME
+    assert max(rank["refreshed"] for rank in lives) <= SAME
     assert distance["after updates"] > 1e-2
     assert distance["left behind"] > 1e-3
 
