@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -119,15 +120,20 @@ class EnginePool:
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on any engine."""
-        handles = [engine.handle for engine in self.engines if engine.serves]
-        calls = [
-            handles[i % len(handles)].amend_records.remote(
-                task.records, scalars.rewards, scalars.accuracies, dict(scalars.scores)
+        changed = [(task.records, scalars) for task, (_, scalars) in zip(tasks, results, strict=True) if task.records]
+
+        def amend() -> None:
+            if all(engine.starting is not None for engine in self.engines):
+                self.settle()
+            handles = itertools.cycle([engine.handle for engine in self.engines if engine.starting is None])
+            self.watch.get(
+                [
+                    handle.amend_records.remote(records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
+                    for handle, (records, scalars) in zip(handles, changed, strict=False)
+                ]
             )
-            for i, (task, (_, scalars)) in enumerate(zip(tasks, results, strict=True))
-            if task.records is not None
-        ]
-        self.watch.get(calls)
+
+        self.insist(amend)
 
     @property
     def mean_tokens(self) -> float:

@@ -85,7 +85,8 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
 
 def test_a_process_meets_others_at_its_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set here goes with the test
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "the user's")
     meet_at("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
