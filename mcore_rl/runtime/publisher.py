@@ -89,6 +89,8 @@ class SlicePublisher:
         """
 
         def compare() -> WeightSyncError | None:
+            if self._broken:  # an engine was lost in the comparison before
+                self.publish(self.version)
             sending = self.trainers.begin("send_digests")
             results = self.trainers.watch.get(self.engines.send("compare_weights") + sending.references)
             for engine, ranks in zip(self.engines.engines, results[: self.engines.num_engines], strict=True):
