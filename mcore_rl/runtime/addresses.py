@@ -9,25 +9,32 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.errors import ConfigError
+
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 10_000
+TRIED = 100
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, below those that the kernel gives to outgoing connections: on a busy host one
-    of these would be taken again before its server listens.
+    """A port that was free a moment ago, if one is below those that the kernel gives to outgoing connections: on a
+    busy host one of these would be taken again before its server listens.
 
-    Raises: OSError when all candidates are taken.
+    Raises: ConfigError naming this host when none is free.
     """
-    first = int(EPHEMERAL.read_text().split()[0])
-    for port in random.SystemRandom().sample(range(max(first - CANDIDATES, 1024), first), 100):
+    end = int(EPHEMERAL.read_text().split()[0])
+    below = range(max(end - CANDIDATES, 1024), end)
+    for port in [*random.SystemRandom().sample(below, min(TRIED, len(below))), 0]:
         with socket.socket() as listener:
             try:
                 listener.bind(("", port))
             except OSError:
                 continue
-            return port
-    raise OSError("none of 100 ports below the ephemeral range is free")
+            return int(listener.getsockname()[1])
+    raise ConfigError(
+        f"{socket.gethostname()}: no port is free for processes to meet at; end what holds them, or give the kernel "
+        "more (sysctl net.ipv4.ip_local_port_range)"
+    )
 
 
 def meet_at(address: str) -> None:

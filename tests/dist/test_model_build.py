@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,20 @@ def _free_port() -> int:
 
 def test_ranks_meet_at_an_address_and_may_leave_twice() -> None:
     assert launch(_join, 2, _free_port(), "cpu") == [[3, 2], [3, 2]]
+
+
+def _meet_where_another_listens(rank: int) -> str:
+    from mcore_rl.errors import ConfigError
+    from mcore_rl.megatron.build.parallel import _meeting_point
+
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError) as refused:
+        _meeting_point(f"tcp://127.0.0.1:{other.getsockname()[1]}", rank, 1, timedelta(seconds=5))
+    return str(refused.value)
+
+
+def test_a_port_that_another_process_has_taken_is_named_with_its_host() -> None:
+    (said,) = launch(_meet_where_another_listens, 1)
+    assert re.match(rf"{socket.gethostname()}: another process has taken port \d+, .* start again", said)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is present")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from datetime import timedelta
 from typing import Any
@@ -61,10 +62,22 @@ def _meeting_point(init_method: str, rank: int, world_size: int, timeout: timede
         return {"init_method": init_method}
     options: dict[str, Any] = {"timeout": timeout, "is_master": rank == 0}
     if rank == 0:
-        family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
-        listener = socket.create_server((address.hostname, address.port), family=family)
-        options["master_listen_fd"] = listener.detach()
+        options["master_listen_fd"] = _listen(address.hostname, address.port).detach()
     return {"store": dist.TCPStore(address.hostname, address.port, world_size, **options)}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises: ConfigError when another process has the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(
+            f"{socket.gethostname()}: another process has taken port {port}, where ranks were to meet; start again: "
+            "the port is another one each time"
+        ) from None
 
 
 def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, gloo_groups: bool = True) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.addresses import meet_at, missing_interface
+from mcore_rl.runtime import addresses
+from mcore_rl.runtime.addresses import free_port, meet_at, missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, answer, check_hosts, digest, named_paths
 
 
@@ -81,6 +84,34 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
     assert missing_interface() == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, but .*lo.* leave it out", missing_interface())
+
+
+class _Taken(socket.socket):
+    """Some other process has this port, whichever is asked for, but those in `free`."""
+
+    free: tuple[int, ...] = ()
+
+    def bind(self, address: Any) -> None:
+        if address[1] not in self.free:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        super().bind(address)
+
+
+def test_a_port_to_meet_at_is_not_one_that_the_kernel_gives_to_connections() -> None:
+    first = int(addresses.EPHEMERAL.read_text().split()[0])
+    assert first - addresses.CANDIDATES <= free_port() < first
+
+
+def test_where_no_port_below_the_kernels_is_free_it_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", _Taken)
+    monkeypatch.setattr(_Taken, "free", (0,))
+    assert free_port() >= int(addresses.EPHEMERAL.read_text().split()[0])
+
+
+def test_a_host_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", _Taken)
+    with pytest.raises(ConfigError, match=rf"{socket.gethostname()}: no port is free .* end what holds them"):
+        free_port()
 
 
 def test_a_process_meets_others_at_its_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
