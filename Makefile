@@ -7,6 +7,8 @@ SHELL := /usr/bin/env bash
 EXTRA ?= cpu
 HOSTS ?= 1
 ENGINE ?= vllm
+# Of the test suite. Runs from end to end wait for each other's processes now and then: one more than two cores are busy with.
+WORKERS ?= 3
 PY := .venv/bin/python
 # One thread per process: the runs and the tests start several, and threads that fight for cores are slower than one.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +23,7 @@ demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with
 	@$(PY) scripts/demo.py --hosts $(HOSTS) rollout.engine=$(ENGINE) $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
-	@$(PY) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
 gpu: setup ## tests and benchmarks that need a GPU; without one, what each of them needs; ARGS as for test
