@@ -47,19 +47,34 @@ class RewardConfig:
 
 @dataclass
 class JudgeConfig:
-    """A frozen language model that reads every response and writes a score, on inference engines of its own."""
+    """A frozen language model that reads every response and writes a score, on inference engines of its own or behind
+    a server that others keep."""
 
     hf_path: str | None = setting(None, path=True)
-    """HF directory, of a supported family; null: no judge."""
+    """HF directory, of a supported family, for engines of the run's own; null: no such judge."""
+    url: str | None = None
+    """Address of an OpenAI-compatible server, such as http://host:8000/v1, that is asked instead; null: none is."""
+    served_model: str | None = None
+    """Name by which the server has the judge; null: the only model that it serves."""
+    api_key_variable: str | None = None
+    """Environment variable, of the process that starts the run, with the server's key; null: it wants none."""
+    timeout_seconds: float = setting(120.0, above=0)
+    """Of one question to the server."""
+    max_retries: int = setting(3, minimum=0)
+    """Of a question that the server did not answer, at growing intervals. What then failed has no score;
+    reward.max_error_fraction of a step's or a validation's questions end the run."""
+    engine: str | None = setting(None, choices=("vllm", "sglang"))
+    """vllm or sglang; null: rollout.engine."""
     tokenizer_path: str | None = setting(None, path=True)
-    """Directory or tokenizer.json file; null: judge.hf_path."""
+    """Directory or tokenizer.json file; null: judge.hf_path. With judge.url it may be left out: then no question is
+    too long before the server says so, and what responses spell of control tokens is left in them."""
     dtype: str | None = setting(None, choices=("float32", "bfloat16"))
     """float32 or bfloat16; null: model.dtype."""
     weight: float = 1.0
     """Of the judge's score in the reward."""
     template: str | None = None
     """What the judge is asked, or a .txt file with it; {prompt}, {response} and {ground_truth} are replaced. Where its
-    tokenizer has a chat template, this is a user's message."""
+    tokenizer has a chat template, and on a server, this is a user's message."""
     score_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the number; its last match in the judge's answer is the score."""
     parser: str | None = setting(None, function=True)
@@ -87,7 +102,7 @@ class JudgeConfig:
     """An answer that reaches it is read as far as it goes, but a score at its very end, which may lack digits, counts
     as none."""
     max_concurrent_requests: int = setting(256, minimum=1)
-    """Sequences that one engine decodes together."""
+    """Sequences that one engine decodes together; questions that are under way to a server."""
     kv_cache_gib: float = setting(0.25, above=0)
     """As in rollout, for judges."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)

@@ -19,7 +19,7 @@ from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.names import role_keys
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, uses_judge, validate_judge
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, has_judge_engines, validate_judge
 from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
@@ -119,7 +119,7 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
         validate_reward_model(config)
         ranks = num_reward_model_ranks(config)
         model = role_ranks(config, config.reward_model, ranks, trained=False, cuda=cuda)
-    judge = judge_rank(config, cuda=cuda) if uses_judge(config) else None
+    judge = judge_rank(config, cuda=cuda) if has_judge_engines(config) else None
     reference = uses_reference(config) and not base_is_reference(config)
     windows = 0 if is_supervised(config.algorithm) else gpu_window_bytes(config, cuda=cuda)
     everywhere = Beside(None, None, judge if cuda else None, reference, config.reference.offload, windows)

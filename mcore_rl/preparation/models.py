@@ -17,13 +17,14 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.names import role_key, role_keys
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text, uses_judge
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
+from mcore_rl.rewards.judge.server import try_server
 from mcore_rl.spec.adapters import bound_adapters, check_adapter, check_peft_names
 from mcore_rl.spec.installed import look
 from mcore_rl.spec.layout import model_arguments
@@ -143,12 +144,17 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
         return
     if not needs.advantages:
         raise ConfigError(
-            f"judge.hf_path={config.judge.hf_path} has nothing to read: algorithm.policy_loss.name="
-            f"{config.algorithm.policy_loss.name} samples no responses; set it to null"
+            f"{'judge.hf_path' if has_judge_engines(config) else 'judge.url'} names a judge that has nothing to read: "
+            f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} samples no responses; set it to null"
         )
-    score_reader(config.judge)
-    with role_keys(JUDGE_KEYS):
-        view = as_policy(config)
-        check_weights(view)
-        tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
-    check_room(JudgePrompts(tokenizer, template_text(config.judge)), prompts, config.judge.max_prompt_tokens)
+    judge = config.judge
+    score_reader(judge)
+    if has_judge_engines(config):
+        with role_keys(JUDGE_KEYS):
+            check_weights(as_policy(config))
+    if (path := judge.tokenizer_path or judge.hf_path) is not None:
+        with role_keys(JUDGE_KEYS):
+            tokenizer = load_tokenizer(path)
+        check_room(JudgePrompts(tokenizer, template_text(judge)), prompts, judge.max_prompt_tokens)
+    if judge.url is not None:
+        try_server(judge, server_key(judge))

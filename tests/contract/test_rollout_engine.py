@@ -234,6 +234,25 @@ def test_finish_reasons(engine: RemoteEngine) -> None:
         assert stopped or len(ids) == 32
 
 
+def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteEngine) -> None:
+    prompts = np.random.default_rng(6).integers(2, VOCABULARY, size=(6, 32)).astype(np.int32)
+    requests = [GenerationRequest(str(n), prompt, n, SamplingOptions(32)) for n, prompt in enumerate(prompts)]
+    done = engine.generate(requests)
+    cut = [request for request in requests if done[request.request_id].finish_reason == "length"]
+    assert [len(done[request.request_id].token_ids) for request in cut] == [32] * len(cut)
+    whole = done[cut[0].request_id]
+    partial = replace(
+        whole,
+        token_ids=whole.token_ids[:31],
+        logp=whole.logp[:31],
+        versions=whole.versions[:31],
+        finish_reason="abort",
+        routed_experts=None if whole.routed_experts is None else whole.routed_experts[: 32 + 31 - 1],
+    )
+    (resumed,) = engine.generate([replace(cut[0], partial=partial)]).values()
+    assert resumed.token_ids.tolist() == whole.token_ids.tolist()
+
+
 def test_input_that_cannot_be_generated_is_refused_and_leaves_nothing_behind(engine: RemoteEngine) -> None:
     ids = np.array([5, 6], np.int32)
     bad = [

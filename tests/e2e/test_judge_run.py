@@ -3,10 +3,16 @@ and its record, and is what transformers writes with the same weights."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +157,56 @@ def test_validation_is_judged_as_well(
         question, text, _ = written_by_transformers(record)
         assert record["judge"][0]["text"] == (text if len(question) <= QUESTION_TOKENS else "")
     assert not list((judged_run / "rollouts").glob(".*"))
+
+
+@contextlib.contextmanager
+def vllm_server(model: Path) -> Iterator[str]:
+    """Its address, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    words += ["--max-model-len", str(QUESTION_TOKENS + ANSWER_TOKENS), "--served-model-name", "the-judge"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": "a secret"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 240
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None, "vLLM's server ended"
+            assert time.monotonic() < until, "vLLM's server does not listen"
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()  # killed, it would leave its shared memory behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.on_demand
+def test_a_judge_on_vllms_server_and_one_on_sglang_write_what_the_runs_own_writes(
+    task: Path, judge: Path, judged_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = f"judge.parser={task.parent / 'parser.py'}:last_digit"
+    monkeypatch.setenv("JUDGE_KEY", "a secret")
+    with vllm_server(judge) as url:
+        own = ("judge.num_engines", "judge.kv_cache_gib")
+        server = (f"judge.url={url}", f"judge.tokenizer_path={judge}", "judge.api_key_variable=JUDGE_KEY")
+        train(task, tmp_path / "server", *(each for each in OVERRIDES if not each.startswith(own)), parser, *server)
+    train(task, tmp_path / "sglang", *OVERRIDES, parser, f"judge.hf_path={judge}", "judge.engine=sglang")
+    for directory in (tmp_path / "server", tmp_path / "sglang"):
+        for name in ("step_1", "val_step_1"):
+            assert records(directory, name) == records(judged_run, name)
+    kept = (tmp_path / "server").rglob("*")
+    assert not any(b"a secret" in path.read_bytes() for path in kept if path.is_file())
 
 
 @pytest.mark.on_demand

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.names import role_keys
@@ -24,7 +26,18 @@ JUDGE_KEYS = {
 """Of a policy's keys -> of the judge, for role_keys."""
 
 
+OF_A_SERVER = ("url", "served_model", "api_key_variable", "timeout_seconds", "max_retries")
+"""Keys of the section that a judge on engines of the run's own has no use for."""
+OF_ENGINES = ("engine", "dtype", "num_engines", "tp", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
+"""And those that a judge on a server has no use for."""
+
+
 def uses_judge(config: Config) -> bool:
+    return has_judge_engines(config) or config.judge.url is not None
+
+
+def has_judge_engines(config: Config) -> bool:
+    """Whether the judge runs on engines of the run's own."""
     return config.judge.hf_path is not None
 
 
@@ -33,6 +46,7 @@ def as_policy(config: Config) -> Config:
     judge, names = config.judge, {field.name for field in fields(RolloutConfig)}
     assert judge.hf_path is not None
     same = {field.name: getattr(judge, field.name) for field in fields(JudgeConfig) if field.name in names}
+    same["engine"] = judge.engine or config.rollout.engine
     model = replace(
         config.model,
         hf_path=judge.hf_path,
@@ -51,8 +65,12 @@ def validate_judge(config: Config) -> None:
     """
     judge = config.judge
     if not uses_judge(config):
-        refuse_unless_default("judge", judge, "set judge.hf_path")
+        refuse_unless_default("judge", judge, "set judge.hf_path or judge.url")
         return
+    if judge.url is not None:
+        _check_server(judge, judge.url)
+    else:
+        refuse_unless_default("judge", judge, "set judge.url instead of judge.hf_path", OF_A_SERVER)
     _check_numbers(judge)
     compiled_pattern(judge)
     text = template_text(judge)
@@ -65,9 +83,10 @@ def validate_judge(config: Config) -> None:
             f"judge.score_pattern={judge.score_pattern} has no effect: judge.parser={judge.parser} finds the score; "
             "set one of the two"
         )
-    with role_keys(JUDGE_KEYS):
-        view = as_policy(config)
-        check_model(view, read_hf_config(view))
+    if has_judge_engines(config):
+        with role_keys(JUDGE_KEYS):
+            view = as_policy(config)
+            check_model(view, read_hf_config(view))
 
 
 def template_text(judge: JudgeConfig) -> str:
@@ -78,8 +97,8 @@ def template_text(judge: JudgeConfig) -> str:
     template = judge.template
     if template is None:
         raise ConfigError(
-            "judge.template must be set with judge.hf_path: the text that asks for a score, with {prompt} and "
-            "{response} in it, or a .txt file with it"
+            "judge.template must be set with a judge: the text that asks for a score, with {prompt} and {response} in "
+            "it, or a .txt file with it"
         )
     if not template.endswith(".txt") or PLACEHOLDERS.search(template):
         return template
@@ -105,9 +124,34 @@ def compiled_pattern(judge: JudgeConfig) -> re.Pattern[str]:
     return pattern
 
 
+def _check_server(judge: JudgeConfig, url: str) -> None:
+    if judge.hf_path is not None:
+        raise ConfigError(
+            f"judge.hf_path={judge.hf_path} has no effect with judge.url={url}; set one of the two (the server's "
+            "tokenizer is judge.tokenizer_path)"
+        )
+    address = urlsplit(url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ConfigError(f"judge.url={url} is no address of a server; write it as http://host:8000/v1")
+    refuse_unless_default("judge", judge, "set judge.hf_path instead of judge.url", OF_ENGINES)
+
+
+def server_key(judge: JudgeConfig) -> str | None:
+    """What judge.api_key_variable holds in this process; None: the server wants no key.
+
+    Raises: ConfigError where it holds nothing.
+    """
+    variable = judge.api_key_variable
+    if variable is None:
+        return None
+    if key := os.environ.get(variable):
+        return key
+    raise ConfigError(f"judge.api_key_variable={variable}: there is no such environment variable; export it")
+
+
 def _check_numbers(judge: JudgeConfig) -> None:
     if judge.weight == 0:
-        raise ConfigError("judge.weight=0 leaves a judge without effect; set judge.hf_path to null")
+        raise ConfigError("judge.weight=0 leaves a judge without effect; set judge.hf_path and judge.url to null")
     low, high = judge.min_score, judge.max_score
     if low is not None and high is not None and low >= high:
         raise ConfigError(f"judge.min_score={low} must be below judge.max_score={high}")

@@ -41,8 +41,9 @@ def check_rewards(config: Config) -> None:
             f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
             "reward_model.hf_path to null"
         )
-    if config.reward.function == NO_RULE and not uses_reward_model(config) and config.judge.hf_path is None:
+    no_judge = config.judge.hf_path is None and config.judge.url is None
+    if config.reward.function == NO_RULE and not uses_reward_model(config) and no_judge:
         raise ConfigError(
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
-            "classification checkpoint, judge.hf_path to a model that judges, or reward.function to a rule"
+            "classification checkpoint, judge.hf_path or judge.url to a model that judges, or reward.function to a rule"
         )

@@ -139,6 +139,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by scheduler.SPARE_TOKENS, which are never used
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks))

@@ -36,6 +36,9 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 SHARED_MEMORY = Path("/dev/shm")
+SPARE_TOKENS = 6
+"""Of SGLang's context that no request reaches: a response is cut two tokens before its end, and no prompt, with all but
+the last token of a response that goes on, may come to its last six (tp_worker.py, scheduler.py)."""
 
 
 class _Kept:
@@ -220,7 +223,7 @@ def _server_arguments(settings: RankSettings) -> dict[str, Any]:
         "load_format": "auto" if settings.load_weights else "dummy",
         "skip_tokenizer_init": True,
         "disable_overlap_schedule": True,  # with it a step returns the batch before
-        "context_length": settings.context_tokens,
+        "context_length": settings.context_tokens + SPARE_TOKENS,
         "max_running_requests": settings.max_requests,
         "tp_size": settings.num_ranks,
         "random_seed": settings.seed,

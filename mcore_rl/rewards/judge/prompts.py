@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,40 +19,47 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class JudgePrompts:
-    """Renders questions by the judge's chat template, as a user's message, or as they are where it has none.
+class Template:
+    """The text that asks for a score.
 
     What a prompt or a response spells out of the judge's control tokens is removed: else a policy could learn to end
     the question and to write the judge's answer itself. Braces mean nothing in them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-        self._template = template
-        self._renderer = PromptRenderer(tokenizer, DataConfig())
-        self._controls = _pattern_of(_control_tokens(tokenizer, self._renderer.render("?", "judge.template")))
+    def __init__(self, text: str, control_tokens: Iterable[str] = ()) -> None:
+        self._text, self._controls = text, _pattern_of(control_tokens)
 
-    def render(self, prompt: Prompt, response: str) -> str:
-        """The text that the judge continues.
-
-        Raises: DataError when the chat template refuses it.
-        """
+    def filled(self, prompt: Prompt, response: str) -> str:
         question = "\n\n".join(message["content"] for message in prompt.messages)
         values = {"prompt": question, "response": response, "ground_truth": str(prompt.ground_truth)}
-        return self._renderer.render(self._filled(values), f"judge.template, prompt {prompt.row}")
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of rendered questions, int32."""
-        return encode(self._renderer.tokenizer, texts, self._renderer.leading_ids)
-
-    def _filled(self, values: Mapping[str, str]) -> str:
         # In one pass: what is put in is not looked at again.
-        return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._template)
+        return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._text)
 
     def _without_controls(self, text: str) -> str:
         # Again and again: what is left may close up to another.
         while (shorter := self._controls.sub("", text)) != text:
             text = shorter
         return text
+
+
+class JudgePrompts:
+    """Renders questions by the judge's chat template, as a user's message, or as they are where it has none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        self._renderer = PromptRenderer(tokenizer, DataConfig())
+        controls = _control_tokens(tokenizer, self._renderer.render("?", "judge.template"))
+        self.template = Template(template, controls)
+
+    def render(self, prompt: Prompt, response: str) -> str:
+        """The text that the judge continues.
+
+        Raises: DataError when the chat template refuses it.
+        """
+        return self._renderer.render(self.template.filled(prompt, response), f"judge.template, prompt {prompt.row}")
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of rendered questions, int32."""
+        return encode(self._renderer.tokenizer, texts, self._renderer.leading_ids)
 
 
 def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit: int) -> None:
@@ -76,6 +83,6 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[st
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special or str(token) in rendered)}
 
 
-def _pattern_of(tokens: set[str]) -> re.Pattern[str]:
+def _pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

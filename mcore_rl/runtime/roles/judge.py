@@ -11,15 +11,17 @@ import ray
 
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, template_text
+from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, server_key, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
 from mcore_rl.ports import ResponseScorer
+from mcore_rl.rewards.judge.answers import EngineAnswerer
 from mcore_rl.rewards.judge.judge import Judge
-from mcore_rl.rewards.judge.prompts import JudgePrompts
+from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
+from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
@@ -31,26 +33,20 @@ from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryB
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class JudgeProcess(RunProcess):
-    """One judge engine. It sleeps but while it scores: on GPUs others need the memory, and everywhere an engine that
-    remembers no earlier prefixes answers a resumed run as it answers an uninterrupted one."""
+    """One judge engine, or who asks a server."""
 
-    def setup(self, config: Config, visible_devices: str | None, prompts: Mapping[str, Any]) -> None:
+    def setup(self, config: Config, visible_devices: str | None, prompts: Mapping[str, Any], key: str | None) -> None:
+        """`key` is the server's."""
         see_only(visible_devices)
 
         with self.spans.span("setup"):
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = build_judge(config, self.name, resolved)
-            self.worker.judge.engine.sleep(keep_weights=True)
+            self.worker = build_judge(config, self.name, resolved, key)
 
     def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
         """As JudgeWorker.score."""
-        engine = self.worker.judge.engine
-        with self.spans.span("judge"):
-            for part in ("weights", "kv_cache"):
-                engine.wake_up(part)
-            scores_and_metrics = self.worker.score(given, trajectories)
-            engine.sleep(keep_weights=True)
-        return scores_and_metrics
+        with self.spans.span("judge"), self.worker.judge.answerer.awake():
+            return self.worker.score(given, trajectories)
 
 
 @dataclass
@@ -106,7 +102,7 @@ def judge_role(config: JudgeConfig) -> Role:
     return Role(
         name="judge engine",
         process=JudgeProcess,
-        guests=Guests("judge", config.num_engines, config.tp),
+        guests=Guests("judge", config.num_engines, config.tp) if config.url is None else Guests("judge", 1),
         set_up=_set_up,
         group=lambda handles, nodes, watch: JudgeGroup(handles, watch),
     )
@@ -114,17 +110,37 @@ def judge_role(config: JudgeConfig) -> Role:
 
 def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | None]) -> list[Any]:
     return [
-        handle.setup.remote(around.config, devices, around.prompts)
+        handle.setup.remote(around.config, devices, around.prompts, server_key(around.config.judge))
         for handle, devices in zip(handles, visible, strict=True)
     ]
 
 
-def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource]) -> JudgeWorker:
-    """An engine on judge.hf_path with its weights, which stay as they are. `name` as in build_engine."""
+def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> JudgeWorker:
+    """`name` as in build_engine, `key` as in setup."""
+    answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
+    judge = Judge(answerer, score_reader(config.judge), config.judge, seed=config.run.seed)
+    return JudgeWorker(judge, prompts, load_tokenizer(config.model.tokenizer_path or config.model.hf_path))
+
+
+def _server(config: Config, key: str | None) -> ServerAnswerer:
+    judge, text = config.judge, template_text(config.judge)
+    prompts = None if judge.tokenizer_path is None else JudgePrompts(load_tokenizer(judge.tokenizer_path), text)
+    return ServerAnswerer(
+        judge,
+        Template(text) if prompts is None else prompts.template,
+        prompts,
+        model=served_model(judge, key),
+        key=key,
+        max_failed=config.reward.max_error_fraction,
+    )
+
+
+def _engine(config: Config, name: str) -> EngineAnswerer:
+    """On judge.hf_path with its weights, which stay as they are; it sleeps."""
     view = as_policy(config)
     with role_keys(JUDGE_KEYS):
         tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
-        engine = engine_class("vllm")(
+        engine = engine_class(view.rollout.engine)(
             view.model.hf_path,
             view.rollout,
             dtype=view.model.dtype,
@@ -133,9 +149,8 @@ def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource]) 
             name=name,
             timeout_seconds=config.cluster.collective_timeout_seconds,
         )
-    questions = JudgePrompts(tokenizer, template_text(config.judge))
-    judge = Judge(engine, questions, tokenizer, score_reader(config.judge), config.judge, seed=config.run.seed)
-    return JudgeWorker(judge, prompts, load_tokenizer(config.model.tokenizer_path or config.model.hf_path))
+    engine.sleep(keep_weights=True)
+    return EngineAnswerer(engine, JudgePrompts(tokenizer, template_text(config.judge)), tokenizer, config.judge)
 
 
 if TYPE_CHECKING:

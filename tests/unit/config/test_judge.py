@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config, validate
-from mcore_rl.config.rules.judge import as_policy, template_text, validate_judge
+from mcore_rl.config.rules.judge import as_policy, server_key, template_text, validate_judge
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
@@ -33,7 +33,7 @@ def judge(base: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"^judge\.template must be set with judge\.hf_path"),
+        ([], r"^judge\.template must be set with a judge: "),
         (["judge.template='{prompt} {reponse}'"], r"^judge\.template has no \{response\}"),
         (["judge.template='{response}'"], r"^judge\.template has no \{prompt\}"),
         (["judge.template=nowhere.txt"], r"^judge\.template=nowhere\.txt cannot be read: .*No such file"),
@@ -64,11 +64,58 @@ def test_what_cannot_work_is_refused_by_the_judges_key(
         validate_judge(config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["judge.url=host:8000"], r"^judge\.url=host:8000 is no address of a server; write it as http://host:8000/v1"),
+        (["judge.url=http://"], r"^judge\.url=http:// is no address of a server"),
+        (
+            ["judge.url=http://a/v1", "judge.hf_path=/models/judge"],
+            r"^judge\.hf_path=\S+ has no effect with judge\.url",
+        ),
+        (
+            ["judge.url=http://a/v1", "judge.tp=2"],
+            r"^judge\.tp=2 has no effect; set judge\.hf_path instead of judge\.url",
+        ),
+        (["judge.url=http://a/v1", "judge.engine=vllm"], r"^judge\.engine=vllm has no effect"),
+        (
+            ["judge.hf_path=/models/judge", "judge.max_retries=9"],
+            r"^judge\.max_retries=9 has no effect; set judge\.url",
+        ),
+        (["judge.url=http://a/v1", "judge.timeout_seconds=0"], r"^judge\.timeout_seconds=0\.0 must be above 0"),
+    ],
+)
+def test_a_judge_is_on_a_server_or_on_engines(base: str, overrides: list[str], message: str) -> None:
+    config = load_config(base, [GOOD, *overrides])
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
+        validate(config)
+        validate_judge(config)
+
+
+def test_a_servers_key_is_in_the_environment_and_nowhere_else(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(base, [GOOD, "judge.url=http://a/v1", "judge.api_key_variable=JUDGE_KEY"])
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    validate_judge(config)  # a plan needs none
+    with pytest.raises(ConfigError, match=r"^judge\.api_key_variable=JUDGE_KEY: there is no such environment variable"):
+        server_key(config.judge)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert server_key(config.judge) == "secret"
+    assert "secret" not in str(config)
+
+
+def test_a_judges_engine_is_the_rollouts_unless_it_has_one(base: str, judge: str) -> None:
+    assert as_policy(load_config(base, [judge, GOOD, "rollout.engine=sglang"])).rollout.engine == "sglang"
+    of_its_own = [judge, GOOD, "rollout.engine=sglang", "judge.engine=vllm"]
+    assert as_policy(load_config(base, of_its_own)).rollout.engine == "vllm"
+
+
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
 def test_without_a_judge_its_keys_have_no_effect(base: str, override: str) -> None:
     validate_judge(load_config(base))
     key = override.partition("=")[0].replace(".", r"\.")
-    with pytest.raises(ConfigError, match=rf"^{key}=.* has no effect; set judge\.hf_path, or leave {key} at"):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}=.* has no effect; set judge\.hf_path or judge\.url, or leave {key} at"
+    ):
         validate_judge(load_config(base, [override]))
 
 

@@ -16,6 +16,7 @@ from mcore_rl.data.records import amend_part
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.data.transcripts import Transcript
+from mcore_rl.rewards.judge.answers import EngineAnswerer
 from mcore_rl.rewards.judge.judge import Judge, Verdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts
 from mcore_rl.rewards.judge.scores import score_reader
@@ -72,7 +73,8 @@ def judge_of(
     engine = Parrot(tokenizer, says)
     assert config.template is not None
     questions = JudgePrompts(tokenizer, config.template)
-    return Judge(engine, questions, tokenizer, score_reader(config), config, seed=seed)  # type: ignore[arg-type]
+    answerer = EngineAnswerer(engine, questions, tokenizer, config)  # type: ignore[arg-type]
+    return Judge(answerer, score_reader(config), config, seed=seed)
 
 
 def prompt_of(row: int, text: str = "1+1") -> Prompt:
@@ -88,7 +90,7 @@ def judged(judge: Judge, texts: Sequence[str], group_ids: Sequence[int], samples
 def test_every_response_has_its_own_score_whatever_finishes_first(tokenizer: Any) -> None:
     found = judged(judge_of(tokenizer), ["a", "", "ccc"], [4, 4, 5], [0, 1, 0])
     assert [verdict.score for verdict in found] == [1, 0, 3]
-    assert found[2].answers[0].text == "1+1=ccc Score: 3."
+    assert found[2].answers[0].reply.text == "1+1=ccc Score: 3."
     assert found[2].record() == {
         "judge": [{"text": "1+1=ccc Score: 3.", "tokens": 17, "finish_reason": "stop", "score": 3.0, "error": None}]
     }
@@ -101,7 +103,7 @@ def test_an_answer_without_a_score_has_the_score_of_those_and_says_why(tokenizer
     found = judged(judge_of(tokenizer, says=says), ["good", "bad"], [0, 0], [0, 1])
     assert [verdict.score for verdict in found] == [5, -1]
     assert found[1].answers[0].score is None
-    assert found[1].answers[0].text == "I would rather not."
+    assert found[1].answers[0].reply.text == "I would rather not."
     assert found[1].answers[0].error == "judge.score_pattern matches nothing"
 
 
@@ -110,11 +112,11 @@ def test_a_response_too_long_for_the_judge_is_not_asked_about_and_never_cut(toke
     found = judged(judge, ["12345678", "123456789", "1"], [0, 0, 0], [0, 1, 2])  # 12, 13 and 5 tokens
     assert [verdict.score for verdict in found] == [8, -1, 1]
     (answer,) = found[1].answers
-    assert (answer.text, answer.finish_reason, answer.score) == ("", None, None)
+    assert (answer.reply.text, answer.reply.finish_reason, answer.score) == ("", None, None)
     assert answer.error == "the question has 13 tokens, judge.max_prompt_tokens is 12"
-    assert [len(request.token_ids) for request in judge.engine.calls[0]] == [12, 5]  # type: ignore[attr-defined]
+    assert [len(request.token_ids) for request in judge.answerer.engine.calls[0]] == [12, 5]  # type: ignore[attr-defined]
     judged(judge, ["123456789"], [0], [0])
-    assert len(judge.engine.calls) == 1  # type: ignore[attr-defined]
+    assert len(judge.answerer.engine.calls) == 1  # type: ignore[attr-defined]
 
 
 def test_several_answers_count_as_their_mean(tokenizer: Any) -> None:
@@ -129,13 +131,13 @@ def test_several_answers_count_as_their_mean(tokenizer: Any) -> None:
 def test_sampling_is_as_configured(tokenizer: Any) -> None:
     judge = judge_of(tokenizer, replace(CONFIG, temperature=0.7, top_p=0.9, max_response_tokens=5))
     judged(judge, ["a"], [0], [0])
-    assert judge.engine.calls[0][0].sampling == SamplingOptions(5, 0.7, 0.9)  # type: ignore[attr-defined]
+    assert judge.answerer.engine.calls[0][0].sampling == SamplingOptions(5, 0.7, 0.9)  # type: ignore[attr-defined]
 
 
 def seeds(tokenizer: Any, group_ids: Sequence[int], samples: Sequence[int], seed: int = 1) -> list[int]:
     judge = judge_of(tokenizer, replace(CONFIG, samples=2, temperature=1.0), seed=seed)
     judged(judge, ["a"] * len(group_ids), group_ids, samples)
-    return [request.seed for request in judge.engine.calls[0]]  # type: ignore[attr-defined]
+    return [request.seed for request in judge.answerer.engine.calls[0]]  # type: ignore[attr-defined]
 
 
 def test_seeds_come_from_run_group_and_sample_alone(tokenizer: Any) -> None:
@@ -154,6 +156,7 @@ def test_figures_tell_what_counts_as_none_apart(tokenizer: Any) -> None:
     assert values == {
         "judge/unparsable_fraction": pytest.approx(2 / 3),
         "judge/too_long_fraction": pytest.approx(1 / 3),
+        "judge/failed_fraction": 0,
         "judge/clipped_fraction": 0.5,
         "judge/response_tokens": 14.5,
     }
@@ -234,7 +237,7 @@ def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(token
             JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(
                 own, taken(own, [buffers])
             )
-            for request in judge.engine.calls[0]:  # type: ignore[attr-defined]
+            for request in judge.answerer.engine.calls[0]:  # type: ignore[attr-defined]
                 found[tokenizer.decode(request.token_ids)] = request.seed
         return found
 

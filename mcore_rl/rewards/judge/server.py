@@ -1,0 +1,184 @@
+"""Answers of a language model behind an OpenAI-compatible server (judge.url): the only door to the `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.errors import ConfigError, RewardError
+from mcore_rl.rewards.judge.answers import Answerer, Question, Reply, too_long
+from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+Result = TypeVar("Result")
+
+NO_KEY = "none"
+"""Sent where judge.api_key_variable names none: the client wants one, and servers without keys do not look at it."""
+TRIAL_TOKENS = 16
+MAX_MESSAGE_CHARS = 200
+
+
+class ServerAnswerer:
+    """A server that others keep; it need not answer equal seeds equally.
+
+    `prompts`: with the judge's tokenizer, where judge.tokenizer_path has one; it tells which questions are too long,
+    and takes control tokens out of them. `max_failed`: the part of a call's questions of which so many failed end the
+    run.
+    """
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        template: Template,
+        prompts: JudgePrompts | None,
+        *,
+        model: str,
+        key: str | None,
+        max_failed: float,
+    ) -> None:
+        self.config, self.model = config, model
+        self._template, self._prompts = template, prompts
+        self._key, self._max_failed = key, max_failed
+
+    def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+        """A request that fails after judge.max_retries is a reply without text.
+
+        Raises: RewardError where too many failed.
+        """
+        found = asyncio.run(self._replies(questions))
+        asked = [reply for replies in found for reply in replies if reply.asked]
+        errors = [reply.error for reply in asked if reply.finish_reason is None]
+        if errors and len(errors) >= self._max_failed * len(asked):
+            raise RewardError(
+                f"judge.url={self.config.url} failed on {len(errors)} of {len(asked)} questions, and "
+                f"reward.max_error_fraction={self._max_failed:g} ends the run; the first: {errors[0]}"
+            )
+        return found
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        yield
+
+    async def _replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+        slots = asyncio.Semaphore(self.config.max_concurrent_requests)
+        async with client_of(self.config, self._key) as client:
+
+            async def asked(text: str, seed: int) -> Reply:
+                async with slots:
+                    return await self._ask(client, text, seed)
+
+            async def of_question(question: Question) -> list[Reply]:
+                if (reply := self._refused(question)) is not None:
+                    return [reply]
+                text = self._template.filled(question.prompt, question.response)
+                return await asyncio.gather(*(asked(text, seed) for seed in question.seeds))
+
+            return await asyncio.gather(*map(of_question, questions))
+
+    def _refused(self, question: Question) -> Reply | None:
+        if self._prompts is None:
+            return None
+        (ids,) = self._prompts.encode([self._prompts.render(question.prompt, question.response)])
+        limit = self.config.max_prompt_tokens
+        return too_long(len(ids), limit) if len(ids) > limit else None
+
+    async def _ask(self, client: AsyncOpenAI, text: str, seed: int) -> Reply:
+        from openai import OpenAIError
+
+        try:
+            given = await answer(client, self.config, self.model, text, seed)
+        except OpenAIError as error:
+            return Reply("", 0, None, _told(error))
+        if not given.choices:
+            return Reply("", 0, None, "the server's answer has no choices")
+        choice, usage = given.choices[0], given.usage
+        said = choice.message.content or ""
+        return Reply(said, usage.completion_tokens if usage is not None else 0, choice.finish_reason)
+
+
+async def answer(client: AsyncOpenAI, config: JudgeConfig, model: str, text: str, seed: int) -> ChatCompletion:
+    """Raises: OpenAIError."""
+    return await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": text}],
+        max_tokens=config.max_response_tokens,  # the newer name for it is not known to all servers
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=seed,
+    )
+
+
+def client_of(config: JudgeConfig, key: str | None) -> AsyncOpenAI:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(
+        base_url=config.url,
+        api_key=key or NO_KEY,
+        timeout=config.timeout_seconds,
+        max_retries=config.max_retries,
+    )
+
+
+def served_model(config: JudgeConfig, key: str | None) -> str:
+    """The model to ask for: judge.served_model, or the only one that the server has.
+
+    Raises: ConfigError where it has not just one, or does not answer.
+    """
+    if config.served_model is not None:
+        return config.served_model
+
+    async def listed() -> list[str]:
+        async with client_of(config, key) as client:
+            return [each.id for each in (await client.models.list()).data]
+
+    names = _answered(config, listed())
+    if len(names) != 1:
+        raise ConfigError(
+            f"judge.url={config.url} serves {', '.join(names) or 'nothing'}; name the judge in judge.served_model"
+        )
+    return names[0]
+
+
+def try_server(config: JudgeConfig, key: str | None) -> None:
+    """Asks a short question, once.
+
+    Raises: ConfigError where no answer comes.
+    """
+    once = replace(config, max_retries=0, max_response_tokens=min(TRIAL_TOKENS, config.max_response_tokens))
+    model = served_model(once, key)
+
+    async def asked() -> None:
+        async with client_of(once, key) as client:
+            await answer(client, once, model, "Hello", 0)
+
+    _answered(config, asked())
+
+
+def _answered(config: JudgeConfig, call: Coroutine[Any, Any, Result]) -> Result:
+    from openai import OpenAIError
+
+    try:
+        return asyncio.run(call)
+    except OpenAIError as error:
+        raise ConfigError(
+            f"judge.url={config.url} does not answer: {_told(error)}; set it to the address of an OpenAI-compatible "
+            "server, such as http://host:8000/v1, with judge.served_model and judge.api_key_variable as it wants them"
+        ) from None
+
+
+def _told(error: Exception) -> str:
+    """On one line, with what is behind it."""
+    causes = [error, *filter(None, [error.__cause__])]
+    said = " ".join(f"{type(each).__name__}: {each}" for each in causes)
+    return " ".join(said.split())[:MAX_MESSAGE_CHARS]
+
+
+if TYPE_CHECKING:
+    _answers: type[Answerer] = ServerAnswerer
