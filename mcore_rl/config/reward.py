@@ -62,7 +62,7 @@ class JudgeConfig:
     """Of one question to the server."""
     max_retries: int = setting(3, minimum=0)
     """Of a question that the server did not answer, at growing intervals. What then failed has no score;
-    reward.max_error_fraction of a step's or a validation's questions end the run."""
+    reward.max_error_fraction of the questions that are asked together end the run."""
     engine: str | None = setting(None, choices=("vllm", "sglang"))
     """vllm or sglang; null: rollout.engine."""
     tokenizer_path: str | None = setting(None, path=True)

@@ -8,12 +8,8 @@ from pathlib import Path
 from mcore_rl.config import Config, read_hf_config, validate, validate_reward_model
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import make_paths_absolute
-from mcore_rl.config.names import role_keys
 from mcore_rl.config.rules.available import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import (
-    JUDGE_KEYS,
-    as_policy,
-    has_judge_engines,
     server_key,
     template_text,
     uses_judge,
@@ -39,10 +35,9 @@ def check_run(config: Config) -> None:
     validate_judge(config)
     if uses_reward_model(config) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    _check_engine(config)
-    if has_judge_engines(config):
-        with role_keys(JUDGE_KEYS):
-            _check_engine(as_policy(config))
+    for problem in (*cannot_run(config), missing_engine(config)):
+        if problem is not None:
+            raise ConfigError(problem)
     server_key(config.judge)
     _check_cluster(config)
     _check_device(config)
@@ -55,12 +50,6 @@ def check_run(config: Config) -> None:
     make_paths_absolute(config)
     if uses_judge(config):
         config.judge.template = template_text(config.judge)
-
-
-def _check_engine(config: Config) -> None:
-    for problem in (*cannot_run(config), missing_engine(config)):
-        if problem is not None:
-            raise ConfigError(problem)
 
 
 def missing_files(config: Config) -> list[str]:

@@ -134,6 +134,8 @@ def _check_server(judge: JudgeConfig, url: str) -> None:
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ConfigError(f"judge.url={url} is no address of a server; write it as http://host:8000/v1")
     refuse_unless_default("judge", judge, "set judge.hf_path instead of judge.url", OF_ENGINES)
+    if judge.tokenizer_path is None:  # nothing counts tokens
+        refuse_unless_default("judge", judge, "set judge.tokenizer_path", ("max_prompt_tokens",))
 
 
 def server_key(judge: JudgeConfig) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.rules.available import SGLANG_PYTHON, SGLANG_VERSION, missing_engine, sglang_version
+from mcore_rl.config.rules.available import SGLANG_PYTHON, SGLANG_VERSION, cannot_run, missing_engine, sglang_version
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.checks import check_sglang
 
@@ -47,6 +47,40 @@ def test_another_version_is_refused_before_anything_starts(
         )
     assert sglang_version() == version
     assert check_sglang().ok == (version == SGLANG_VERSION)
+
+
+def sglang_everywhere() -> Config:
+    config = Config()
+    config.rollout.engine = "sglang"
+    config.judge.hf_path = "/models/judge"
+    return config
+
+
+def test_a_judges_engines_have_the_limits_of_the_rollouts() -> None:
+    config = sglang_everywhere()
+    assert cannot_run(config) == []
+    config.judge.tp = 2
+    assert cannot_run(config) == [
+        "rollout.engine=sglang runs on one host's CPU, with engines of one rank: judge.tp=2 needs rollout.engine=vllm"
+    ]
+    config.rollout.engine, config.judge.engine, config.cluster.device = "vllm", "sglang", "cuda"
+    assert [problem.rpartition(": ")[2] for problem in cannot_run(config)] == [
+        "cluster.device=cuda needs judge.engine=vllm",
+        "judge.tp=2 needs judge.engine=vllm",
+    ]
+    config.judge.engine = None
+    assert cannot_run(config) == []
+    config.judge.engine, config.judge.hf_path = "sglang", None  # a judge that is not there
+    assert cannot_run(config) == []
+
+
+def test_a_judges_engine_that_is_not_here_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SGLANG_PYTHON, "nowhere/python")
+    config = sglang_everywhere()
+    config.rollout.engine, config.judge.engine = "vllm", "sglang"
+    assert (missing_engine(config) or "").startswith("judge.engine=sglang: nowhere/python is not there")
+    config.judge.engine = "vllm"
+    assert missing_engine(config) is None
 
 
 def test_what_make_sglang_installs_is_what_is_needed() -> None:

@@ -82,6 +82,10 @@ def test_what_cannot_work_is_refused_by_the_judges_key(
             ["judge.hf_path=/models/judge", "judge.max_retries=9"],
             r"^judge\.max_retries=9 has no effect; set judge\.url",
         ),
+        (
+            ["judge.url=http://a/v1", "judge.max_prompt_tokens=99"],
+            r"^judge\.max_prompt_tokens=99 has no effect; set judge\.tokenizer_path, or leave",
+        ),
         (["judge.url=http://a/v1", "judge.timeout_seconds=0"], r"^judge\.timeout_seconds=0\.0 must be above 0"),
     ],
 )
