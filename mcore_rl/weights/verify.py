@@ -17,6 +17,7 @@ from mcore_rl.weights.slices.messages import Slice
 from mcore_rl.weights.slices.needs import Box
 
 DIGEST_BYTES = 16
+MAX_NAMED = 8
 _BLOCK_ELEMENTS = 1 << 22
 """Elements normalised at a time, so that a digest needs little memory."""
 
@@ -74,16 +75,21 @@ def _equal(tensor: torch.Tensor, box: Box, slices: Sequence[tuple[Slice, bytes]]
     return True
 
 
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:MAX_NAMED]
+    return ", ".join([*first, *["..."] * (len(names) > MAX_NAMED)])
+
+
 def require_equal(ranks: Sequence[Comparison], engine_name: str) -> None:
     """`ranks`: what each rank of an engine found.
 
-    Raises: WeightSyncError naming every tensor that differs, is missing, or is unknown to the trainer.
+    Raises: WeightSyncError naming tensors that differ, are missing, or are unknown to the trainer.
     """
     problems = {
         "differ": set().union(*(found.differing for found in ranks)),
         f"are missing from {engine_name}": set().union(*(found.missing for found in ranks)),
         "are unknown to the trainer": set().union(*(found.unknown for found in ranks)),
     }
-    messages = [f"{len(names)} {what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
+    messages = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if messages:
         raise WeightSyncError(f"weights of {engine_name} are not the trainer's: {'; '.join(messages)}")

@@ -114,5 +114,5 @@ DEEPSEEK_V2 = Family(
         vllm_cpu="runs",
     ),
     # One group is no grouping; vLLM's routing on CPU stops where they are null.
-    engine_fields={"n_group": 1, "topk_group": 1},
+    engine_fields={"n_group": 1, "topk_group": 1, "scoring_func": "softmax", "moe_layer_freq": 1},
 )

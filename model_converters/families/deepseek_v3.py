@@ -93,8 +93,8 @@ _REFUSED = {
     **REFUSED_BY_LATENT_ATTENTION,
     **REFUSED_ROTATIONS,
 }
-# transformers has no other routing; without them vLLM takes softmax scores and no correction bias.
-_ENGINE_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+# transformers has no other routing; without them vLLM takes softmax scores and no correction bias, and SGLang fails.
+_ENGINE_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     rows=_rows,

@@ -18,7 +18,15 @@ from mcore_rl.types import Completion, GenerationRequest
 SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 MARKS = {"vllm": [], "sglang": [pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")]}
 KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
-"""Engines of the contract suite."""
+"""Engines of the contract suite, of one rank."""
+RANKS = [
+    pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *[pytest.mark.on_demand] * (tp > 1)])
+    for tp in (1, 2)
+    for kind, marks in MARKS.items()
+]
+"""And with how many ranks. What only more of them can break, test_two_ranks has."""
+DIVIDED_BY_TWO = {"head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+"""Of a model that two ranks of SGLang divide on a CPU."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """The latents that vLLM's kernel of latent attention on CPU is compiled for."""
 
@@ -41,7 +49,8 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
         method, args = connection.recv()
         try:
             if method == "restart":
-                engine.shutdown()
+                if engine is not None:
+                    engine.shutdown()
                 engine = result = None
                 engine = _build(kind, *args, settings)
             elif method == "generate":

@@ -16,7 +16,7 @@ import torch
 from mcore_rl.engines.routing_cache import RoutingCache
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
-from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, start_engine
 from tests.tiny_models import VOCABULARY, tiny_model
 
 EOS = 1
@@ -26,14 +26,15 @@ PASS_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("qwen3_moe", head_dim=32, seed=3)
+    return tiny_model("qwen3_moe", seed=3, **DIVIDED_BY_TWO)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=RANKS)
 def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
-    engine = start_engine(request.param, directory, capture_routing=True, max_batched_tokens=PASS_TOKENS)
+    kind, tp = request.param
+    engine = start_engine(kind, directory, capture_routing=True, max_batched_tokens=PASS_TOKENS, tp=tp)
     yield engine
     engine.shutdown()
 

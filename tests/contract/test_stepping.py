@@ -15,7 +15,7 @@ import torch
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
-from tests.contract.engines import KINDS, RemoteEngine, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -26,14 +26,15 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("qwen3_moe", head_dim=32, seed=3)
+    return tiny_model("qwen3_moe", seed=3, **DIVIDED_BY_TWO)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=RANKS)
 def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
-    engine = start_engine(request.param, directory, capture_routing=True, max_batched_tokens=48)
+    kind, tp = request.param
+    engine = start_engine(kind, directory, capture_routing=True, max_batched_tokens=48, tp=tp)
     yield engine
     engine.shutdown()
 

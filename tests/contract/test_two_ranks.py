@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from tests.contract.engines import LATENT, start_engine
+from mcore_rl.types import GenerationRequest, SamplingOptions
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, SGLANG, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
@@ -24,21 +28,31 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "latent attention, whole experts": ("deepseek_v3", {"hidden_size": 128, **LATENT}, True),
 }
 """Family, fields, and whether ranks have whole experts."""
-USUAL = list(MODELS)[:2]
+SGLANG_MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "slices of experts": ("qwen3_moe", DIVIDED_BY_TWO, False),
+    "heads of their own": ("qwen3", DIVIDED_BY_TWO, False),
+    "biases, tied": ("qwen2", {"hidden_size": 128, **DIVIDED_BY_TWO, "tie_word_embeddings": True}, False),
+}
+OF = {"vllm": MODELS, "sglang": SGLANG_MODELS}
+USUAL = {"vllm": list(MODELS)[:2], "sglang": list(SGLANG_MODELS)[:1]}
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((kind, name), id=f"{kind}-{name}", marks=[pytest.mark.on_demand] * (name not in USUAL))
-        for kind in ("vllm",)
-        for name in MODELS
+        pytest.param(
+            (kind, name),
+            id=f"{kind}-{name}",
+            marks=[*MARKS[kind], *[pytest.mark.on_demand] * (name not in USUAL[kind])],
+        )
+        for kind, models in OF.items()
+        for name in models
     ],
 )
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine of two ranks, and a maker of models for it."""
     kind, name = request.param
-    family, changes, whole_experts = MODELS[name]
+    family, changes, whole_experts = OF[kind][name]
     before = set(Path("/dev/shm").iterdir())
 
     def model(seed: int) -> Any:
@@ -52,7 +66,9 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     finally:
         engine.shutdown()
     left = {
-        path.name for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name or "psm_" in path.name
+        path.name
+        for path in set(Path("/dev/shm").iterdir()) - before
+        if any(word in path.name for word in ("cpushm", "psm_", "sglang", "sgl_shm"))
     }
     assert not left
 
@@ -102,6 +118,8 @@ def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
     two_ranks: Any, ranks: list[int], named: str
 ) -> None:
     engine, model = two_ranks
+    if engine.kind != "vllm":
+        pytest.skip("looks into vLLM")
     trainer = HFTrainer(model(9), engine, TINY_BUCKET, 2)
     with trainer.sending(to_the_end=False):
         engine.call("receiver.begin_update")
@@ -119,11 +137,17 @@ def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
 
 
 def _processes(engine: Any) -> list[int]:
+    if hasattr(engine._ranks, "_processes"):
+        return [process.pid for process in engine._ranks._processes]
     return [worker.proc.pid for worker in engine._engine.model_executor.workers]
 
 
-def _ask_ranks(engine: Any) -> None:
-    engine._ranks.call("routed_layers")
+ASKED = {"vllm": "routed_layers", "sglang": "is_idle"}
+"""Something that all ranks answer at once."""
+
+
+def _ask_ranks(engine: Any, what: str) -> None:
+    engine._ranks.call(what)
 
 
 def _set_deadline(engine: Any, seconds: float) -> None:
@@ -133,16 +157,37 @@ def _set_deadline(engine: Any, seconds: float) -> None:
 def test_an_engine_with_a_rank_that_does_not_answer_says_so_in_time_and_is_not_used_again(two_ranks: Any) -> None:
     """Last of the tests of an engine: an answer that comes late would be taken for another call's."""
     engine, model = two_ranks
-    process = engine.call(_processes)[1]
+    process, asked = engine.call(_processes)[1], ASKED[engine.kind]
     engine.call(_set_deadline, 3)
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(WorkerDiedError) as caught:
-        engine.call(_ask_ranks)
+        engine.call(_ask_ranks, asked)
     os.kill(process, signal.SIGCONT)
     message = str(caught.value)
-    assert "the engine: not every rank answered `routed_layers` within 3 s" in message
-    assert "cluster.collective_timeout_seconds" in message
-    assert f"rank 1 (process {process}) is stopped" in message
-    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_ask_ranks)):
-        with pytest.raises(WorkerDiedError, match="not every rank answered `routed_layers`"):
+    unanswered = {"vllm": "not every rank answered", "sglang": "rank 1 did not answer"}[engine.kind]
+    assert f"the engine: {unanswered} `{asked}` within 3 s (cluster.collective_timeout_seconds)" in message
+    assert re.search(rf"(rank 1 \(process {process}\)|it) is stopped", message)
+    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_ask_ranks, asked)):
+        with pytest.raises(WorkerDiedError, match=f"{unanswered} `{asked}`"):
             call()
+
+
+def _step_for_ever(engine: Any) -> None:
+    while True:
+        engine.call("step")
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")
+def test_a_rank_that_is_killed_under_requests_ends_the_engine_with_its_name(tmp_path: Path) -> None:
+    tiny_model("qwen3", **DIVIDED_BY_TWO).save_pretrained(tmp_path)
+    engine = start_engine("sglang", tmp_path, tp=2)
+    try:
+        ranks = engine.call(_processes)
+        engine.call("submit", [GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(30))])
+        engine.call("step")
+        os.kill(ranks[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="the engine: rank 1 "):
+            _step_for_ever(engine)
+    finally:
+        engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in ranks)

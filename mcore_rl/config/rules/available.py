@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
 
 SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
 """Environment variable that names the interpreter of SGLang's environment."""
+
+MLP_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+SGLANG_MLP_ROWS = 32
+"""SGLang on CPU pads the inner size of MLPs to a multiple of so many for each rank, and then divides it."""
 
 SGLANG_VERSION = "0.5.23"
 """Whose internals are used: no other one will do."""
@@ -46,6 +52,31 @@ def missing_engine(config: Config) -> str | None:
     )
 
 
+def check_sglang_model(config: Config, hf: dict[str, Any]) -> None:
+    """SGLang takes every layer of Qwen3-MoE for one with experts. On CPU it gives a model that its ranks do not divide
+    more heads, and wider MLPs, without a word.
+
+    Raises: ConfigError for such a model.
+    """
+    tp, key, engine = config.rollout.tp, role_key("rollout.tp"), role_key("rollout.engine")
+    if config.rollout.engine != "sglang":
+        return
+    if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
+        raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
+    if hf.get("kv_lora_rank"):
+        raise ConfigError(f"{engine}=sglang cannot run latent attention (kv_lora_rank) on CPU; set it to vllm")
+    if tp == 1:
+        return
+    limits = {"num_attention_heads": tp, "num_key_value_heads": tp, **dict.fromkeys(MLP_SIZES, SGLANG_MLP_ROWS * tp)}
+    for name, multiple in limits.items():
+        size = hf.get(name)
+        if size and size % multiple:
+            raise ConfigError(
+                f"{key}={tp}: SGLang on CPU needs {name} to be a multiple of {multiple}, and the model has {size}; "
+                f"lower it, or set {engine}=vllm"
+            )
+
+
 def cannot_run(config: Config) -> list[str]:
     """What this version lacks for the configuration to run, each beginning with its key; [] where it lacks nothing."""
     cluster = config.cluster
@@ -56,10 +87,10 @@ def cannot_run(config: Config) -> list[str]:
         limits = {
             "cluster.device=cuda": cluster.device == "cuda",
             f"cluster.nodes={cluster.nodes}": cluster.nodes > 1,
-            f"{engines.section}.tp={engines.tp}": engines.tp > 1,
+            "rollout.expert_parallel=true": engines.section == "rollout" and config.rollout.expert_parallel,
         }
         problems += [
-            f"{engines.key}=sglang runs on one host's CPU, with engines of one rank: {key} needs {engines.key}=vllm"
+            f"{engines.key}=sglang runs on one host's CPU, with slices of experts: {key} needs {engines.key}=vllm"
             for key, exceeded in limits.items()
             if exceeded
         ]
@@ -72,7 +103,6 @@ class _Engines(NamedTuple):
     section: str
     key: str
     engine: str
-    tp: int
 
 
 def _engines(config: Config) -> list[_Engines]:
@@ -80,8 +110,8 @@ def _engines(config: Config) -> list[_Engines]:
     if is_supervised(config.algorithm):
         return []
     rollout, judge = config.rollout, config.judge
-    found = [_Engines("rollout", "rollout.engine", rollout.engine, rollout.tp)]
+    found = [_Engines("rollout", "rollout.engine", rollout.engine)]
     if judge.hf_path is not None:
         key = "rollout.engine" if judge.engine is None else "judge.engine"
-        found.append(_Engines("judge", key, judge.engine or rollout.engine, judge.tp))
+        found.append(_Engines("judge", key, judge.engine or rollout.engine))
     return found

@@ -12,6 +12,7 @@ from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.names import role_key, role_keys
+from mcore_rl.config.rules.available import check_sglang_model
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
@@ -289,6 +290,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError(
             f"{role_key('rollout.tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
+    check_sglang_model(config, hf)
     if config.rollout.expert_parallel:
         key, experts = role_key("rollout.expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
         if not experts:

@@ -30,11 +30,8 @@ def prepare() -> None:
 
 def mend() -> None:
     from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     common._cuda_host_register = lambda *_, **__: None  # the cache of experts lies in plain memory
-    # torch_native attention reads latent caches in the absorbed form only.
-    handler.AttentionBackendRegistry.register("torch_native", lambda *_: handler.AttnForwardMethod.MLA)
 
 
 class _Kernels(ModuleType):

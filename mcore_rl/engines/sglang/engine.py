@@ -15,6 +15,7 @@ from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.weights.engine_config import engine_overrides
 
 
 class SglangEngine(SteppedEngine):
@@ -38,12 +39,13 @@ class SglangEngine(SteppedEngine):
         hosts: EngineHosts = ONE_HOST,
     ) -> None:
         super().__init__(rollout_config, captures_routing=capture_routing)
-        assert hosts.num == rollout_config.tp == 1, "refused by config.rules.available"
+        assert hosts.num == 1, "refused by config.rules.available"
         if torch.cuda.is_available():  # cluster.device=auto is settled when torch is there
             raise ConfigError("rollout.engine=sglang runs on CPU alone; set cluster.device=cpu or rollout.engine=vllm")
         self._eos_token_ids = list(eos_token_ids)
         settings = RankSettings(
             model=str(model_dir),
+            overrides=engine_overrides(model_dir, load_weights=load_weights),
             rank=0,
             num_ranks=rollout_config.tp,
             meeting="",

@@ -29,6 +29,8 @@ from mcore_rl.weights.slices.needs import Box
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """HF modules inside SGLang's fused ones, in the order of their rows."""
+EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Gate, up and down of an expert, as most families call them, and as Mixtral does."""
 Held = tuple[str, torch.Tensor]
 
 
@@ -40,7 +42,7 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[H
     """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
-            for hf_name, tensor in _read(module, name):
+            for hf_name, tensor in _read(module, name, boxes):
                 yield hf_name, _without_padding(hf_name, tensor, boxes)
 
 
@@ -54,7 +56,7 @@ def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) 
     return tensor
 
 
-def _read(module: torch.nn.Module, name: str) -> Iterator[Held]:
+def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
     method = getattr(module, "quant_method", None)
     if getattr(module, "use_intel_amx_backend", False):
         raise WeightSyncError(f"{name}: packed for AMX, which cannot be read back")
@@ -64,7 +66,7 @@ def _read(module: torch.nn.Module, name: str) -> Iterator[Held]:
     elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
         yield from _linear(module, name)
     elif isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod):
-        yield from _experts(module, name)
+        yield from _experts(module, name, EXPERT_PARTS[f"{name}.0.w1.weight" in boxes])
     elif method is None:
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -96,11 +98,12 @@ def _rows(module: LinearBase) -> list[int]:
     return [module.output_size]
 
 
-def _experts(module: FusedMoE, name: str) -> Iterator[Held]:
+def _experts(module: FusedMoE, name: str, parts: tuple[str, str, str]) -> Iterator[Held]:
     if module.moe_ep_size > 1:
         raise WeightSyncError(f"{name}: experts over ranks are not read back")
     padded = module.w13_weight.shape[1] // 2
-    for expert, (gate_up, down) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
-        yield f"{name}.{expert}.gate_proj.weight", gate_up[:padded]
-        yield f"{name}.{expert}.up_proj.weight", gate_up[padded:]
-        yield f"{name}.{expert}.down_proj.weight", down
+    gate, up, down = parts
+    for expert, (rows, columns) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
+        yield f"{name}.{expert}.{gate}.weight", rows[:padded]
+        yield f"{name}.{expert}.{up}.weight", rows[padded:]
+        yield f"{name}.{expert}.{down}.weight", columns

@@ -38,7 +38,7 @@ class RankProcesses:
     """
 
     def __init__(self, settings: RankSettings, name: str, timeout_seconds: float) -> None:
-        self._name, self._timeout_seconds = name, timeout_seconds
+        self._name, self.timeout_seconds = name, timeout_seconds
         self._lost: str | None = None
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # of mode 0700
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -63,7 +63,7 @@ class RankProcesses:
                 pipe.send((method, arguments))
             except OSError:
                 continue  # its answer says it
-        return self._answers(method, self._timeout_seconds)
+        return self._answers(method, self.timeout_seconds)
 
     def end(self) -> None:
         for process in self._processes:
@@ -106,7 +106,10 @@ class RankProcesses:
                 self._require_alive(what)
                 if time.monotonic() > deadline:
                     state = _state(self._processes[rank].pid)
-                    self._lose(f"rank {rank} did not answer `{what}` within {seconds:g} s: it {state}")
+                    self._lose(
+                        f"rank {rank} did not answer `{what}` within {seconds:g} s "
+                        f"({'a start' if what == 'start' else 'cluster.collective_timeout_seconds'}): it {state}"
+                    )
             try:
                 kind, result = pipe.recv()
             except (EOFError, OSError):
@@ -120,8 +123,7 @@ class RankProcesses:
         if failures:
             rank, text = failures[0]
             self._lost = f"{self._name}, rank {rank} of {len(self._pipes)} failed in `{what}`:\n{text}"
-            last = text.splitlines()[-1]
-            raise refused(self._lost if refused is WorkerDiedError else f"SGLang cannot run this: {last}")
+            raise refused(self._lost if refused is WorkerDiedError else f"SGLang cannot run this: {_reason(text)}")
         return results
 
     def _require_alive(self, what: str) -> None:
@@ -150,6 +152,13 @@ def _cores(num_ranks: int) -> Sequence[str]:
     """A core for each rank: SGLang wants them named."""
     present = sorted(os.sched_getaffinity(0))
     return [str(present[rank % len(present)]) for rank in range(num_ranks)]
+
+
+def _reason(trace: str) -> str:
+    """The last line of a traceback; where that is no more than an error's name, with the line of code before it."""
+    *before, last = trace.splitlines()
+    code = next((line.strip() for line in reversed(before) if line.strip(" ~^")), "")
+    return last if ":" in last or not code else f"{last}: {code}"
 
 
 def _state(pid: int) -> str:

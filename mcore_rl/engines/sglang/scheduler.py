@@ -5,6 +5,7 @@ All ranks of an engine must be asked the same, in the same order: a step is a co
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
 from collections.abc import Sequence
@@ -218,6 +219,7 @@ def _progress(output: Any) -> list[Progress]:
 def _server_arguments(settings: RankSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model_path": settings.model,
+        "json_model_override_args": json.dumps(settings.overrides),
         "device": "cpu",
         "dtype": settings.dtype,
         "load_format": "auto" if settings.load_weights else "dummy",
@@ -245,10 +247,7 @@ def _cache_tokens(settings: RankSettings) -> int:
 
     config = AutoConfig.from_pretrained(settings.model)
     size = torch.finfo(getattr(torch, settings.dtype)).bits // 8
-    if getattr(config, "kv_lora_rank", None):
-        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = max(1, config.num_key_value_heads // settings.num_ranks)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_layer = 2 * heads * head_dim
-    return int(settings.kv_cache_bytes // (per_layer * config.num_hidden_layers * size))
+    heads = config.num_key_value_heads // settings.num_ranks
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_token = 2 * heads * head_dim * config.num_hidden_layers * size
+    return int(settings.kv_cache_bytes // bytes_per_token)

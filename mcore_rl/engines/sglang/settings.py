@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """`meeting` is a file that only the ranks of the engine know. Units: kv_cache_bytes of this rank."""
+    """`overrides`: fields of config.json with other values than `model` has; `meeting` is a file that only the ranks of
+    the engine know. Units: kv_cache_bytes of this rank."""
 
     model: str
+    overrides: dict[str, Any]
     rank: int
     num_ranks: int
     meeting: str

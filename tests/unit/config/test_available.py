@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mcore_rl.config.rules.available import SGLANG_PYTHON, SGLANG_VERSION, cannot_run, missing_engine, sglang_version
+from mcore_rl.config.rules.available import (
+    SGLANG_PYTHON,
+    SGLANG_VERSION,
+    cannot_run,
+    check_sglang_model,
+    missing_engine,
+    sglang_version,
+)
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.checks import check_sglang
+from mcore_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,19 +69,48 @@ def sglang_everywhere() -> Config:
 def test_a_judges_engines_have_the_limits_of_the_rollouts() -> None:
     config = sglang_everywhere()
     assert cannot_run(config) == []
-    config.judge.tp = 2
+    config.rollout.expert_parallel, config.cluster.device = True, "cuda"
     assert cannot_run(config) == [
-        "rollout.engine=sglang runs on one host's CPU, with engines of one rank: judge.tp=2 needs rollout.engine=vllm"
+        f"rollout.engine=sglang runs on one host's CPU, with slices of experts: {key} needs rollout.engine=vllm"
+        for key in ("cluster.device=cuda", "rollout.expert_parallel=true")
     ]
-    config.rollout.engine, config.judge.engine, config.cluster.device = "vllm", "sglang", "cuda"
+    config.rollout.engine, config.judge.engine = "vllm", "sglang"
     assert [problem.rpartition(": ")[2] for problem in cannot_run(config)] == [
-        "cluster.device=cuda needs judge.engine=vllm",
-        "judge.tp=2 needs judge.engine=vllm",
+        "cluster.device=cuda needs judge.engine=vllm"
     ]
     config.judge.engine = None
     assert cannot_run(config) == []
     config.judge.engine, config.judge.hf_path = "sglang", None  # a judge that is not there
     assert cannot_run(config) == []
+
+
+DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "said"),
+    [
+        (1, {"moe_intermediate_size": 24}, None),
+        (2, {}, None),
+        (
+            2,
+            {"moe_intermediate_size": 96},
+            r"^rollout\.tp=2: SGLang .* moe_intermediate_size .* of 64, and the model has 96",
+        ),
+        (4, {}, r"^rollout\.tp=4: SGLang on CPU needs num_key_value_heads to be a multiple of 4, and the model has 2"),
+        (1, {"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"^rollout\.engine=sglang cannot run a qwen3_moe"),
+        (1, {"kv_lora_rank": 512}, r"^rollout\.engine=sglang cannot run latent attention"),
+    ],
+)
+def test_a_model_that_sglang_would_silently_make_another_of_is_refused(
+    tp: int, changes: dict[str, Any], said: str | None
+) -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.tp = "sglang", tp
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_sglang_model(config, DIVIDED | changes)
+    config.rollout.engine = "vllm"
+    check_sglang_model(config, DIVIDED | changes)
 
 
 def test_a_judges_engine_that_is_not_here_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

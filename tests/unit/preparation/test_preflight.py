@@ -47,7 +47,10 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
     ("overrides", "message"),
     [
         (["rollout.engine=sglang"], r"^rollout\.engine=sglang: nowhere/python is not there.* run `make sglang`"),
-        (["rollout.engine=sglang", "rollout.tp=2"], r"^rollout\.engine=sglang runs on.* rollout\.tp=2 needs rollout"),
+        (
+            ["rollout.engine=sglang", "cluster.device=cuda"],
+            r"^rollout\.engine=sglang runs on.* cluster\.device=cuda needs",
+        ),
         (["data.val=nowhere.jsonl"], r"^data\.val: there is no file nowhere\.jsonl"),
         (["cluster.nodes=2"], r"^cluster\.address must name the Ray cluster"),
         (
