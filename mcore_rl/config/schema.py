@@ -181,6 +181,8 @@ class ClusterConfig:
     """auto | cpu | cuda."""
     collective_timeout_seconds: int = setting(600, minimum=1)
     """After which a process gives up waiting: a trainer rank for its peers, an engine for one of its ranks."""
+    start_timeout_seconds: int = setting(1800, minimum=1)
+    """Within which engines, and models beside the trainer ranks, have to be ready."""
     object_store_gib: float = setting(0.5, above=0)
     """Shared memory of a node in which Ray keeps trajectories."""
     address: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Watch:
     daemons: Daemons = field(default_factory=Daemons)
     timeout_seconds: float = 600.0
     """How long processes wait for one of them that is silent."""
+    start_seconds: float = 1800.0
+    """How long one may take to start."""
     handles: dict[str, Any] = field(default_factory=dict)
     _replaceable: set[str] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
@@ -49,13 +51,14 @@ class Watch:
     _waited: float = field(default=0.0, init=False)
     """Seconds since then, of those that this process was awake in."""
 
-    def add(self, name: str, handle: Any, *, replaceable: bool = False) -> None:
-        """`handle.watch` must block for ever, in a concurrency group of its own. A replaceable process may die; then
-        `lost` says so, and `replace` puts another in its place."""
+    def add(self, name: str, handle: Any) -> None:
+        """`handle.watch` must block for ever, in a concurrency group of its own."""
         self.names[handle.watch.remote()] = name
         self.handles[name] = handle
-        if replaceable:
-            self._replaceable.add(name)
+
+    def let_die(self, handles: Sequence[Any]) -> None:
+        """From now on these processes may die; then `lost` says so, and `replace` puts others in their places."""
+        self._replaceable |= {self.name_of(handle) for handle in handles}
 
     def lost(self, handle: Any) -> str | None:
         """What became of a replaceable process; None while it is well."""
@@ -70,7 +73,7 @@ class Watch:
         name = self.name_of(handle)
         self._lose(name, "")
         del self._lost[name]
-        self.add(name, other, replaceable=True)
+        self.add(name, other)
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
         """Where each process that was added runs, in their order, for messages."""
@@ -93,8 +96,40 @@ class Watch:
         failed, as soon as either happens, whatever else is still running; ClusterDiedError when Ray is gone;
         KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all processes).
         """
-        try:
+        with self._explained():
             return self._results(refs)
+
+    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
+        """Waits for the ends of set-ups, each by the processes that take part in it.
+
+        Raises: as `get`, also for a process that may die; WorkerDiedError naming those that are not ready within
+        `start_seconds`.
+        """
+        with self._explained():
+            self._require_started(starts)
+
+    def _require_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
+        pending, deadline = list(starts), time.monotonic() + self.start_seconds
+        while pending:
+            ready, pending = self.wait(pending, len(pending))
+            for ref in ready:
+                self.value(ref)
+            names = [self.name_of(handle) for ref in pending for handle in starts[ref]]
+            if pending and time.monotonic() > deadline:
+                self._give_up(
+                    names,
+                    f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see what its log "
+                    "says last, or raise that key",
+                )
+            for name in names:  # the others of its engine may wait for it without end
+                if name in self._lost:
+                    raise WorkerDiedError(self._lost[name])
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns a death into what `get` says of it."""
+        try:
+            yield
         except ClusterDiedError:
             STOPS.end()
             raise

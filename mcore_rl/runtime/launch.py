@@ -83,22 +83,25 @@ def launch(
         takes_turns = pool is not None and shares_device(config)
         if pool is not None and takes_turns:
             # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
-            watch.get(starting)
+            watch.get_started(starting)
             pool.sleep(keep_weights=False)
             say(f"{_count(len(engines), 'rollout engine')} ready")
         for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
             section = role.guests.section
             visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
-            of_role = role.set_up(around, started.beside[section], visible)
+            handles = started.beside[section]
+            of_role = dict.fromkeys(role.set_up(around, handles, visible), handles)
             if (takes_turns or on_gpus) and role.guests.tp is not None:
-                watch.get(of_role)  # disaggregated, they share the GPUs of the ranks all the same
-            starting += of_role
+                watch.get_started(of_role)  # disaggregated, they share the GPUs of the ranks all the same
+            starting |= of_role
         rank_setups = [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
         watch.get(rank_setups)
         say(f"{_count(len(ranks), 'trainer rank')} ready")
-        watch.get(starting)
+        watch.get_started(starting)
         if len(starting) and not (takes_turns and len(starting) == len(engines)):
             say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+        if config.rollout.max_engine_restarts:
+            watch.let_die([handle for engine in engines for handle in engine.handles])
         groups = {}
         for role in roles:
             section = role.guests.section
@@ -112,12 +115,17 @@ def _started(
     config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
 ) -> Iterator[_Handles]:
     """The processes, each on its node, before any set-up."""
-    watch = Watch(daemons=Daemons.started(), timeout_seconds=config.cluster.collective_timeout_seconds)
+    cluster = config.cluster
+    watch = Watch(
+        daemons=Daemons.started(),
+        timeout_seconds=cluster.collective_timeout_seconds,
+        start_seconds=cluster.start_timeout_seconds,
+    )
     handles: list[Any] = []
     logs = config.run.logs
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
-    owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
+    owns_gpus = on_gpus and cluster.placement == "disaggregated"
     try:
         ranks = [
             _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]}, logs)
@@ -148,7 +156,6 @@ def _started(
                 watch,
                 handles,
                 logs,
-                replaceable=config.rollout.max_engine_restarts > 0,
             )
             engine.create()
             engines.append(engine)
@@ -177,12 +184,13 @@ def _check_hosts(config: Config, watch: Watch) -> None:
 
 def _set_up_engines(
     engines: Sequence[EngineStart], config: Config, placement: Placement, prompts: dict[str, Any], of_ranks: list[str]
-) -> list[Any]:
-    """References of the end of each engine's set-up; `of_ranks`: the GPUs of trainer ranks."""
-    return [
-        engine.set_up(config, prompts, [visible_devices(placement, slot, of_ranks) for slot in slots])
-        for engine, slots in zip(engines, placement.engines, strict=True)
-    ]
+) -> dict[Any, Sequence[Any]]:
+    """References of the end of each engine's set-up, with its processes; `of_ranks`: the GPUs of trainer ranks."""
+    starting: dict[Any, Sequence[Any]] = {}
+    for engine, slots in zip(engines, placement.engines, strict=True):
+        visible = [visible_devices(placement, slot, of_ranks) for slot in slots]
+        starting[engine.set_up(config, prompts, visible)] = engine.handles
+    return starting
 
 
 def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> EnginePool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -95,7 +96,7 @@ class TrainProcess:
                 [*self.command(), *self.overrides],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=self.environment | {RUN_VARIABLE: self.token},
+                env=self.environment | {RUN_VARIABLE: self.token, "PYTHONFAULTHANDLER": "1"},
                 start_new_session=True,
             )
         return self
@@ -113,14 +114,27 @@ class TrainProcess:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s:\n{self.text()[-4000:]}") from None
+            raise AssertionError(f"still running after {seconds} s:\n{self.where_it_is()}") from None
+
+    def where_it_is(self) -> str:
+        """Ends the run, and tells what it has said, and what each of its processes was in then."""
+        said = [self.text()[-4000:]]
+        for process in [self.process, *self.processes()]:
+            with contextlib.suppress(OSError, psutil.Error):
+                process.send_signal(signal.SIGABRT)
+        time.sleep(2)
+        for log in [self.output, *sorted((self.run_dir / "logs").glob("*.log"))]:
+            _, _, stacks = log.read_text(errors="replace").partition("Fatal Python error: Aborted")
+            frames = [line for line in stacks.splitlines() if "<frozen importlib" not in line]
+            said.append("\n".join([f"{log.name}:", *frames])[:4000])
+        return "\n".join(said)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
         """Polls often, so that the caller acts inside the phase it waited for."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert self.process.poll() is None, f"ended before what was waited for:\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.where_it_is()}"
             time.sleep(0.005)
         return found
 

@@ -193,7 +193,7 @@ class EnginePool:
         def wait() -> None:
             for engine in self.engines:
                 if engine.starting is not None:
-                    self.watch.get([engine.starting])
+                    self.watch.get_started({engine.starting: engine.start.handles})
                     engine.starting = None
 
         self.lose_dead()

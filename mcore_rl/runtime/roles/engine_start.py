@@ -16,14 +16,13 @@ from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 @dataclass
 class EngineStart:
     """`options` of Ray for its process on each of its hosts, the leader's first. `of_run` collects the processes of the
-    run, which are killed when it ends. A `replaceable` engine may die."""
+    run, which are killed when it ends."""
 
     name: str
     options: Sequence[dict[str, Any]]
     watch: Watch
     of_run: list[Any]
     logs: str
-    replaceable: bool
     handles: list[Any] = field(default_factory=list, init=False)
     """Of the processes that are there now, the leader's first."""
     _given: tuple[Config, dict[str, Any], Sequence[str | None]] | None = field(default=None, init=False)
@@ -32,7 +31,7 @@ class EngineStart:
         """The processes, before any set-up."""
         self.handles = self._created()
         for name, handle in zip(self._names(), self.handles, strict=True):
-            self.watch.add(name, handle, replaceable=self.replaceable)
+            self.watch.add(name, handle)
 
     def set_up(self, config: Config, prompts: dict[str, Any], visible: Sequence[str | None]) -> Any:
         """A reference of the end of its set-up; it serves from then on. `prompts` are references of prompt sets by

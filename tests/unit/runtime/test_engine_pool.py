@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -91,8 +91,7 @@ class Watch:
 
     def blame_the_dead(self) -> None: ...
 
-    def get(self, references: Sequence[Any]) -> list[Any]:
-        return list(references)
+    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
 
 
 def scalars_of(task: RolloutTask) -> RolloutScalars:

@@ -1,4 +1,4 @@
-"""Calls that one rank of a node passes on to its neighbours, through real Ray."""
+"""Calls through real Ray: those that one rank of a node passes on to its neighbours, and those that nobody answers."""
 
 from __future__ import annotations
 
@@ -85,3 +85,22 @@ def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup)
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
         group.on_every_rank("add", [(0, 0)] * 5)
+
+
+def test_a_start_that_does_not_end_is_named_with_the_key(group: RankGroup) -> None:
+    group.watch.start_seconds = 1.0
+    first, second, *_ = group.handles
+    with pytest.raises(WorkerDiedError, match=r"rank 1 did not start within 1 s \(cluster\.start_timeout_seconds\)"):
+        group.watch.get_started({first.add.remote(0, 0): [first], second.meet.remote(False): [second]})
+
+
+def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(group: RankGroup) -> None:
+    """The leader of an engine, for its rank on another host."""
+    watch, (leader, follower, *_) = group.watch, group.handles
+    watch.let_die([leader, follower])
+    _, pid = watch.get([follower.where.remote()])[0]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        watch.get_started({leader.meet.remote(False): [leader, follower]})
+    assert "died" in (watch.lost(follower) or "")
+    assert watch.lost(leader) is None
