@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
 from mcore_rl.engines.sglang.settings import NewRequest, Progress, RankSettings
@@ -60,6 +61,7 @@ class SteppedScheduler:
     """Raises: what SGLang says of a model or of settings that it cannot run."""
 
     def __init__(self, settings: RankSettings) -> None:
+        check_signatures()
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{settings.meeting}"  # no port at all
         arguments = ServerArgs(**_server_arguments(settings))
         arguments.resolve_once()
@@ -70,6 +72,7 @@ class SteppedScheduler:
         instance = f"mcore{os.getpid()}"
         ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
         self._scheduler: Any = Scheduler(arguments, ports)
+        check_scheduler(self._scheduler)
         for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
             path.unlink(missing_ok=True)
         self._kept = _Kept()

@@ -1,0 +1,47 @@
+"""SGLang's internals are looked at before they are used: another build of the same version does not go unnoticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.contract.engines import SGLANG
+
+ROOT = Path(__file__).parents[2]
+CHANGED = """
+from types import SimpleNamespace
+from mcore_rl.engines.sglang import cpu
+cpu.prepare()
+from sglang.srt.managers.scheduler import Scheduler
+cpu.mend()
+from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
+check_signatures()
+run_batch = Scheduler.run_batch
+for changed in (lambda self: None, lambda self, batch, pp_proxy: None):
+    changed.__qualname__, changed.__module__ = "Scheduler.run_batch", "sglang"
+    import mcore_rl.engines.sglang.internals as internals
+    internals.CALLS = tuple((changed if call[0] is run_batch else call[0], *call[1:]) for call in internals.CALLS)
+    try:
+        check_signatures()
+    except RuntimeError as error:
+        print(error)
+    run_batch = changed
+try:
+    check_scheduler(SimpleNamespace(output_streamer=SimpleNamespace()))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")
+def test_what_is_not_as_in_the_release_is_named() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([SGLANG, "-c", CHANGED], env=environment, capture_output=True, text=True, check=False)
+    not_called, too_few, lacking = done.stdout.splitlines()[-3:]
+    is_not = "sglang.Scheduler.run_batch is not that of SGLang's release"
+    assert not_called == f"{is_not} (too many positional arguments)"
+    assert too_few == f"{is_not} (missing a required argument: 'pp_proxy')"
+    assert lacking.startswith("SGLang's scheduler lacks output_streamer.send_to_detokenizer.send_output (")
