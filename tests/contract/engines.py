@@ -16,7 +16,10 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import Completion, GenerationRequest
 
 SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
-MARKS = {"vllm": [], "sglang": [pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")]}
+WITH_SGLANG = pytest.mark.skipif(
+    not SGLANG.parents[1].joinpath(".mcore-rl-ready").exists(), reason="needs .venv-sglang: make sglang"
+)
+MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
 KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
 """Engines of the contract suite, of one rank."""
 RANKS = [

@@ -6,9 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from tests.contract.engines import SGLANG
+from tests.contract.engines import SGLANG, WITH_SGLANG
 
 ROOT = Path(__file__).parents[2]
 CHANGED = """
@@ -36,7 +34,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")
+@WITH_SGLANG
 def test_what_is_not_as_in_the_release_is_named() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([SGLANG, "-c", CHANGED], env=environment, capture_output=True, text=True, check=False)

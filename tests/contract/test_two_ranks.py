@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, SGLANG, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, WITH_SGLANG, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
 from tests.tiny_models import tiny_model
@@ -177,7 +177,7 @@ def _step_for_ever(engine: Any) -> None:
         engine.call("step")
 
 
-@pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")
+@WITH_SGLANG
 def test_a_rank_that_is_killed_under_requests_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     tiny_model("qwen3", **DIVIDED_BY_TWO).save_pretrained(tmp_path)
     engine = start_engine("sglang", tmp_path, tp=2)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.engines import SGLANG
+from tests.contract.engines import WITH_SGLANG
 from tests.e2e.runs import metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SGLANG.exists(), reason="needs .venv-sglang: make sglang")]
+pytestmark = [pytest.mark.slow, WITH_SGLANG]
 
 
 def test_a_step_with_sglang_is_the_step_with_vllm(task: Path, whole_run: Path, tmp_path: Path) -> None:
