@@ -44,6 +44,7 @@ class Up:
 
     name: str
     handles: list[Any]
+    journal: str | None = None
 
     def again(self) -> Any:
         raise AssertionError(f"{self.name} was lost")

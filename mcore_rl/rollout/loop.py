@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
+from mcore_rl.rollout.journal import Journal
 from mcore_rl.types import Completion, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -26,10 +27,12 @@ Listener = Callable[[Completion | BaseException], None]
 
 
 class EngineLoop:
-    """Owns `engine` from the call of `serve` on; every other method may be called from any thread but that one."""
+    """Owns `engine` from the call of `serve` on; every other method may be called from any thread but that one. What
+    the engine draws goes into `journal`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, journal: Journal | None = None) -> None:
         self.engine = engine
+        self._journal = journal
         self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._serving = True
@@ -52,11 +55,13 @@ class EngineLoop:
                 continue
             with self._working():
                 try:
-                    _, completions = self.engine.step()
+                    deltas, completions = self.engine.step()
                 except Exception as error:
                     self._note_death(error)
                     self._fail(error)
                     continue
+                if self._journal is not None:
+                    self._journal.add(deltas, completions)
                 for completion in completions:
                     self._listeners.pop(completion.request_id)(completion)
         with self._door:
@@ -120,6 +125,8 @@ class EngineLoop:
 
         def submit() -> None:
             self.engine.submit(requests)
+            if self._journal is not None:
+                self._journal.begin(requests)
             self._listeners |= {request.request_id: listener for request in requests}
 
         self.between_steps(submit)
@@ -130,6 +137,8 @@ class EngineLoop:
         def abort() -> list[Completion]:
             for request_id in request_ids:
                 self._listeners.pop(request_id, None)
+            if self._journal is not None:
+                self._journal.forget(request_ids)
             return self.engine.abort(request_ids)
 
         return self.between_steps(abort)
@@ -173,6 +182,8 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
+        if self._journal is not None:
+            self._journal.forget(listeners)
         with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
             self.engine.abort(list(listeners))
         for listener in listeners.values():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.ports import Rewarder
+from mcore_rl.rollout.journal import Drawn, read_journal
 from mcore_rl.rollout.trajectories import pack_trajectories, version_spans
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, Score, TrajectoryBuffers
 
@@ -75,7 +77,12 @@ class RolloutWorker:
             self._rewarder.submit(keys[index], prompts[index // samples], texts[index], len(completion.token_ids))
 
         started = time.perf_counter()
-        self._generator.generate(requests, grade)
+        drawn = _drawn_before(task, requests)
+        for request in requests:
+            found = drawn.get(request.request_id)
+            if found is not None and found.finish_reason is not None:
+                grade(found.completion)
+        self._generator.generate(list(_left(requests, drawn)), grade)
         generated = time.perf_counter()
         collected = self._rewarder.collect(keys)
         graded = time.perf_counter()
@@ -87,11 +94,34 @@ class RolloutWorker:
             )  # our own invariant: an engine or a rewarder that loses work would bias training
         scores = [collected[key] for key in keys]
         buffers = pack_trajectories(requests, finished)
-        scalars = _scalars(task, finished, scores, buffers)
-        scalars = _with_times(scalars, generated - started, graded - generated)
+        scalars = replace(
+            _scalars(task, finished, scores, buffers),
+            seconds_generating=generated - started,
+            seconds_grading=graded - generated,
+            tokens_taken_over=sum(len(found.completion.token_ids) for found in drawn.values()),
+        )
         if task.records is not None:
             _write_records(Path(task.records), task, prompts, texts, finished, scores)
         return buffers, scalars
+
+
+def _drawn_before(task: RolloutTask, requests: Sequence[GenerationRequest]) -> dict[str, Drawn]:
+    """What lost engines had drawn for these requests, by id."""
+    seeds = {request.request_id: request.seed for request in requests}
+    found: dict[str, Drawn] = {}
+    for journal in task.journals:
+        found |= {i: drawn for i, drawn in read_journal(Path(journal)).items() if seeds.get(i) == drawn.seed}
+    return found
+
+
+def _left(requests: Sequence[GenerationRequest], drawn: Mapping[str, Drawn]) -> Iterator[GenerationRequest]:
+    """The requests whose responses have not ended, each with what there is of its response."""
+    for request in requests:
+        found = drawn.get(request.request_id)
+        if found is None:
+            yield request
+        elif found.finish_reason is None:
+            yield replace(request, partial=found.completion)
 
 
 def _scalars(
@@ -124,12 +154,6 @@ def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
             if isinstance(value, float):
                 numbers[name][index] = value
     return numbers
-
-
-def _with_times(scalars: RolloutScalars, generating: float, grading: float) -> RolloutScalars:
-    from dataclasses import replace
-
-    return replace(scalars, seconds_generating=generating, seconds_grading=grading)
 
 
 def _write_records(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -122,7 +124,7 @@ def _started(
         start_seconds=cluster.start_timeout_seconds,
     )
     handles: list[Any] = []
-    logs = config.run.logs
+    logs, journals = config.run.logs, _journals(config)
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
     owns_gpus = on_gpus and cluster.placement == "disaggregated"
@@ -156,12 +158,23 @@ def _started(
                 watch,
                 handles,
                 logs,
+                journals,
             )
             engine.create()
             engines.append(engine)
         yield _Handles(watch, ranks, engines, beside)
     finally:
         kill_all(handles)
+        if journals is not None:
+            shutil.rmtree(journals, ignore_errors=True)
+
+
+def _journals(config: Config) -> Path | None:
+    """Where engines keep what they draw for those who take over from them; a response without its experts cannot go on
+    elsewhere."""
+    if not config.rollout.max_engine_restarts or config.actor.moe.router_replay == "engine":
+        return None
+    return Path(config.run.dir) / "journals"
 
 
 def _check_hosts(config: Config, watch: Watch) -> None:

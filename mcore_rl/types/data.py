@@ -137,6 +137,7 @@ class RolloutScalars:
     errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did.
     `scores` are those of reward models, float32 [B] by the model's name, already in the rewards. `parts` are the
     numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
+    `tokens_taken_over`: how many were drawn by engines that were lost.
     """
 
     group_ids: np.ndarray
@@ -154,6 +155,7 @@ class RolloutScalars:
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
     traceback: str | None = None
+    tokens_taken_over: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class RolloutTask:
     """Prompt rows for one engine.
 
     Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
-    `records` names the file that receives one JSON object per response, or is None.
+    `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
+    that were lost with the task, the last one last.
     """
 
     prompt_set: str
@@ -27,6 +28,7 @@ class RolloutTask:
     sampling: SamplingOptions
     seed: int
     records: str | None = None
+    journals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,31 @@ from typing import Any
 import psutil
 import pytest
 
+from mcore_rl.rollout.journal import read_journal
 from tests.e2e.runs import TrainProcess, metrics, train
 from tests.e2e.test_failures import in_step
 
 pytestmark = pytest.mark.slow
 
 RESTARTS = "engine/restarts"
+TAKEN_OVER = "engine/tokens_taken_over"
 ENGINE = "ray::EngineProcess"
 OFTEN = ("checkpoint.every_steps=100", "rollout.max_engine_restarts=9")
 
 
 def without_restarts(run_dir: Path) -> dict[int, dict[str, Any]]:
-    return {step: {k: v for k, v in row.items() if k != RESTARTS} for step, row in metrics(run_dir).items()}
+    return {
+        step: {k: v for k, v in row.items() if k not in (RESTARTS, TAKEN_OVER)}
+        for step, row in metrics(run_dir).items()
+    }
+
+
+def total(run_dir: Path, name: str) -> float:
+    return sum(row.get(name, 0) for row in metrics(run_dir).values())
 
 
 def restarts(run_dir: Path) -> float:
-    return sum(row.get(RESTARTS, 0) for row in metrics(run_dir).values())
+    return total(run_dir, RESTARTS)
 
 
 def assert_same_run(run_dir: Path, other: Path) -> None:
@@ -46,6 +55,12 @@ def every_group_once(run_dir: Path, samples: int) -> bool:
     return counts == {(group, sample): 1 for group in range(groups) for sample in range(samples)}
 
 
+def in_midst_of_responses(run_dir: Path) -> bool:
+    """Of which others can take over the beginnings."""
+    (journal,) = (run_dir / "journals").iterdir()
+    return any(drawn.finish_reason is None for drawn in read_journal(journal).values())
+
+
 @pytest.mark.parametrize(
     ("phase", "signal"), [("generating", "kill"), pytest.param("updating", "kill", marks=pytest.mark.on_demand)]
 )
@@ -55,12 +70,16 @@ def test_the_only_engine_dies_and_starts_again(
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir) as run:
         run.wait_until(in_step(run, 3, phase))
+        if phase == "generating":
+            run.wait_until(lambda: in_midst_of_responses(run_dir))
         run.kill_one(ENGINE)
         assert run.finish() == 0, run.text()[-4000:]
         assert "rollout engine 0 died" in run.text()
         assert "it starts again (1 of 3 times)" in run.text()
         assert not run.left_after(30)
     assert restarts(run_dir) == 1
+    assert (total(run_dir, TAKEN_OVER) > 0) == (phase == "generating")
+    assert not (run_dir / "journals").exists()
     assert_same_run(run_dir, whole_run)
 
 

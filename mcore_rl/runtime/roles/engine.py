@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class
 from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tasks import TaskRunner
 from mcore_rl.rollout.worker import RolloutWorker
@@ -58,6 +60,7 @@ class EngineProcess(RunProcess):
         visible_devices: str | None,
         prompts: dict[str, Any],
         hosts: EngineHosts = ONE_HOST,
+        journal: str | None = None,
     ) -> None:
         see_only(visible_devices)
         from mcore_rl.rewards.manager import RewardManager
@@ -68,7 +71,7 @@ class EngineProcess(RunProcess):
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
             engine, decoder = build_engine(config, self.name, hosts)
             self.receiver: Receiver = engine.receiver
-            self.loop = EngineLoop(engine)
+            self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
             worker = RolloutWorker(self.loop, rewarder, resolved, decoder)
             self._runner = TaskRunner(worker.run, num_threads=THREADS, low=config.rollout.max_concurrent_requests)
             rewarder.wait_ready()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError
-from mcore_rl.rollout.router import Router, Work
+from mcore_rl.rollout.router import Work
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import drain_spans
-from mcore_rl.runtime.roles.delivery import Chunk, Forgotten, Place
+from mcore_rl.runtime.roles.delivery import Chunk, Forgotten
+from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
-    BuffersRef,
-    Mean,
     Metric,
     RolloutResult,
     RolloutTask,
@@ -27,9 +25,6 @@ from mcore_rl.types import (
 from mcore_rl.weights.transports.topology import Endpoint
 
 T = TypeVar("T")
-PART_OF_CALLS = 16
-"""The driver waits until one in so many of the calls under way has ended: each look at them costs as much as there are
-calls."""
 
 
 class Start(Protocol):
@@ -40,6 +35,9 @@ class Start(Protocol):
 
     @property
     def handles(self) -> list[Any]: ...
+
+    @property
+    def journal(self) -> str | None: ...
 
     def again(self) -> Any: ...
 
@@ -78,8 +76,8 @@ class EnginePool:
     """All rollout engines; a RecordedPool. `room`: requests that one of them is given at most.
 
     One that dies, or hangs, starts again beside what the others do, and gets its weights with the next update; where
-    none is left, `supply` brings the present ones. What only the lost one had is generated anew: the same, since a
-    response is a function of its prompt, its seed and the weights.
+    none is left, `supply` brings the present ones. What only the lost one had goes on from its journal, and where that
+    says nothing anew: the same, since a response is a function of its prompt, its seed and the weights.
     """
 
     engines: list[PooledEngine]
@@ -94,6 +92,8 @@ class EnginePool:
     """Tokens and number of the responses so far, with their prompts."""
     _asleep: bool = field(default=False, init=False)
     _figures: dict[str, Metric] = field(default_factory=dict, init=False)
+    _journals: dict[str, str] = field(default_factory=dict, init=False)
+    """Of engines that were lost, by maker."""
 
     @property
     def num_engines(self) -> int:
@@ -112,7 +112,7 @@ class EnginePool:
 
         Raises: WorkerDiedError when an engine is lost once more than `max_restarts`.
         """
-        run = _PoolRun(self, tasks)
+        run = PoolRun(self, tasks)
         results = run.results()
         if all(task.prompt_set == "train" for task in tasks):
             self._figures = merge_metrics([self._figures, {"engine/idle_fraction": run.idle_fraction()}])
@@ -149,10 +149,18 @@ class EnginePool:
         self._lengths = self._lengths[0] + tokens, self._lengths[1] + responses
 
     def take_figures(self) -> dict[str, Metric]:
-        """Since the last call: how much of the time engines had nothing to do while others generated for training, and
-        how many were started again."""
+        """Since the last call: how much of the time engines had nothing to do while others generated for training, how
+        many were started again, and how many tokens of lost ones others have gone on from."""
         figures, self._figures = self._figures, {}
-        return {"engine/restarts": Total(0), **figures}
+        return {"engine/restarts": Total(0), "engine/tokens_taken_over": Total(0), **figures}
+
+    def count(self, name: str, number: int) -> None:
+        self._figures = merge_metrics([self._figures, {name: Total(number)}])
+
+    def taken_over(self, task: RolloutTask, maker: str) -> RolloutTask:
+        """The task with the journal of the lost engine of that name."""
+        journal = self._journals.get(maker)
+        return task if journal is None else replace(task, journals=(*task.journals, journal))
 
     def lose(self, engine: PooledEngine, why: str) -> None:
         """Starts it again; it has no weights then.
@@ -164,9 +172,11 @@ class EnginePool:
         if self.num_restarts == self.max_restarts:
             raise WorkerDiedError(f"{why} (rollout.max_engine_restarts={self.max_restarts})")
         self.num_restarts += 1
-        self._figures = merge_metrics([self._figures, {"engine/restarts": Total(1)}])
+        self.count("engine/restarts", 1)
         first_line = why.splitlines()[0]
         self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
+        if engine.start.journal is not None:
+            self._journals[engine.maker] = engine.start.journal
         engine.incarnation += 1
         engine.busy_seconds, engine.has_weights = 0.0, False
         engine.starting = engine.start.again()
@@ -228,7 +238,8 @@ class EnginePool:
         lost = [chunk for chunk in chunks if chunk.place.maker not in makers]
         if not lost or self._asleep:
             return False
-        run = _PoolRun(self, [replace(chunk.task, records=None) for chunk in lost])  # they are written
+        # Their records are written.
+        run = PoolRun(self, [self.taken_over(replace(chunk.task, records=None), chunk.place.maker) for chunk in lost])
         run.results()
         for number, chunk in enumerate(lost):
             chunk.place = run.places[number]
@@ -269,94 +280,3 @@ class EnginePool:
         return self.insist(
             lambda: drain_spans(self.watch, [engine.handle for engine in self.engines if engine.starting is None])
         )
-
-
-class _PoolRun:
-    """Tasks on their way through the engines. One call of each is under way: it brings tasks, and comes back with what
-    has ended when the engine asks for more."""
-
-    def __init__(self, pool: EnginePool, tasks: Sequence[RolloutTask]) -> None:
-        pool.lose_dead()
-        self._pool, self._tasks = pool, tasks
-        self._works = [pool.work(task) for task in tasks]
-        self._router = Router(pool.room)
-        for number, work in enumerate(self._works):
-            self._router.offer(number, work)
-        self._engines: set[int] = set()
-        """That take part."""
-        for index, engine in enumerate(pool.engines):
-            if engine.serves:
-                self._join(index)
-        self._calls: dict[Any, int] = {}
-        """Under way, and the engine of each."""
-        self._results: dict[int, RolloutResult] = {}
-        self._made_by: dict[int, int] = {}
-        self.places: dict[int, Place] = {}
-        self._began = time.perf_counter()
-        self._busy_before = [engine.busy_seconds for engine in pool.engines]
-
-    def results(self) -> list[RolloutResult]:
-        """In the order of the tasks."""
-        pool = self._pool
-        while len(self._results) < len(self._tasks):
-            self._start()
-            if not self._engines:
-                pool.supply()
-                for index in range(pool.num_engines):
-                    self._join(index)
-                continue
-            ready, _ = pool.watch.wait(list(self._calls), max(1, len(self._calls) // PART_OF_CALLS))
-            for call in ready:
-                self._take(call)
-            for engine in pool.lose_dead():
-                self._take_back(engine)
-        return [self._results[number] for number in range(len(self._tasks))]
-
-    def idle_fraction(self) -> Mean:
-        """Of the time of all engines since the run began, what they had nothing to do in."""
-        seconds = (time.perf_counter() - self._began) * self._pool.num_engines
-        busy = sum(e.busy_seconds - before for e, before in zip(self._pool.engines, self._busy_before, strict=True))
-        return Mean(max(0.0, seconds - max(0.0, busy)), seconds)
-
-    def _join(self, index: int) -> None:
-        self._engines.add(index)
-        self._router.ask(index, Work(0, 0.0))
-
-    def _start(self) -> None:
-        for index, numbers in self._router.assign().items():
-            engine = self._pool.engines[index]
-            tasks = [(number, self._tasks[number]) for number in numbers]
-            forget = self._pool.forgotten.take(engine.maker)
-            self._calls[engine.handle.run.remote(tasks, self._router.has_waiting, forget)] = index
-
-    def _take(self, call: Any) -> None:
-        pool, index = self._pool, self._calls[call]
-        engine = pool.engines[index]
-        try:
-            report = pool.watch.value(call)
-        except WorkerDiedError:
-            if not pool.is_lost(engine):
-                raise
-            return  # it is taken back with all else that the engine had
-        del self._calls[call]
-        elapsed = time.perf_counter() - self._began
-        for number, key, scalars in report.ended:
-            self._router.finished(number, index)
-            place = pool.forgotten.refer(engine.maker, engine.handle, key)
-            chunk = BuffersRef(Chunk(place, self._tasks[number], pool.renew))
-            self.places[number], self._made_by[number] = place, index
-            self._results[number] = chunk, replace(scalars, seconds_generating=elapsed - scalars.seconds_grading)
-            pool.count_lengths(int(scalars.total_tokens.sum()), len(scalars.total_tokens))
-        engine.busy_seconds = report.busy_seconds
-        self._router.ask(index, Work(report.requests_left, report.requests_left * pool.mean_tokens))
-
-    def _take_back(self, engine: PooledEngine) -> None:
-        """What it was given, and what only it has, goes to others."""
-        lost = self._pool.engines.index(engine)
-        self._engines.discard(lost)
-        self._router.leave(lost)
-        self._calls = {call: index for call, index in self._calls.items() if index != lost}
-        for number in [number for number, index in self._made_by.items() if index == lost]:
-            del self._results[number], self._made_by[number], self.places[number]
-            self._router.offer(number, self._works[number])
-        self._busy_before[lost] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,15 +17,17 @@ from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 @dataclass
 class EngineStart:
     """`options` of Ray for its process on each of its hosts, the leader's first. `of_run` collects the processes of the
-    run, which are killed when it ends."""
+    run, which are killed when it ends. What the engine draws is kept in `journals`, None: nowhere."""
 
     name: str
     options: Sequence[dict[str, Any]]
     watch: Watch
     of_run: list[Any]
     logs: str
+    journals: Path | None
     handles: list[Any] = field(default_factory=list, init=False)
     """Of the processes that are there now, the leader's first."""
+    _starts: int = field(default=0, init=False)
     _given: tuple[Config, dict[str, Any], Sequence[str | None]] | None = field(default=None, init=False)
 
     def create(self) -> None:
@@ -43,15 +46,23 @@ class EngineStart:
             places = self.watch.get([process.where.remote() for process in self.handles])
             names = tuple(host.name for host, _ in places)
             hosts = EngineHosts(names, 0, str(meeting.hostname), int(meeting.port or 0))
-        ready = leader.setup.remote(config, visible[0], prompts, hosts)
+        ready = leader.setup.remote(config, visible[0], prompts, hosts, self.journal)
         self.watch.add_call(leader, leader.serve.remote())
         for index, (follower, devices) in enumerate(zip(followers, visible[1:], strict=True), 1):
             self.watch.add_call(follower, follower.follow.remote(config, devices, replace(hosts, index=index)))
         return ready
 
+    @property
+    def journal(self) -> str | None:
+        """File of what it has drawn since it started."""
+        if self.journals is None:
+            return None
+        return str(self.journals / f"{self.name.replace(' ', '_')}.{self._starts}")
+
     def again(self) -> Any:
-        """Others in the place of all its processes; as `set_up`."""
+        """Others in the place of all its processes; as `set_up`. The journal is another one."""
         assert self._given is not None, "an engine that was never set up cannot start again"
+        self._starts += 1
         kill_all(self.handles)
         lost, self.handles = self.handles, self._created()
         for before, after in zip(lost, self.handles, strict=True):

@@ -16,9 +16,10 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rollout.journal import Journal, read_journal
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
+from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
 
 
 class BackwardsEngine:
@@ -180,3 +181,41 @@ def test_a_request_without_experts_among_others_is_named() -> None:
 def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> None:
     buffers, _ = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
     assert buffers.routed_experts is None
+
+
+def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
+    """Of two samples one had ended and one had begun; a third one's journal is of a request with another seed."""
+    submitted: list[GenerationRequest] = []
+
+    class GoesOn(BackwardsEngine):
+        def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+            submitted.extend(requests)
+            for request in requests:
+                before = [] if request.partial is None else request.partial.token_ids.tolist()
+                ids = np.array([*before, 40], np.int32)
+                on_finish(Completion(request.request_id, ids, np.zeros(len(ids), np.float32), "stop", ids * 0 + 8))
+
+    seeds = request_seeds(1, np.array([5]), 3).tolist()
+    older, newer = Journal(tmp_path / "older"), Journal(tmp_path / "newer")
+    sampling = SamplingOptions(4)
+    requests = [
+        GenerationRequest(f"train.5.{i}", np.array([1, 9], np.int32), seed, sampling) for i, seed in enumerate(seeds)
+    ]
+    older.begin(requests[:2])
+    older.add([Delta("train.5.0", [31], [-0.5], 7), Delta("train.5.1", [32], [-0.25], 7)], [])
+    partial = read_journal(tmp_path / "older")["train.5.1"].completion
+    newer.begin([replace(requests[1], partial=partial), replace(requests[2], seed=1)])
+    nothing = np.zeros(0, np.int32)
+    whole = Completion("train.5.1", nothing, nothing.astype(np.float32), "stop", nothing)
+    newer.add([Delta("train.5.1", [33], [-1.0], 8), Delta("train.5.2", [34], [-1.0], 8)], [whole])
+    worker = RolloutWorker(GoesOn(), LengthRewarder(), PROMPTS, Digits())  # type: ignore[arg-type]
+    journals = (str(tmp_path / "older"), str(tmp_path / "newer"))
+    task = RolloutTask("train", np.array([0]), np.array([5]), 3, sampling, 1, journals=journals)
+    ended: list[None] = []
+    buffers, scalars = worker.run(task, lambda: ended.append(None))
+    assert [request.request_id for request in submitted] == ["train.5.0", "train.5.2"]
+    assert buffers.tokens.tolist() == [1, 9, 31, 40, 1, 9, 32, 33, 1, 9, 40]
+    assert buffers.versions.tolist() == [8, 8, 7, 8, 8]
+    assert buffers.logp_rollout.tolist() == [0, 0, -0.25, -1, 0]
+    assert scalars.tokens_taken_over == 3
+    assert len(ended) == 3

@@ -53,6 +53,10 @@ class Start:
     def handles(self) -> list[Any]:
         return [self.processes[-1]]
 
+    @property
+    def journal(self) -> str:
+        return f"{self.name}.{len(self.processes)}"
+
     def again(self) -> str:
         self.processes.append(Process(self.name))
         return f"{self.name} starts"
@@ -180,6 +184,15 @@ def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records()
         assert (chunk.place is place) == (place.maker == "engine 1")
     again = watch.starts[1].processes[0].given[-2:]
     assert [task.records for task in again] == [None, None]
+    assert [task.journals for task in again] == [("engine 0.1",)] * 2
+    assert all(chunk.task.journals == () for chunk in chunks)
+
+
+def test_what_a_lost_engine_was_given_goes_on_from_its_journal_and_that_of_who_was_lost_after_it() -> None:
+    pool, watch = pool_of(2, {2: ["engine 0"], 4: ["engine 1"]})
+    assert groups(pool.run(tasks_of(12))) == ALL
+    given = [task for start in watch.starts for process in start.processes for task in process.given]
+    assert {task.journals for task in given} >= {(), ("engine 0.1",), ("engine 0.1", "engine 1.1")}
 
 
 def test_an_engine_that_started_again_is_not_told_to_forget_what_its_predecessor_kept() -> None:
