@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contract.engines import WITH_SGLANG
 from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
 from tests.e2e.runs import TrainProcess, metrics, train
 from tests.e2e.test_judge_run import write_judge
@@ -85,6 +86,20 @@ def check_greedy(run_dir: Path, exported: Path) -> None:
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
+
+
+@WITH_SGLANG
+@pytest.mark.on_demand
+def test_a_step_with_an_sglang_engine_on_each_host_is_the_step_with_vllm_on_one(
+    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    overrides = (*WAYS["an engine on each host"], "rollout.engine=sglang", "trainer.steps=1")
+    with start(hosts, task, tmp_path / "run", *overrides) as run:
+        assert run.finish() == 0, run.text()[-6000:]
+        assert not run.left_after(30)
+    ours, of_vllm = metrics(tmp_path / "run")[1], metrics(whole_run)[1]
+    assert {name: ours[name] for name in of_vllm} == pytest.approx(of_vllm, abs=1e-4)
+    assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
 
 
 FAULTS = {

@@ -79,18 +79,21 @@ def check_sglang_model(config: Config, hf: dict[str, Any]) -> None:
 
 def cannot_run(config: Config) -> list[str]:
     """What this version lacks for the configuration to run, each beginning with its key; [] where it lacks nothing."""
-    cluster = config.cluster
+    cluster, rollout = config.cluster, config.rollout
     problems = []
     for engines in _engines(config):
         if engines.engine == "vllm":
             continue
         limits = {
             "cluster.device=cuda": cluster.device == "cuda",
-            f"cluster.nodes={cluster.nodes}": cluster.nodes > 1,
-            "rollout.expert_parallel=true": engines.section == "rollout" and config.rollout.expert_parallel,
+            f"rollout.tp={rollout.tp} over cluster.gpus_per_node={cluster.gpus_per_node}": engines.section == "rollout"
+            and cluster.nodes > 1
+            and cluster.gpus_per_node < rollout.tp,
+            "rollout.expert_parallel=true": engines.section == "rollout" and rollout.expert_parallel,
         }
         problems += [
-            f"{engines.key}=sglang runs on one host's CPU, with slices of experts: {key} needs {engines.key}=vllm"
+            f"{engines.key}=sglang runs on CPUs, each engine on one host, with slices of experts: {key} needs "
+            f"{engines.key}=vllm"
             for key, exceeded in limits.items()
             if exceeded
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from mcore_rl.config.rules.available import sglang_python
+from mcore_rl.config.rules.available import SGLANG_PYTHON, sglang_python
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE
 from mcore_rl.engines.sglang.settings import RankSettings
 from mcore_rl.errors import ConfigError, WorkerDiedError
@@ -75,6 +76,11 @@ class RankProcesses:
     def _start(self, settings: RankSettings) -> list[Connection]:
         python, address = sglang_python(), f"{self._directory}/ranks"
         assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
+        if not python.is_file():  # the driver's host has it
+            raise ConfigError(
+                f"{socket.gethostname()} has no {python}: run `make sglang` on every host, or name in {SGLANG_PYTHON} "
+                "an interpreter that all have"
+            )
         key = secrets.token_bytes(32)
         with Listener(address, family="AF_UNIX", backlog=settings.num_ranks, authkey=key) as listener:
             for rank in range(settings.num_ranks):
