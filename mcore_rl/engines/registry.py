@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.hosts import EngineHosts
 from mcore_rl.ports import Engine, WeightReceiver
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
@@ -27,3 +30,18 @@ def engine_class(name: str) -> Callable[..., ReceivingEngine]:
     module = importlib.import_module(f"mcore_rl.engines.{name}.engine")
     engine: Callable[..., ReceivingEngine] = getattr(module, _CLASSES[name])
     return engine
+
+
+def follow(
+    name: str,
+    model_dir: str | Path,
+    config: RolloutConfig,
+    hosts: EngineHosts,
+    *,
+    dtype: str,
+    seed: int,
+    timeout_seconds: float,
+) -> None:
+    """The ranks of such an engine on a host that does not lead it, until one of them has ended."""
+    follower = importlib.import_module(f"mcore_rl.engines.{name}.follower")
+    follower.follow(model_dir, config, hosts, dtype=dtype, seed=seed, timeout_seconds=timeout_seconds)

@@ -80,13 +80,6 @@ def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGrou
         group.watch.get(calls.references)
 
 
-def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
-    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
-    os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
-        group.on_every_rank("add", [(0, 0)] * 5)
-
-
 def test_a_start_that_does_not_end_is_named_with_the_key(group: RankGroup) -> None:
     group.watch.start_seconds = 1.0
     first, second, *_ = group.handles
@@ -104,3 +97,10 @@ def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(g
         watch.get_started({leader.meet.remote(False): [leader, follower]})
     assert "died" in (watch.lost(follower) or "")
     assert watch.lost(leader) is None
+
+
+def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
+    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
+        group.on_every_rank("add", [(0, 0)] * 5)

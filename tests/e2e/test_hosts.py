@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.engines import WITH_SGLANG
+from tests.contract.engines import DIVIDED_BY_TWO, WITH_SGLANG
 from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
-from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.runs import ALPHABET, TrainProcess, metrics, train, write_task
 from tests.e2e.test_judge_run import write_judge
 from tests.e2e.test_reward_model_run import write_scorer
+from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -88,17 +89,51 @@ def check_greedy(run_dir: Path, exported: Path) -> None:
         assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == record["response"]
 
 
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task whose model two ranks of SGLang can divide."""
+    task = write_task(tmp_path_factory.mktemp("divided"))
+    sizes = {"vocab_size": len(ALPHABET) + 3, "eos_token_id": 1, **DIVIDED_BY_TWO}
+    write_tiny_model(task.parent / "model", "qwen3_moe", std=0.06, **sizes)
+    return task
+
+
+@pytest.fixture(scope="module")
+def of_vllm(divided: Path) -> dict[int, dict[str, float]]:
+    """Metrics of a run on one host."""
+    train(divided, divided.parent / "one_host", "trainer.steps=2")
+    return metrics(divided.parent / "one_host")
+
+
 @WITH_SGLANG
 @pytest.mark.on_demand
-def test_a_step_with_an_sglang_engine_on_each_host_is_the_step_with_vllm_on_one(
-    hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path
+@pytest.mark.parametrize("way", ["an engine on each host", "one engine over both hosts"])
+def test_a_step_with_sglang_over_two_hosts_is_the_step_with_vllm_on_one(
+    hosts: TwoHosts, divided: Path, of_vllm: dict[int, dict[str, float]], tmp_path: Path, way: str
 ) -> None:
-    overrides = (*WAYS["an engine on each host"], "rollout.engine=sglang", "trainer.steps=1")
-    with start(hosts, task, tmp_path / "run", *overrides) as run:
+    with start(hosts, divided, tmp_path / "run", *WAYS[way], "rollout.engine=sglang", "trainer.steps=2") as run:
         assert run.finish() == 0, run.text()[-6000:]
         assert not run.left_after(30)
-    ours, of_vllm = metrics(tmp_path / "run")[1], metrics(whole_run)[1]
-    assert {name: ours[name] for name in of_vllm} == pytest.approx(of_vllm, abs=1e-4)
+    ours = metrics(tmp_path / "run")
+    assert {name: ours[1][name] for name in of_vllm[1]} == pytest.approx(of_vllm[1], abs=1e-4)
+    engines, verified = 2 if way == "an engine on each host" else 1, "weights/tensors_verified"
+    assert ours[2][verified] == engines * of_vllm[2][verified] > 0
+    assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
+
+
+@WITH_SGLANG
+@pytest.mark.on_demand
+def test_an_sglang_engine_over_both_hosts_starts_again_when_its_far_rank_dies(
+    hosts: TwoHosts, divided: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    overrides = (*WAYS["one engine over both hosts"], "rollout.engine=sglang", "checkpoint.every_steps=1")
+    with start(hosts, divided, run_dir, *overrides) as run:
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_1").is_dir())
+        hosts.signal("B", "mcore_rl.engines.sglang.rank", signal.SIGKILL)
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "it starts again (1 of 3 times)" in run.text()
+    hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "sglang.rank")
     assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.sglang.processes import RankProcesses
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
-from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.engine_config import engine_overrides
 
@@ -39,7 +39,6 @@ class SglangEngine(SteppedEngine):
         hosts: EngineHosts = ONE_HOST,
     ) -> None:
         super().__init__(rollout_config, captures_routing=capture_routing)
-        assert hosts.num == 1, "refused by config.rules.available"
         if torch.cuda.is_available():  # cluster.device=auto is settled when torch is there
             raise ConfigError("rollout.engine=sglang runs on CPU alone; set cluster.device=cpu or rollout.engine=vllm")
         self._eos_token_ids = list(eos_token_ids)
@@ -58,7 +57,7 @@ class SglangEngine(SteppedEngine):
             captures_routing=capture_routing,
             seed=seed,
         )
-        self._ranks = RankProcesses(settings, name, timeout_seconds)
+        self._ranks = RankProcesses(settings, name, timeout_seconds, hosts)
         self.receiver = RanksReceiver(self._ranks, self._forget_prefixes)
         self._asleep: set[str] = set()
 

@@ -46,6 +46,15 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[H
                 yield hf_name, _without_padding(hf_name, tensor, boxes)
 
 
+def vocabulary_padding(model: torch.nn.Module) -> list[str]:
+    """Modules of which this rank's part is all behind the end of the vocabulary."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
+    ]
+
+
 def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) -> torch.Tensor:
     size = boxes[name][1] if name in boxes else tuple(tensor.shape)
     for dim, length in enumerate(size):
@@ -61,8 +70,8 @@ def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Itera
     if getattr(module, "use_intel_amx_backend", False):
         raise WeightSyncError(f"{name}: packed for AMX, which cannot be read back")
     if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
-        shard = module.shard_indices
-        yield f"{name}.weight", module.weight[: shard.org_vocab_end_index - shard.org_vocab_start_index]
+        if module.shard_indices.num_org_elements:
+            yield f"{name}.weight", module.weight[: module.shard_indices.num_org_elements]
     elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
         yield from _linear(module, name)
     elif isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod):

@@ -1,7 +1,7 @@
 """The processes of an SGLang engine's ranks: started, spoken to, and ended, from the project's environment.
 
-They are spoken to over a unix socket in a directory that only this user can enter, with a key that is in nobody's
-command line; what comes over it is pickled.
+They are spoken to over a unix socket in a directory that only this user can enter, or over TCP where the engine spans
+hosts; in either case with a key that is in nobody's command line. What comes over it is pickled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -23,22 +24,26 @@ from typing import Any
 import psutil
 
 from mcore_rl.config.rules.available import SGLANG_PYTHON, sglang_python
+from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE
-from mcore_rl.engines.sglang.settings import RankSettings
+from mcore_rl.engines.sglang.settings import START_SECONDS, RankSettings, send_at_once
 from mcore_rl.errors import ConfigError, WorkerDiedError
 
 ROOT = Path(__file__).parents[3]
-START_SECONDS = 600.0
 _MAX_SOCKET_PATH = 100
 
 
 class RankProcesses:
-    """All ranks of the engine that messages call `name`; `settings` are those of rank 0 but for where they meet.
+    """All ranks of the engine that messages call `name`; `settings` are those of rank 0 but for where they meet. Those
+    of other `hosts` than the first start there (follower.follow).
 
     Raises: ConfigError for what SGLang refuses; WorkerDiedError for a rank that ends while it starts.
     """
 
-    def __init__(self, settings: RankSettings, name: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, settings: RankSettings, name: str, timeout_seconds: float, hosts: EngineHosts = ONE_HOST
+    ) -> None:
+        self._hosts = hosts
         self._name, self.timeout_seconds = name, timeout_seconds
         self._lost: str | None = None
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # of mode 0700
@@ -74,34 +79,42 @@ class RankProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, settings: RankSettings) -> list[Connection]:
-        python, address = sglang_python(), f"{self._directory}/ranks"
-        assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
-        if not python.is_file():  # the driver's host has it
-            raise ConfigError(
-                f"{socket.gethostname()} has no {python}: run `make sglang` on every host, or name in {SGLANG_PYTHON} "
-                "an interpreter that all have"
-            )
-        key = secrets.token_bytes(32)
-        with Listener(address, family="AF_UNIX", backlog=settings.num_ranks, authkey=key) as listener:
-            for rank in range(settings.num_ranks):
-                command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank)]
-                environment = _environment(settings.num_ranks) | {KEY_VARIABLE: key.hex()}
-                self._processes.append(subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno()))
+        address, meeting, key = self._meet()
+        with self._listener(address, settings.num_ranks, key) as listener:
+            for rank in self._hosts.ranks(settings.num_ranks):
+                self._processes.append(start_rank(rank, settings.num_ranks, address, key))
             listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
             pipes: dict[int, Connection] = {}
             deadline = time.monotonic() + START_SECONDS
             while len(pipes) < settings.num_ranks:
                 try:
                     pipe = listener.accept()
-                except TimeoutError:
+                except (TimeoutError, AuthenticationError):  # or a stranger
                     self._require_alive("start")
                     if time.monotonic() > deadline:
                         self._lose(f"its ranks did not start within {START_SECONDS:g} s")
                     continue
+                if self._hosts.num > 1:
+                    send_at_once(pipe)
                 pipes[pipe.recv()] = pipe
         for rank, pipe in pipes.items():
-            pipe.send(replace(settings, rank=rank, meeting=f"{self._directory}/meeting"))
+            pipe.send(replace(settings, rank=rank, meeting=meeting))
         return [pipes[rank] for rank in range(settings.num_ranks)]
+
+    def _meet(self) -> tuple[str, str, bytes]:
+        """Where ranks ask for commands, where they meet each other, and the key."""
+        hosts = self._hosts
+        if hosts.num > 1:
+            return f"{hosts.address}:{hosts.commands_port}", f"tcp://{hosts.address}:{hosts.port}", hosts.key
+        address = f"{self._directory}/ranks"
+        assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
+        return address, f"file://{self._directory}/meeting", secrets.token_bytes(32)  # no port at all
+
+    def _listener(self, address: str, num_ranks: int, key: bytes) -> Listener:
+        if self._hosts.num == 1:
+            return Listener(address, family="AF_UNIX", backlog=num_ranks, authkey=key)
+        place = (self._hosts.address, self._hosts.commands_port)
+        return Listener(place, family="AF_INET", backlog=num_ranks, authkey=key)
 
     def _answers(self, what: str, seconds: float, *, refused: type[Exception] = WorkerDiedError) -> list[Any]:
         """Of all ranks: an answer that nobody takes would be taken for that of the next call."""
@@ -111,7 +124,7 @@ class RankProcesses:
             while not pipe.poll(min(0.5, max(0.0, deadline - time.monotonic()))):
                 self._require_alive(what)
                 if time.monotonic() > deadline:
-                    state = _state(self._processes[rank].pid)
+                    state = _state(self._processes[rank].pid) if rank < len(self._processes) else "is on another host"
                     self._lose(
                         f"rank {rank} did not answer `{what}` within {seconds:g} s "
                         f"({'a start' if what == 'start' else 'cluster.collective_timeout_seconds'}): it {state}"
@@ -140,6 +153,22 @@ class RankProcesses:
     def _lose(self, reason: str) -> None:
         self._lost = f"{self._name}: {reason}"
         raise WorkerDiedError(self._lost) from None
+
+
+def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
+    """A rank on this host, which asks for commands at `address`.
+
+    Raises: ConfigError where SGLang is not on this host.
+    """
+    python = sglang_python()
+    if not python.is_file():  # the driver's host has it
+        raise ConfigError(
+            f"{socket.gethostname()} has no {python}: run `make sglang` on every host, or name in {SGLANG_PYTHON} an "
+            "interpreter that all have"
+        )
+    command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank)]
+    environment = _environment(num_ranks) | {KEY_VARIABLE: key.hex()}
+    return subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno())
 
 
 def _environment(num_ranks: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""A rank of an SGLang engine: `python -m mcore_rl.engines.sglang.rank SOCKET RANK`, started by engines.sglang.processes
-with the interpreter of SGLang's environment. It answers (method, arguments) with ("ok", result), ("refused",
-(type, text)) of an error of ours, or ("error", text)."""
+"""A rank of an SGLang engine: `python -m mcore_rl.engines.sglang.rank SOCKET|HOST:PORT RANK`, started by
+engines.sglang.processes with the interpreter of SGLang's environment. It answers (method, arguments) with ("ok",
+result), ("refused", (type, text)) of an error of ours, or ("error", text)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 
-from mcore_rl.engines.sglang.settings import RankSettings
+from mcore_rl.engines.sglang.settings import START_SECONDS, RankSettings, send_at_once
 from mcore_rl.errors import McoreRLError
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
@@ -22,7 +23,7 @@ _TRACE_LINES = 12
 def main(address: str, rank: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of the parent
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
-    with Client(address, family="AF_UNIX", authkey=key) as pipe:
+    with _meet(address, key) as pipe:
         pipe.send(rank)
         settings: RankSettings = pipe.recv()
         try:
@@ -50,6 +51,24 @@ def main(address: str, rank: int) -> None:
                 pipe.send(("refused", (type(error), str(error))))
             except Exception as error:
                 pipe.send(("error", _told(error)))
+
+
+def _meet(address: str, key: bytes) -> Connection:
+    """The engine may not have come yet, where it is on another host."""
+    if address.startswith("/"):
+        return Client(address, family="AF_UNIX", authkey=key)
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            pipe = Client((host, int(port)), family="AF_INET", authkey=key)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+            continue
+        send_at_once(pipe)
+        return pipe
 
 
 def _told(error: Exception) -> str:

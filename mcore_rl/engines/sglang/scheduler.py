@@ -62,7 +62,7 @@ class SteppedScheduler:
 
     def __init__(self, settings: RankSettings) -> None:
         check_signatures()
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{settings.meeting}"  # no port at all
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.meeting
         arguments = ServerArgs(**_server_arguments(settings))
         arguments.resolve_once()
         arguments.check_server_args()

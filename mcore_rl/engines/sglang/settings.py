@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
+
+START_SECONDS = 600.0
+"""Within which the ranks of an engine have to meet."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """`overrides`: fields of config.json with other values than `model` has; `meeting` is a file that only the ranks of
-    the engine know. Units: kv_cache_bytes of this rank."""
+    """`overrides`: fields of config.json with other values than `model` has; the ranks meet at the
+    url `meeting`. Units: kv_cache_bytes of this rank."""
 
     model: str
     overrides: dict[str, Any]
@@ -49,3 +55,9 @@ class Progress:
     token_ids: list[int]
     logp: list[float]
     finish_reason: str | None
+
+
+def send_at_once(pipe: Connection) -> None:
+    """Over TCP, which else keeps the second half of a long message until the first has been acknowledged."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as duplicate:
+        duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

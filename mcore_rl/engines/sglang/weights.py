@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from mcore_rl.engines.kept_slices import KeptSlice, TensorSpec, parts_of, record, storage_key
-from mcore_rl.engines.sglang.held_weights import held_tensors
+from mcore_rl.engines.sglang.held_weights import held_tensors, vocabulary_padding
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
@@ -87,6 +87,7 @@ class RankWeights:
         kept = record(self._model, places, brought, "SGLang")
         without = {".".join(place).lstrip(".") for place in places.values()}
         without -= {f"{each.module}.{each.parameter}" for each in kept}
+        without -= {f"{name}.weight" for name in vocabulary_padding(self._model)}
         if without:
             raise WeightSyncError(f"no tensor of the trainer brings anything of {', '.join(sorted(without))}")
         return kept

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.hosts import EngineHosts
 from mcore_rl.weights.engine_config import engine_overrides
-
-
-@dataclass(frozen=True)
-class EngineHosts:
-    """The hosts of one engine, by name, each with as many of its ranks; `index` is this one. They meet at the first's
-    `address` and `port`."""
-
-    names: tuple[str, ...] = ("",)
-    index: int = 0
-    address: str = ""
-    port: int = 0
-
-    @property
-    def num(self) -> int:
-        return len(self.names)
-
-
-ONE_HOST = EngineHosts()
 
 
 def set_environment(timeout_seconds: float) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
-from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts, engine_arguments, model_arguments, set_environment
+from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.ports import Engine

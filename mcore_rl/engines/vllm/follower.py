@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.vllm.arguments import EngineHosts, engine_arguments, model_arguments, set_environment
+from mcore_rl.engines.hosts import EngineHosts
+from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 
 
 def follow(

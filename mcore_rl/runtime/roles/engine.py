@@ -13,8 +13,8 @@ import ray
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import TextDecoder
-from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class
-from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tasks import TaskRunner
@@ -163,9 +163,8 @@ class FollowerProcess(RunProcess):
     def follow(self, config: Config, visible_devices: str | None, hosts: EngineHosts) -> None:
         """As long as they live."""
         see_only(visible_devices)
-        from mcore_rl.engines.vllm.follower import follow
-
         follow(
+            config.rollout.engine,
             config.model.hf_path,
             config.rollout,
             hosts,

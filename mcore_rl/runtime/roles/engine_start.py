@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mcore_rl.config.schema import Config
-from mcore_rl.engines.vllm.arguments import ONE_HOST, EngineHosts
+from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 
@@ -42,10 +43,12 @@ class EngineStart:
         self._given = config, prompts, visible
         leader, followers, hosts = self.handles[0], self.handles[1:], ONE_HOST
         if followers:
-            meeting = urlsplit(self.watch.get([leader.free_address.remote()])[0])
+            addresses = self.watch.get([leader.free_address.remote() for _ in range(2)])
+            meeting, commands = map(urlsplit, addresses)
             places = self.watch.get([process.where.remote() for process in self.handles])
             names = tuple(host.name for host, _ in places)
-            hosts = EngineHosts(names, 0, str(meeting.hostname), int(meeting.port or 0))
+            key, ports = secrets.token_bytes(32), (int(meeting.port or 0), int(commands.port or 0))
+            hosts = EngineHosts(names, 0, str(meeting.hostname), *ports, key)
         ready = leader.setup.remote(config, visible[0], prompts, hosts, self.journal)
         self.watch.add_call(leader, leader.serve.remote())
         for index, (follower, devices) in enumerate(zip(followers, visible[1:], strict=True), 1):

@@ -69,19 +69,11 @@ def sglang_everywhere() -> Config:
 def test_a_judges_engines_have_the_limits_of_the_rollouts() -> None:
     config = sglang_everywhere()
     assert cannot_run(config) == []
-    config.cluster.nodes, config.rollout.tp = 2, 2
     config.rollout.expert_parallel, config.cluster.device = True, "cuda"
     assert cannot_run(config) == [
-        "rollout.engine=sglang runs on CPUs, each engine on one host, with slices of experts: "
-        f"{key} needs rollout.engine=vllm"
-        for key in (
-            "cluster.device=cuda",
-            "rollout.tp=2 over cluster.gpus_per_node=1",
-            "rollout.expert_parallel=true",
-        )
+        f"rollout.engine=sglang runs on CPUs, with slices of experts: {key} needs rollout.engine=vllm"
+        for key in ("cluster.device=cuda", "rollout.expert_parallel=true")
     ]
-    config.cluster.gpus_per_node, config.judge.tp = 2, 4
-    assert len(cannot_run(config)) == 2
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
     assert [problem.rpartition(": ")[2] for problem in cannot_run(config)] == [
         "cluster.device=cuda needs judge.engine=vllm"

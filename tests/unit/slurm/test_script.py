@@ -197,7 +197,7 @@ def small(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("rollout.engine=sglang", "rollout.engine=sglang runs on one host's CPU"),
+        ("rollout.engine=sglang", "rollout.engine=sglang runs on CPUs"),
         ("data.val=nowhere.jsonl", "data.val: there is no file nowhere.jsonl"),
         ("model.hf_path=configs/models/DeepSeek-V3", "model.hf_path=configs/models/DeepSeek-V3: no safetensors there"),
         ("model.tokenizer_path=nowhere", "model.tokenizer_path=nowhere does not exist"),

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.engine_config import engine_overrides
 
-ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def written(directory: Path, **fields: object) -> Path:
@@ -21,7 +21,8 @@ def written(directory: Path, **fields: object) -> Path:
 def test_only_what_config_json_leaves_out_is_added(tmp_path: Path) -> None:
     of_transformers = written(tmp_path, model_type="deepseek_v3", topk_method=None)
     assert engine_overrides(of_transformers, load_weights=True) == ROUTING
-    of_the_hub = written(tmp_path, model_type="deepseek_v3", scoring_func="softmax", topk_method="noaux_tc")
+    given = {"scoring_func": "softmax", "topk_method": "noaux_tc", "moe_layer_freq": 2}
+    of_the_hub = written(tmp_path, model_type="deepseek_v3", **given)
     assert engine_overrides(of_the_hub, load_weights=True) == {}
     assert engine_overrides(written(tmp_path, model_type="llama"), load_weights=True) == {}
 

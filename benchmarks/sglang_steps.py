@@ -1,0 +1,92 @@
+"""SGLang stepped by our loop, beside its own Engine and its HTTP server: the same requests, 64 at a time.
+
+A tiny model in float32, so that what surrounds a step shows. CPU seconds of all processes of a way, with its client, so
+that other load does not count; the ways take turns. Nothing is streamed by Engine and server: they say less than our
+loop, which has every token after its step.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from benchmarks.engine_loop import requests
+from benchmarks.result import Result, SkippedError
+from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
+
+ROOT = Path(__file__).parent.parent
+ROUNDS = 5
+AIMS = {"engine": ("its Engine", ">= 1.0"), "server": ("its HTTP server", ">= 1.1")}
+
+
+def run() -> list[Result]:
+    if sglang_version() != SGLANG_VERSION:
+        raise SkippedError("needs .venv-sglang: make sglang")
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_sglang_") as name:
+        directory = Path(name)
+        model = directory / "model"
+        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
+        subprocess.run([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], check=True)
+        task = directory / "requests.json"
+        task.write_text(
+            json.dumps([(r.token_ids.tolist(), r.sampling.max_response_tokens, r.seed) for r in requests()])
+        )
+        sides = {way: _Side(way, model, task) for way in ("ours", *AIMS)}
+        try:
+            rounds = [{way: side.measure() for way, side in sides.items()} for _ in range(ROUNDS + 1)][1:]
+        finally:
+            for side in sides.values():
+                side.end()
+    return [_row(rounds, way, beside, aim) for way, (beside, aim) in AIMS.items()]
+
+
+def _row(rounds: list[dict[str, float]], way: str, beside: str, aim: str) -> Result:
+    ratio = statistics.median(each["ours"] / each[way] for each in rounds)
+    limit = statistics.median(each[way] for each in rounds)
+    return Result(f"SGLang stepped by us, beside {beside}", ratio * limit, limit, "tok/CPU s", ratio, aim)
+
+
+class _Side:
+    """A process that does all requests whenever it is told to, and says how many tokens came."""
+
+    def __init__(self, way: str, model: Path, task: Path) -> None:
+        self._way = way
+        python = sys.executable if way == "ours" else str(sglang_python())
+        command = [python, "-m", "benchmarks.sglang_side", way, str(model), str(task)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._seen: dict[int, float] = {}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._asks: IO[str] = self._process.stdin
+        self._answers: IO[str] = self._process.stdout
+
+    def measure(self) -> float:
+        """Tokens per CPU second."""
+        self._asks.write("\n")
+        self._asks.flush()
+        while not (line := self._answers.readline()).startswith("{"):
+            if not line:
+                raise RuntimeError(f"the process of {self._way} has ended")
+        before, self._seen = sum(self._seen.values()), self._cpu_seconds()
+        tokens: int = json.loads(line)["tokens"]
+        return tokens / (sum(self._seen.values()) - before)
+
+    def _cpu_seconds(self) -> dict[int, float]:
+        process = psutil.Process(self._process.pid)
+        times = {each.pid: each.cpu_times() for each in [process, *process.children(recursive=True)]}
+        return {pid: spent.user + spent.system for pid, spent in times.items()}
+
+    def end(self) -> None:
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            child.kill()
+        self._process.kill()
+        self._process.wait()

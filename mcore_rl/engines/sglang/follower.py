@@ -1,0 +1,24 @@
+"""The ranks of an engine on a host that does not lead it: they take their commands from the leader."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.hosts import EngineHosts
+from mcore_rl.engines.sglang.processes import start_rank
+
+
+def follow(
+    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
+) -> None:
+    """As engines.vllm.follower.follow. What a rank needs to know the leader tells it."""
+    address = f"{hosts.address}:{hosts.commands_port}"
+    ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
+    try:
+        while all(process.poll() is None for process in ranks):
+            time.sleep(0.2)
+    finally:
+        for process in ranks:
+            process.kill()
