@@ -1,8 +1,8 @@
 """SGLang stepped by our loop, beside its own Engine and its HTTP server: the same requests, 64 at a time.
 
 A tiny model in float32, so that what surrounds a step shows. CPU seconds of all processes of a way, with its client, so
-that other load does not count; the ways take turns. Nothing is streamed by Engine and server: they say less than our
-loop, which has every token after its step.
+that other load does not count; the ways take turns, each stopped while others have theirs, since SGLang's own loops
+spin. Nothing is streamed by Engine and server: they say less than our loop, which has every token after its step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class _Side:
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        self._seen: dict[int, float] = {}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._asks: IO[str] = self._process.stdin
@@ -71,22 +70,29 @@ class _Side:
 
     def measure(self) -> float:
         """Tokens per CPU second."""
+        for process in self._processes():
+            process.resume()
+        before = self._cpu_seconds()
         self._asks.write("\n")
         self._asks.flush()
         while not (line := self._answers.readline()).startswith("{"):
             if not line:
                 raise RuntimeError(f"the process of {self._way} has ended")
-        before, self._seen = sum(self._seen.values()), self._cpu_seconds()
+        seconds = self._cpu_seconds() - before
+        for process in self._processes():
+            process.suspend()
         tokens: int = json.loads(line)["tokens"]
-        return tokens / (sum(self._seen.values()) - before)
+        return tokens / seconds
 
-    def _cpu_seconds(self) -> dict[int, float]:
+    def _processes(self) -> list[psutil.Process]:
         process = psutil.Process(self._process.pid)
-        times = {each.pid: each.cpu_times() for each in [process, *process.children(recursive=True)]}
-        return {pid: spent.user + spent.system for pid, spent in times.items()}
+        return [process, *process.children(recursive=True)]
+
+    def _cpu_seconds(self) -> float:
+        times = [process.cpu_times() for process in self._processes()]
+        return sum(spent.user + spent.system for spent in times)
 
     def end(self) -> None:
-        for child in psutil.Process(self._process.pid).children(recursive=True):
-            child.kill()
-        self._process.kill()
+        for process in self._processes():
+            process.kill()
         self._process.wait()

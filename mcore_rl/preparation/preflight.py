@@ -9,12 +9,7 @@ from mcore_rl.config import Config, read_hf_config, validate, validate_reward_mo
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.rules.available import cannot_run, missing_engine
-from mcore_rl.config.rules.judge import (
-    server_key,
-    template_text,
-    uses_judge,
-    validate_judge,
-)
+from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.data.files import read_rows
 from mcore_rl.errors import ConfigError

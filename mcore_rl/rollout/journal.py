@@ -35,8 +35,7 @@ class Journal:
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """They run from now on; what they came with counts as drawn. When none ran before, the file begins anew."""
-        if not self._numbers and self._file is not None:
-            os.ftruncate(self._file, 0)
+        self.forget_ended()
         words = array("i")
         for request in requests:
             number = self._numbers[request.request_id] = self._count
@@ -60,6 +59,11 @@ class Journal:
         for completion in completions:
             words.extend((END, self._numbers.pop(completion.request_id), REASONS.index(completion.finish_reason)))
         self._write(words)
+
+    def forget_ended(self) -> None:
+        """The file begins anew, if no request runs: what was drawn has been taken by then, or is of earlier weights."""
+        if not self._numbers and self._file is not None:
+            os.ftruncate(self._file, 0)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that were aborted."""

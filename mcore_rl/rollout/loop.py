@@ -143,6 +143,12 @@ class EngineLoop:
 
         return self.between_steps(abort)
 
+    def weights_changed(self) -> None:
+        """To be called between two steps: nobody goes on with responses that ended under earlier weights. Validation
+        asks for the same ones, by id and seed, again and again."""
+        if self._journal is not None:
+            self._journal.forget_ended()
+
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
         """Responses to all requests, beside whatever else runs; calls on_finish on this thread, once per request, in
         the order they finish, while the engine goes on.

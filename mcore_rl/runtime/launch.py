@@ -92,7 +92,8 @@ def launch(
             section = role.guests.section
             visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
             handles = started.beside[section]
-            of_role = dict.fromkeys(role.set_up(around, handles, visible), handles)
+            set_ups = role.set_up(around, handles, visible)
+            of_role = {ready: [handle] for ready, handle in zip(set_ups, handles, strict=True)}
             if (takes_turns or on_gpus) and role.guests.tp is not None:
                 watch.get_started(of_role)  # disaggregated, they share the GPUs of the ranks all the same
             starting |= of_role

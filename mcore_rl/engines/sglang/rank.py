@@ -12,7 +12,7 @@ import time
 import traceback
 from multiprocessing.connection import Client, Connection
 
-from mcore_rl.engines.sglang.settings import START_SECONDS, RankSettings, send_at_once
+from mcore_rl.engines.sglang.settings import RankSettings, send_at_once
 from mcore_rl.errors import McoreRLError
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
@@ -54,17 +54,15 @@ def main(address: str, rank: int) -> None:
 
 
 def _meet(address: str, key: bytes) -> Connection:
-    """The engine may not have come yet, where it is on another host."""
+    """Where the engine is on another host it may not have come yet; whoever waits for the run has a deadline, and this
+    process ends with its parent."""
     if address.startswith("/"):
         return Client(address, family="AF_UNIX", authkey=key)
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             pipe = Client((host, int(port)), family="AF_INET", authkey=key)
         except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
             time.sleep(0.5)
             continue
         send_at_once(pipe)

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-START_SECONDS = 600.0
-"""Within which the ranks of an engine have to meet."""
-
 
 @dataclass(frozen=True)
 class RankSettings:

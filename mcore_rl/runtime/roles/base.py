@@ -313,8 +313,8 @@ SetUp = Callable[[Surroundings, list[Any], Sequence[str | None]], list[Any]]
 class Role:
     """Processes of the Ray actor class `process`, in whose messages each is `name` and its number.
 
-    `set_up` starts the set-up of all, each with the GPUs that it may see (`see_only`), and returns references of its
-    end; by then they have left the device if they are to leave it at all. `group` makes of the handles, and the
+    `set_up` starts the set-up of all, each with the GPUs that it may see (`see_only`), and returns a reference of the
+    end of each; by then they have left the device if they are to leave it at all. `group` makes of the handles, and the
     node of each, what the run knows them by.
     """
 

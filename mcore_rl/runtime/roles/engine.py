@@ -144,6 +144,7 @@ class EngineProcess(RunProcess):
             totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version)
+        self.loop.weights_changed()
         return totals
 
     @ray.method(concurrency_group="engine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_it_begins_anew_when_nothing_ran(path: Path) -> None:
     assert set(read_journal(path)) == {"c"}
 
 
+def test_what_ended_under_earlier_weights_is_nobodys_and_what_runs_goes_on(path: Path) -> None:
+    """Validation asks for equal ids and seeds under every weights."""
+    journal = write_two(path)
+    loop = EngineLoop(FakeEngine(), journal)
+    loop.weights_changed()
+    assert set(read_journal(path)) == {"a", "löng name"}
+    journal.add([], [ended("a", "stop")])
+    loop.weights_changed()
+    assert read_journal(path) == {}
+
+
 def test_a_full_disk_costs_what_could_be_taken_over_and_nothing_else(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +136,7 @@ def test_the_loop_writes_what_its_engine_draws_as_it_draws_it(path: Path) -> Non
 
     seen: list[int] = []
     loop.engine.before_pass = look  # type: ignore[attr-defined]
-    from threading import Thread
-
-    thread = Thread(target=loop.serve, daemon=True)
+    thread = threading.Thread(target=loop.serve, daemon=True)
     thread.start()
     loop.generate([request(f"r{i}", i, length) for i, length in enumerate((4, 2, 7))], completions.append)
     found = read_journal(path)
