@@ -1,12 +1,14 @@
-"""SGLang's internals are looked at before they are used: another build of the same version does not go unnoticed."""
+"""SGLang's internals are looked at before they are used, and a start that it refuses leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.contract.engines import SGLANG, WITH_SGLANG
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, SGLANG, WITH_SGLANG
+from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 CHANGED = """
@@ -43,3 +45,25 @@ def test_what_is_not_as_in_the_release_is_named() -> None:
     assert not_called == f"{is_not} (too many positional arguments)"
     assert too_few == f"{is_not} (missing a required argument: 'pp_proxy')"
     assert lacking.startswith("SGLang's scheduler lacks output_streamer.send_to_detokenizer.send_output (")
+
+
+@WITH_SGLANG
+def test_a_model_that_sglang_refuses_is_refused_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
+    """Latent attention without YaRN: on a CPU an assertion without a word."""
+    tiny_model("deepseek_v3", hidden_size=128, **(DIVIDED_BY_TWO | LATENT)).save_pretrained(tmp_path)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom mcore_rl.config.schema import RolloutConfig\n"
+        "from mcore_rl.engines.sglang.engine import SglangEngine\nfrom mcore_rl.errors import ConfigError\n"
+        "started = []\nfrom mcore_rl.engines.sglang import processes\nstart = processes.start_rank\n"
+        "processes.start_rank = lambda *given: started.append(start(*given)) or started[-1]\n"
+        "config = RolloutConfig(engine='sglang', max_prompt_tokens=8, max_response_tokens=8, kv_cache_gib=0.03)\n"
+        "try: SglangEngine(sys.argv[1], config, dtype='float32', eos_token_ids=[1], seed=1, name='engine',"
+        " timeout_seconds=60)\n"
+        "except ConfigError as error: print(error)\n"
+        "(rank,) = started\n"
+        "print([path.name for path in Path('/dev/shm').glob(f'sglang_loads_mcore{rank.pid}_*')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    said, left = done.stdout.splitlines()[-2:]
+    assert said == "SGLang cannot run this: AssertionError: assert rope_scaling is not None", done.stderr[-2000:]
+    assert left == "[]"

@@ -71,10 +71,12 @@ class SteppedScheduler:
         nowhere = f"ipc://nowhere-{os.getpid()}"  # connected to, bound by nobody, never written
         instance = f"mcore{os.getpid()}"
         ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
-        self._scheduler: Any = Scheduler(arguments, ports)
+        try:
+            self._scheduler: Any = Scheduler(arguments, ports)
+        finally:
+            for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
+                path.unlink(missing_ok=True)
         check_scheduler(self._scheduler)
-        for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
-            path.unlink(missing_ok=True)
         self._kept = _Kept()
         self._scheduler.output_streamer.send_to_detokenizer = self._kept
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._kept.send_output
