@@ -73,18 +73,24 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
     return actor
 
 
-def _live_bytes(actor: Any) -> int:
-    """Of every storage in this process, whoever holds it, less the host copies."""
+def _storages(actor: Any) -> list[torch.UntypedStorage]:
+    """Of every tensor in this process, whoever holds it, less the host copies. Whoever keeps the list keeps them alive:
+    what gloo's threads let go of meanwhile then counts as memory that nobody gave up."""
     with torch._C.DisableTorchFunctionSubclass():
         storages = {
-            storage.data_ptr(): storage.nbytes()
+            storage._cdata: storage
             for thing in gc.get_objects()
             if isinstance(thing, torch.Tensor)
             for storage in [thing.untyped_storage()]
-            if storage.nbytes()
         }
-        held = [piece for copy in actor.memory._copies.values() for piece in copy._pieces]
-    return sum(storages.values()) - sum(piece.nbytes for piece in held)
+        for copy in actor.memory._copies.values():
+            for piece in copy._pieces:
+                storages.pop(piece.untyped_storage()._cdata, None)
+    return list(storages.values())
+
+
+def _num_bytes(*storages: torch.UntypedStorage) -> int:
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
 def _buffer_bytes(actor: Any) -> dict[str, int]:
@@ -111,9 +117,10 @@ def _buffer_bytes(actor: Any) -> dict[str, int]:
 def _away_and_back(actor: Any) -> dict[str, Any]:
     actor.memory.load("params", "grads", "optimizer")
     gc.collect()
-    sizes, live = _buffer_bytes(actor), _live_bytes(actor)
+    sizes, before = _buffer_bytes(actor), _storages(actor)
+    live = _num_bytes(*before)
     reported = actor.memory.offload()
-    fell = live - _live_bytes(actor)
+    fell = live - _num_bytes(*before, *_storages(actor))
     again = actor.memory.offload()
     actor.memory.load("params", "grads", "optimizer")
     return {
@@ -121,7 +128,7 @@ def _away_and_back(actor: Any) -> dict[str, Any]:
         "reported": reported,
         "again": again,
         "fell": fell,
-        "back": live - _live_bytes(actor),
+        "back": live - _num_bytes(*before, *_storages(actor)),
         "left": actor.memory.released_bytes,
     }
 
@@ -131,9 +138,10 @@ def _part_by_part(actor: Any) -> dict[str, Any]:
     before = held_tensors(actor)
     sizes, fell = _buffer_bytes(actor), {}
     for part in ("optimizer", "params", "grads"):
-        live = _live_bytes(actor)
+        held = _storages(actor)
+        live = _num_bytes(*held)
         actor.memory.offload([part])
-        fell[part] = live - _live_bytes(actor)
+        fell[part] = live - _num_bytes(*held, *_storages(actor))
     for part in ("params", "grads", "optimizer"):
         actor.memory.load(part)
         actor.memory.load(part)
