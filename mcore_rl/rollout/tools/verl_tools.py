@@ -1,0 +1,122 @@
+"""verl's tool classes as they are.
+
+In the versions of 2026 the life of an instance is one call: create, execute, release. Earlier ones kept it for the
+episode, and asked calc_reward at its end; `lifecycle: episode` in the YAML does that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from mcore_rl.config.functions import describe
+from mcore_rl.rollout.tools.functions import as_text
+from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
+from mcore_rl.rollout.tools.schemas import Schema
+
+LIFECYCLES = ("call", "episode")
+
+
+def is_verl_tool(kind: type) -> bool:
+    return all(callable(getattr(kind, name, None)) for name in ("create", "execute", "release"))
+
+
+class VerlTool:
+    """An object of a class in verl's form, which may leave calc_reward out."""
+
+    def __init__(self, tool: Any, schema: Schema, lifecycle: str = "call") -> None:
+        self.schema = schema
+        self._tool = tool
+        self._name = schema["function"]["name"]
+        self._per_call = lifecycle == "call"
+
+    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+        if not self._per_call:
+            if self._name not in episode.state:
+                episode.state[self._name] = await self._create(episode)
+            return await self._execute(episode, episode.state[self._name], arguments)
+        instance = await self._create(episode)
+        try:
+            outcome = await self._execute(episode, instance, arguments)
+        except BaseException:
+            await self._release(episode, instance)
+            raise
+        try:
+            await self._release(episode, instance)
+        except Exception as error:  # of a user's class; the answer stands
+            return Outcome(outcome.text, outcome.reward, outcome.metrics, f"release raised {describe(error)}")
+        return outcome
+
+    async def close_episode(self, episode: Episode) -> float | None:
+        instance = episode.state.pop(self._name, None)
+        if instance is None:
+            return None
+        try:
+            kwargs = episode.kwargs_of(self._name, "calc_reward_kwargs")
+            calc_reward = getattr(self._tool, "calc_reward", None)
+            return None if calc_reward is None else _number(await _awaited(calc_reward(instance, **kwargs)))
+        finally:
+            await self._release(episode, instance)
+
+    async def close(self) -> None: ...
+
+    async def _create(self, episode: Episode) -> str:
+        given = episode.kwargs_of(self._name, "create_kwargs")
+        created = await _awaited(self._tool.create(**_create_kwargs(self._tool.create, given)))
+        instance = created[0] if isinstance(created, tuple) else created
+        if not isinstance(instance, str):
+            raise TypeError(f"create returned {type(instance).__name__} instead of an instance's id")
+        return instance
+
+    async def _execute(self, episode: Episode, instance: str, arguments: dict[str, Any]) -> Outcome:
+        execute = self._tool.execute
+        kwargs = episode.kwargs_of(self._name, "execute_kwargs")
+        if _takes(execute, "agent_data"):
+            kwargs["agent_data"] = episode.agent_data
+        return outcome_of(await _awaited(execute(instance, arguments, **kwargs)))
+
+    async def _release(self, episode: Episode, instance: str) -> None:
+        await _awaited(self._tool.release(instance, **episode.kwargs_of(self._name, "release_kwargs")))
+
+
+def outcome_of(result: Any) -> Outcome:
+    """Of what execute returned: a response, or one with reward and metrics, either of which may be None.
+
+    Raises: ToolError for images and videos.
+    """
+    response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) and result else (result, None, {})
+    for kind in ("image", "video"):
+        if getattr(response, kind, None):
+            raise ToolError(f"the tool answered with {kind}s, and only text can be shown")
+    text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
+    return Outcome(text, _number(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
+
+
+def _create_kwargs(create: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """In both forms: `create_kwargs` as one keyword, and its contents as keywords of their own, as far as either is
+    taken."""
+    spread = {key: value for key, value in given.items() if key not in ("instance_id", "create_kwargs")}
+    whole = {"create_kwargs": given} if _takes(create, "create_kwargs") else {}
+    return whole | {key: value for key, value in spread.items() if not whole or _takes(create, key)}
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TypeError(f"the reward is {value!r} instead of a finite number or None")
+    return float(value)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
