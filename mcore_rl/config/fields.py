@@ -123,7 +123,7 @@ def check_domains(section: Any, prefix: str = "") -> None:
 def make_paths_absolute(section: Any) -> None:
     """Of every path and every user's file, as other processes need not run in this one's directory."""
     for leaf in leaves(section):
-        if leaf.domain.path and leaf.value:
-            setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))
-        elif leaf.domain.function and leaf.value:
+        if leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
+        elif leaf.domain.path and leaf.value:
+            setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))

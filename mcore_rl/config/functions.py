@@ -38,19 +38,30 @@ def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool 
 
     Raises: ConfigError naming `key` and the cause.
     """
+    told, name = f"{key}={spec}", spec.rpartition(":")[2]
+    function = load_object(key, spec, instead)
+    if not callable(function):
+        raise ConfigError(f"{told}: {name} must be a plain function, not {type(function).__name__}")
+    if not may_be_async and _is_async(function):
+        raise ConfigError(f"{told}: {name} must be a plain function, not an async one; write def in place of async def")
+    plain: Callable[..., Any] = function
+    return plain
+
+
+def load_object(key: str, spec: str, instead: str = "") -> Any:
+    """Whatever `key=spec` names, as load_function finds it; not None.
+
+    Raises: ConfigError naming `key` and the cause.
+    """
     source, _, name = spec.rpartition(":")
     if not source or not name.isidentifier():
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     told = f"{key}={spec}"
     module = _load_file(told, Path(source)) if source.endswith(".py") else _load_module(told, source)
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:
+    found = getattr(module, name, None)
+    if found is None:
         raise ConfigError(f"{told}: {source} has no function {name}")
-    if not callable(function):
-        raise ConfigError(f"{told}: {name} must be a plain function, not {type(function).__name__}")
-    if not may_be_async and _is_async(function):
-        raise ConfigError(f"{told}: {name} must be a plain function, not an async one; write def in place of async def")
-    return function
+    return found
 
 
 def check_call(

@@ -15,6 +15,9 @@ from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 
+TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "mistral", "llama3", "glm45")
+"""In which tool calls can be read (rollout.tools.formats has them)."""
+
 
 @dataclass
 class RunConfig:
@@ -116,6 +119,21 @@ class RolloutConfig:
     """Share of a GPU's memory that an engine rank takes for weights, workspace and KV cache."""
     enforce_eager: bool = False
     """The engine runs without CUDA graphs and compilation, as it does on CPU: it starts sooner and decodes slower."""
+    tools: str | None = setting(None, path=True, function=True)
+    """What models may call: a YAML file of tools, in verl's form or with functions, or `module_or_file.py:name` of a
+    function, a class or a list of them; null: nothing."""
+    tool_parser: str = setting("auto", choices=("auto", *TOOL_FORMATS), function=True)
+    """How a model writes calls: as its chat template does (auto), or in the format named here."""
+    tool_processes: int = setting(1, minimum=1, unit="processes")
+    """Beside each engine, in which tools run; an episode stays in one of them."""
+    max_tool_seconds: float = setting(30.0, above=0)
+    """Of one call, unless the file of tools says another limit."""
+    max_tool_calls_per_turn: int = setting(8, minimum=1, unit="calls")
+    """Of one message; they run at once."""
+    tool_answer_characters: int = setting(8192, minimum=16, unit="characters")
+    """Of a tool's answer, which a model sees; longer ones are cut."""
+    tool_answer_keep: str = setting("start", choices=("start", "end", "both"))
+    """What is kept of an answer that is cut: its start, its end, or half of the characters of both."""
 
 
 @dataclass

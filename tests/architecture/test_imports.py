@@ -51,6 +51,7 @@ ONE_DOOR = {
     "ray": ["mcore_rl/runtime/*"],
     "vllm": ["mcore_rl/engines/vllm/*"],
     "sglang": ["mcore_rl/engines/sglang/*"],
+    "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],
     "openai": ["mcore_rl/rewards/judge/server.py"],
 }
 INSIDE_FUNCTIONS = {

@@ -17,6 +17,7 @@ from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
 from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.rules.tools import check_tool_keys
 from mcore_rl.config.rules.unused import changed
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -63,6 +64,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         check_reference,
         check_rewards,
         check_lora,
+        check_tool_keys,
         _check_run_dir,
     ):
         if run_here or check is not _check_run_dir:

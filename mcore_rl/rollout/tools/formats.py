@@ -113,9 +113,9 @@ def _xml(body: str, inner: str, header: str, argument: str, end: str) -> RawCall
     head = re.compile(header).match(inner)
     if head is None:
         return RawCall(body, reason="the call does not begin with the tool's name")
-    name, place = head["name"].strip(), head.end()
+    name, place, pattern = head["name"].strip(), head.end(), re.compile(argument, re.DOTALL)
     arguments: dict[str, str] = {}
-    for match in iter(lambda: re.compile(argument, re.DOTALL).match(inner, place), None):
+    while match := pattern.match(inner, place):
         if match["key"] in arguments:
             return RawCall(body, name, reason=f"argument {match['key']} is given twice")
         arguments[match["key"]] = match["value"]

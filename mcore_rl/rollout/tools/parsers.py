@@ -84,7 +84,9 @@ class ToolCallParser:
             content, reasoning, raw = _stretches(self._form, text, prompt)
             return ParsedMessage(content, reasoning, tuple(self._checked(call) for call in raw))
         message = self._by_user(text)
-        calls = (call if isinstance(call, MalformedCall) else self._accepted(call, repr(call)) for call in message.calls)
+        calls = (
+            call if isinstance(call, MalformedCall) else self._accepted(call, repr(call)) for call in message.calls
+        )
         return ParsedMessage(message.content, message.reasoning, tuple(calls))
 
     def _by_user(self, text: str) -> ParsedMessage:

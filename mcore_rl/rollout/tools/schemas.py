@@ -1,11 +1,10 @@
-"""What a tool is called with: OpenAI schemas, derived from functions or checked as given, and arguments held to them."""
+"""What a tool is called with: OpenAI schemas, derived from functions or checked, and arguments held to them."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ Schema = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters": a JSON schema}}"""
 
 JSON_TYPES = (int, float, str, bool, type(None), list, tuple, dict, Any)
+NAME = r"[A-Za-z0-9_.-]{1,128}"
+"""Of a tool: what every format of calls can hold, and no template breaks."""
 MAX_PROBLEM_CHARACTERS = 300
 
 
@@ -39,6 +40,8 @@ def checked_schema(told: str, schema: Any) -> Schema:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise ConfigError(f"{told}: parameters of {function['name']} must be a JSON schema of type object")
+    if re.fullmatch(NAME, function["name"]) is None:
+        raise ConfigError(f"{told}: {function['name']!r} is no name for a tool; use letters, digits, _, - and .")
     try:
         _validator_class().check_schema(_without_nullable(parameters))
     except SchemaError as error:
@@ -89,8 +92,7 @@ def _shapeless(hint: Any) -> Iterator[Any]:
     if origin is typing.Literal:
         return
     if origin is None:
-        plain = hint in JSON_TYPES if not dataclasses.is_dataclass(hint) else False
-        if not plain or (inspect.isclass(hint) and issubclass(hint, enum.Enum)):
+        if hint not in JSON_TYPES:  # a dataclass, an Enum, a TypedDict, bytes
             yield hint
         return
     if origin not in (list, tuple, dict, typing.Union, types.UnionType):

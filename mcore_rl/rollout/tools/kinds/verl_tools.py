@@ -13,8 +13,8 @@ from numbers import Real
 from typing import Any
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.functions import as_text
 from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
+from mcore_rl.rollout.tools.kinds.functions import as_text
 from mcore_rl.rollout.tools.schemas import Schema
 
 LIFECYCLES = ("call", "episode")
@@ -87,7 +87,8 @@ def outcome_of(result: Any) -> Outcome:
 
     Raises: ToolError for images and videos.
     """
-    response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) and result else (result, None, {})
+    parts = result if isinstance(result, tuple) and result else (result,)
+    response, reward, metrics = (*parts, None, None)[:3]
     for kind in ("image", "video"):
         if getattr(response, kind, None):
             raise ToolError(f"the tool answered with {kind}s, and only text can be shown")

@@ -1,0 +1,18 @@
+"""Which keys about tools have no effect without tools, and what of them contradicts another."""
+
+from __future__ import annotations
+
+from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.schema import Config
+
+OF_TOOLS = (
+    *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
+    *("tool_answer_characters", "tool_answer_keep"),
+)
+"""Keys of the section that a run without tools has no use for."""
+
+
+def check_tool_keys(config: Config) -> None:
+    """Raises: ConfigError."""
+    if config.rollout.tools is None:
+        refuse_unless_default("rollout", config.rollout, "set rollout.tools", OF_TOOLS)

@@ -1,0 +1,26 @@
+"""Tries the tools of a run before anything else starts, so that a mistake costs seconds and not a run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.rollout.tools.schemas import Schema
+from mcore_rl.rollout.tools.toolbox import ToolBox
+
+
+def check_tools(config: Config) -> list[Schema]:
+    """Loads every tool as the run will, in a process of tools; their schemas. Nothing where rollout.tools is null.
+
+    Raises: ConfigError naming rollout.tools, its file and key, and the cause.
+    """
+    if config.rollout.tools is None:
+        return []
+    return asyncio.run(_schemas(replace(config.rollout, tool_processes=1)))
+
+
+async def _schemas(rollout: RolloutConfig) -> list[Schema]:
+    box = await ToolBox.start(rollout)
+    await box.shutdown()
+    return box.schemas

@@ -1,0 +1,1 @@
+"""Kinds of tools: plain functions, verl's classes, those of MCP servers."""

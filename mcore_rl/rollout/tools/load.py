@@ -1,0 +1,134 @@
+"""Makes the tools of rollout.tools, in the process in which they run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.config.functions import describe, load_object
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.entries import KEY, Entry, is_code, read_entries
+from mcore_rl.rollout.tools.interface import Tool
+from mcore_rl.rollout.tools.kinds.functions import THREADS, FunctionTool, PooledFunctionTool, is_async
+from mcore_rl.rollout.tools.kinds.mcp_servers import read_servers
+from mcore_rl.rollout.tools.kinds.verl_names import provide_verl_names
+from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool
+from mcore_rl.rollout.tools.limits import LimitedTool, Limits
+from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, schema_of_function
+from mcore_rl.rollout.tools.settings import ToolSettings
+
+FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
+
+
+async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) -> dict[str, LimitedTool]:
+    """Every tool of rollout.tools, by name.
+
+    Raises: ConfigError naming file and key, for what does not load, has no schema, or a name that another one has.
+    """
+    provide_verl_names()
+    spec, timeout_seconds = settings.tools, settings.max_tool_seconds
+    derived = {name_of(schema): schema for schema in settings.schemas}
+    if is_code(spec):
+        told = f"{KEY}={spec}"
+        given = load_object(KEY, spec)
+        objects = list(given) if isinstance(given, list | tuple) else [given]
+        entries = [(Entry(told, Limits(timeout_seconds)), each) for each in objects]
+    else:
+        entries = [(entry, None) for entry in read_entries(spec, timeout_seconds)]
+    tools: dict[str, LimitedTool] = {}
+    for entry, given in entries:
+        for tool, limits in await _made(entry, given, derived):
+            limited = LimitedTool(tool, limits, on_stuck)
+            if limited.name in tools:
+                raise ConfigError(f"{entry.told}: there is another tool with the name {limited.name}; rename one")
+            tools[limited.name] = limited
+    if not tools:
+        raise ConfigError(f"{KEY}={spec} has no tools")
+    return tools
+
+
+async def _made(entry: Entry, given: Any, derived: Mapping[str, Schema]) -> Sequence[tuple[Tool, Limits]]:
+    if entry.servers is not None:
+        return [(tool, entry.limits) for tool in await _of_servers(entry)]
+    if entry.function is not None:
+        given = load_object(f"{entry.told}: function", entry.function)
+        if not inspect.isroutine(given):
+            raise ConfigError(f"{entry.told}: function: {entry.function} is a {type(given).__name__}, not a function")
+    elif entry.class_name is not None:
+        given = load_object(f"{entry.told}: class_name", entry.class_name)
+        if not inspect.isclass(given):
+            raise ConfigError(f"{entry.told}: class_name: {entry.class_name} is no class")
+    if inspect.isclass(given):
+        return [(_of_class(entry, given), entry.limits)]
+    if inspect.isroutine(given):
+        return [_of_function(entry, given, derived)]
+    return [(_native(entry.told, given), entry.limits)]
+
+
+async def _of_servers(entry: Entry) -> list[Tool]:
+    assert entry.servers is not None
+    tools: dict[str, Tool] = {}
+    for server in read_servers(f"{entry.told}.mcp.mcp_servers_config_path={entry.servers}", entry.servers).values():
+        for tool in await server.tools():
+            name = tool.schema["function"]["name"]
+            if name in tools:
+                raise ConfigError(f"{entry.told}: two servers have a tool {name}; leave one of the servers out")
+            tools[name] = tool
+    for name in entry.selected or ():
+        if name not in tools:
+            raise ConfigError(
+                f"{entry.told}.mcp.tool_selected_list: no server has a tool {name}; they have: {', '.join(tools)}"
+            )
+    return [tool for name, tool in tools.items() if entry.selected is None or name in entry.selected]
+
+
+def _of_function(entry: Entry, function: Callable[..., Any], derived: Mapping[str, Schema]) -> tuple[Tool, Limits]:
+    schema = _given_schema(entry) or derived.get(function.__name__) or schema_of_function(entry.told, function)
+    if entry.processes is not None:
+        assert entry.function is not None
+        if is_async(function):
+            raise ConfigError(f"{entry.told}.processes={entry.processes} is for functions that are not async")
+        limits = replace(entry.limits, max_running=min(entry.processes, entry.limits.max_running or entry.processes))
+        return PooledFunctionTool(entry.function, schema, entry.processes), limits
+    if is_async(function):
+        return FunctionTool(function, schema), entry.limits
+    limits = replace(entry.limits, max_running=entry.limits.max_running or THREADS)
+    assert limits.max_running is not None
+    return FunctionTool(function, schema, limits.max_running), limits
+
+
+def _of_class(entry: Entry, kind: type) -> Tool:
+    if not is_verl_tool(kind):
+        try:
+            made = kind(**entry.config)
+        except Exception as error:  # of a user's class
+            raise ConfigError(f"{entry.told}: {kind.__name__}(**config) raised {describe(error)}") from error
+        return _native(entry.told, made)
+    from verl.tools.schemas import OpenAIFunctionToolSchema  # verl's own, or ours under its name
+
+    schema = _given_schema(entry)
+    try:
+        tool = kind(dict(entry.config), OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
+        if schema is None:
+            made = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
+            schema = made.model_dump(exclude_none=True) if hasattr(made, "model_dump") else made
+    except Exception as error:  # of a user's class, or of verl's schema
+        raise ConfigError(
+            f"{entry.told}: {kind.__name__}(config, tool_schema) raised {describe(error)}; does it have a tool_schema?"
+        ) from error
+    return VerlTool(tool, checked_schema(f"{entry.told}: the schema of {kind.__name__}", schema), entry.lifecycle)
+
+
+def _native(told: str, tool: Any) -> Tool:
+    methods = ("call", "close_episode", "close")
+    if not all(inspect.iscoroutinefunction(getattr(tool, name, None)) for name in methods):
+        raise ConfigError(f"{told}: {type(tool).__name__} is not {FORM}; a class of its own has async {methods}")
+    tool.schema = checked_schema(f"{told}: the schema of {type(tool).__name__}", getattr(tool, "schema", None))
+    made: Tool = tool
+    return made
+
+
+def _given_schema(entry: Entry) -> Schema | None:
+    return None if entry.schema is None else checked_schema(f"{entry.told}.tool_schema", entry.schema)

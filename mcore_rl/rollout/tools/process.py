@@ -1,0 +1,151 @@
+"""A process of tools: `python -m mcore_rl.rollout.tools.process FD PARENT_PID`, started and fed by tool_process.
+
+In: the ToolSettings; then (CALL, key, episode, name, arguments, tools_kwargs), (CANCEL, key), (CLOSE, key, episode),
+and SHUTDOWN. Out: (READY, schemas, longest time limit) or (REFUSED, cause); then (ANSWER, key, ToolAnswer),
+(CLOSED, key, rewards, error), (STUCK, cause), and BEAT while the loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from mcore_rl.config.functions import describe
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools import frames
+from mcore_rl.rollout.tools.interface import Episode, ToolAnswer
+from mcore_rl.rollout.tools.limits import LimitedTool, failure
+from mcore_rl.rollout.tools.load import load_tools
+from mcore_rl.rollout.tools.parent_death import die_with
+from mcore_rl.rollout.tools.settings import ToolSettings
+
+READY, REFUSED, ANSWER, CLOSED, STUCK, BEAT = "ready", "refused", "answer", "closed", "stuck", "beat"
+CALL, CANCEL, CLOSE, SHUTDOWN = "call", "cancel", "close", "shutdown"
+BEAT_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+"""For what a tool releases, and for what was cancelled, before it is left behind."""
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(descriptor, False)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+        asyncio.run(serve(socket.socket(fileno=descriptor)))
+    os._exit(0)  # threads of functions that do not return would be waited for
+
+
+async def serve(connection: socket.socket) -> None:
+    """Answers until it is told to end. Raises: EOFError, ConnectionError when the other end is gone."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    settings: ToolSettings = await frames.read(reader)
+    try:
+        tools = await load_tools(settings, lambda cause: frames.write(writer, (STUCK, cause)))
+    except ConfigError as error:
+        frames.write(writer, (REFUSED, str(error)))
+        await writer.drain()
+        return
+    slowest = max(tool.limits.timeout_seconds for tool in tools.values())
+    frames.write(writer, (READY, [tool.schema for tool in tools.values()], slowest))
+    beating = asyncio.create_task(_beat(writer))
+    try:
+        await ToolServer(tools, settings, writer).run(reader)
+    finally:
+        beating.cancel()
+
+
+async def _beat(writer: asyncio.StreamWriter) -> None:
+    while True:
+        frames.write(writer, BEAT)
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+class ToolServer:
+    """Runs the calls that come in, as many at once as the tools' limits let."""
+
+    def __init__(self, tools: dict[str, LimitedTool], settings: ToolSettings, writer: asyncio.StreamWriter) -> None:
+        self._tools, self._settings, self._writer = tools, settings, writer
+        self._episodes: dict[str, Episode] = {}
+        self._calls: dict[int, tuple[str, asyncio.Task[None]]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        while (message := await frames.read(reader)) != SHUTDOWN:
+            match message:
+                case (str(kind), int(key), *rest) if kind == CALL:
+                    self._calls[key] = (rest[0], asyncio.create_task(self._call(key, *rest)))
+                case (str(kind), int(key)) if kind == CANCEL:
+                    self._cancel(key)
+                case (str(kind), int(key), str(episode)) if kind == CLOSE:
+                    task = asyncio.create_task(self._close_and_tell(key, episode))
+                    self._closing.add(task)
+                    task.add_done_callback(self._closing.discard)
+        await asyncio.gather(*(self._close(episode) for episode in list(self._episodes)))
+        for tool in self._tools.values():
+            with contextlib.suppress(Exception):  # of user code, at the very end: the process is left in any case
+                await asyncio.wait_for(tool.tool.close(), CLOSE_SECONDS)
+
+    async def _call(
+        self, key: int, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: dict[str, Any]
+    ) -> None:
+        try:
+            episode = self._episodes.setdefault(episode_id, Episode.begin(episode_id, tools_kwargs))
+            tool = self._tools.get(name)
+            if tool is None:
+                outcome = failure(f"there is no tool {name}; the tools are: {', '.join(self._tools)}")
+            else:
+                outcome = await tool.call(episode, arguments)
+            text = self._settings.shortened(outcome)
+            self._send((ANSWER, key, ToolAnswer(text, outcome.reward, outcome.metrics, outcome.error)))
+        finally:
+            self._calls.pop(key, None)
+
+    def _send(self, message: Any) -> None:
+        try:
+            frames.write(self._writer, message)
+        except Exception as error:  # of pickle, for what a user's tool put into metrics
+            kind, key, answer = message
+            reason = f"the tool's metrics cannot be sent: {describe(error)}"
+            frames.write(self._writer, (kind, key, ToolAnswer(answer.text, answer.reward, error=reason)))
+
+    def _cancel(self, key: int) -> None:
+        if key in self._calls:
+            self._calls[key][1].cancel()
+
+    async def _close_and_tell(self, key: int, episode_id: str) -> None:
+        rewards, errors = await self._close(episode_id)
+        frames.write(self._writer, (CLOSED, key, rewards, "; ".join(errors) or None))
+
+    async def _close(self, episode_id: str) -> tuple[dict[str, float], list[str]]:
+        """Ends what runs of an episode, then lets every tool release what it holds for it."""
+        running = [task for episode, task in self._calls.values() if episode == episode_id]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CLOSE_SECONDS)
+        episode = self._episodes.pop(episode_id, None)
+        rewards: dict[str, float] = {}
+        errors: list[str] = []
+        if episode is None:
+            return rewards, errors
+        for name, tool in self._tools.items():
+            try:
+                reward = await asyncio.wait_for(tool.tool.close_episode(episode), tool.limits.timeout_seconds)
+            except Exception as error:  # of a user's tool: the others are closed nevertheless
+                errors.append(f"{name}: {describe(error)}")
+            else:
+                if reward is not None:
+                    rewards[name] = reward
+        return rewards, errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Tools that users would bring, as files, and what starts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.tools.toolbox import ToolBox
+
+T = TypeVar("T")
+
+FUNCTIONS = '''
+import asyncio, os, sys, threading, time
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def pause(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: How long.
+    """
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(seconds)
+    running -= 1
+    return str(most)
+
+running = most = 0
+
+def whereabouts() -> dict:
+    """Tells where it runs."""
+    return {"pid": os.getpid(), "parent": os.getppid()}
+
+def hang(seconds: float) -> str:
+    """Does not return for a while.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "back"
+
+async def block(seconds: float) -> str:
+    """Holds up the loop.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "back"
+
+def die() -> str:
+    """Ends the process."""
+    os._exit(7)
+
+def quit_politely() -> str:
+    """Calls sys.exit."""
+    sys.exit(3)
+
+def busy(seconds: float) -> int:
+    """Keeps a CPU busy.
+
+    Args:
+        seconds: How long.
+    """
+    end, n = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        n += 1
+    return n
+
+attempts = 0
+
+def flaky(times: int) -> str:
+    """Fails at first.
+
+    Args:
+        times: How often.
+    """
+    global attempts
+    attempts += 1
+    if attempts <= times:
+        raise ConnectionResetError("try again")
+    return f"attempt {attempts}"
+
+def wrong() -> str:
+    """Raises."""
+    raise KeyError("no such thing")
+
+def letters(count: int) -> str:
+    """Gives many letters.
+
+    Args:
+        count: How many.
+    """
+    return "abcdefghij" * (count // 10)
+
+every = [add, pause, whereabouts, hang, block, die, quit_politely, flaky, wrong, letters]
+'''
+
+
+def functions_file(folder: Path) -> Path:
+    """Written into `folder`; a module of its own for each folder."""
+    path = folder / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def with_tools(spec: str, use: Callable[[ToolBox], Awaitable[T]], **keys: object) -> T:
+    """What `use` returns of the tools that rollout.tools=spec names."""
+
+    async def run() -> T:
+        box = await ToolBox.start(RolloutConfig(tools=spec, **keys))
+        try:
+            return await use(box)
+        finally:
+            await box.shutdown()
+
+    return asyncio.run(run())
