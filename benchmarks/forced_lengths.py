@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.rollout.worker import Generator
+from mcore_rl.rollout.episodes.single_turn import Generator
 from mcore_rl.types import Completion, GenerationRequest
 
 

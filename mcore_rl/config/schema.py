@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
@@ -76,7 +77,7 @@ class DataConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(EpisodeConfig):
     engine: str = setting("vllm", choices=("vllm", "sglang"))
     """vllm | sglang."""
     num_engines: int = setting(1, minimum=1)

@@ -9,8 +9,9 @@ Worked example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ class UpdateCut:
 class KeptSamples:
     """Scalars of the kept responses, joined over rollout calls: advantages are computed from these.
 
-    Shapes: every array [B]; chunk_ids, rows int32 say where the tokens are; the others as in RolloutScalars.
+    Shapes: every array [B]; chunk_ids, rows int32 say where the tokens are; the others as in RolloutScalars. `episodes`
+    int64: the same number for the responses of an episode, which have one reward, and for no other.
     """
 
     chunk_ids: np.ndarray
@@ -50,6 +52,7 @@ class KeptSamples:
     rewards: np.ndarray
     accuracies: np.ndarray
     clipped: np.ndarray
+    episodes: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,6 +65,11 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
         parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
         return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
 
+    starts = np.cumsum([0, *(len(part.rewards) for part in scalars)])
+    episodes = [
+        start + (rows if part.episodes is None else part.episodes[rows])
+        for part, rows, start in zip(scalars, keep, starts, strict=False)
+    ]
     return KeptSamples(
         chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
         rows=np.concatenate([*keep, np.empty(0, np.int64)]).astype(np.int32),
@@ -72,7 +80,31 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
         rewards=join("rewards", np.float32),
         accuracies=join("accuracies", np.float32),
         clipped=join("clipped", np.uint8),
+        episodes=np.concatenate([*episodes, np.empty(0, np.int64)]).astype(np.int64),
     )
+
+
+def places_in_groups(group_ids: np.ndarray) -> np.ndarray:
+    """Of responses whose groups are consecutive: 0, 1, ... in each. Shapes: [B] -> int64 [B]."""
+    starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
+    sizes = np.diff([*starts, len(group_ids)])
+    return np.arange(len(group_ids)) - np.repeat(starts, sizes)
+
+
+def of_episodes(scalars: RolloutScalars) -> RolloutScalars:
+    """Without the further responses of episodes that have several: one row for each episode."""
+    if scalars.episodes is None:
+        return scalars
+    rows = np.flatnonzero(scalars.episodes == np.arange(len(scalars.episodes)))
+    place = {row: index for index, row in enumerate(rows.tolist())}
+    changed: dict[str, Any] = {"errors": tuple((place[row], error) for row, error in scalars.errors if row in place)}
+    for each in fields(RolloutScalars):
+        value = getattr(scalars, each.name)
+        if isinstance(value, np.ndarray):
+            changed[each.name] = value[rows]
+        elif isinstance(value, Mapping):
+            changed[each.name] = {key: values[rows] for key, values in value.items()}
+    return replace(scalars, **(changed | {"episodes": None}))
 
 
 def build_batch(

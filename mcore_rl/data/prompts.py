@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -91,16 +91,17 @@ def load_prompts(
     key: str = "data.train",
     *,
     max_prompts: int | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, LoadReport]:
     """Reads, renders and tokenises the prompts of a jsonl, parquet or CSV file.
 
     Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
-    max_prompts, reading ends when so many are kept.
+    max_prompts, reading ends when so many are kept. `tools` are OpenAI schemas, for the chat template.
 
     Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
     """
-    renderer, columns = PromptRenderer(tokenizer, data_config), Columns(data_config, key, path)
+    renderer, columns = PromptRenderer(tokenizer, data_config, tools), Columns(data_config, key, path)
     limit, truncates = rollout_config.max_prompt_tokens, data_config.long_prompts != "drop"
     kept: list[Prompt] = []
     lengths: list[int] = []

@@ -17,3 +17,8 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((keys ^ (keys >> np.uint64(31))) >> np.uint64(33)).astype(np.int64)
+
+
+def turn_seed(seed: int, history: int, again: int) -> int:
+    """A seed for what an episode samples after a history, of which `history` is a checksum, for the `again`-th time."""
+    return int(request_seeds(seed, np.array([history + (again << 32)]), 1)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +17,17 @@ _PLACEHOLDER = "{prompt}"
 
 
 class PromptRenderer:
-    """Renders prompts by the tokenizer's chat template or by data.plain_template.
+    """Renders prompts by the tokenizer's chat template, which shows `tools` (OpenAI schemas), or by
+    data.plain_template.
 
     A plain string becomes one user message for a chat template; chat messages become their contents, one after the
     other, for the plain template. `leading_ids` are the special tokens (such as a BOS) that the tokenizer puts before
     plain text; a chat template writes its own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         has_chat_template = tokenizer.chat_template is not None
         if data_config.template not in ("auto", "chat", "plain"):
             raise ConfigError(f"data.template is {data_config.template!r}; set it to auto, chat or plain")
@@ -33,6 +36,7 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self._chat = has_chat_template and data_config.template != "plain"
         self._plain_template = data_config.plain_template
+        self._tools = tools
         if not self._chat and _PLACEHOLDER not in self._plain_template:
             raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
         self.leading_ids = [] if self._chat else leading_ids(tokenizer)
@@ -44,19 +48,32 @@ class PromptRenderer:
         """
         messages = chat_messages(prompt, where)
         if self._chat:
-            return render_chat(self.tokenizer, messages, where, add_generation_prompt=True)
+            return render_chat(self.tokenizer, messages, where, add_generation_prompt=True, tools=self._tools)
         return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    where: str,
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Raises: DataError for messages that the chat template refuses."""
+    """The text of chat messages; `tools` are OpenAI schemas.
+
+    Raises: DataError for messages that the chat template refuses.
+    """
     from jinja2 import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except (TemplateError, TypeError) as error:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {error}") from error
     return str(text)
 

@@ -25,11 +25,12 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         versions=buffers.versions[responses],
         trained=buffers.trained[responses],
         routed_experts=None if experts is None else experts[tokens],
+        turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
     )
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
-    """All trajectories of one or more buffers, one after the other. All have experts, or none has."""
+    """All trajectories of one or more buffers, one after the other. All have experts, or none has; so with turns."""
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
     for name in ("token_offsets", "response_offsets"):

@@ -171,12 +171,18 @@ class SteppedEngine(ABC):
         self.submit(requests)
 
     def _check(self, request: GenerationRequest) -> None:
-        name, length, limit = request.request_id, len(request.token_ids), self._config.max_prompt_tokens
-        if not 0 < length <= limit:
-            raise DataError(f"prompt {name}: {length} tokens, rollout.max_prompt_tokens is {limit}")
+        name, length, wanted = request.request_id, len(request.token_ids), request.sampling.max_response_tokens
+        room = self._config.max_prompt_tokens + self._config.max_response_tokens
+        if not length:
+            raise DataError(f"prompt {name} is empty")
+        if length + wanted > room:  # a later turn follows a prompt and all that was said after it
+            raise DataError(
+                f"prompt {name}: {length} tokens and {wanted} of a response exceed rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {room}"
+            )
         if not 0 <= request.token_ids.min() <= request.token_ids.max() < self.vocab_size:
             raise DataError(f"prompt {name}: a token id is not below the model's {self.vocab_size}")
-        wanted, limit = request.sampling.max_response_tokens, self._config.max_response_tokens
+        limit = self._config.max_response_tokens
         if not 0 < wanted <= limit:
             raise ConfigError(f"{wanted} response tokens asked for, rollout.max_response_tokens is {limit}")
         if request.partial is not None:

@@ -18,6 +18,7 @@ from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.preparation.episodes import check_episode
 from mcore_rl.preparation.models import (
     check_adapters,
     check_implementation,
@@ -83,11 +84,13 @@ def prepare(config: Config) -> Prepared:
         check_reward_function(config.reward)
         paths = {"train": config.data.train, "val": config.data.val}
         check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
+        tools, notes = check_episode(config, tokenizer)
+        reports += notes
         for name, path in paths.items():
             if path is not None:
                 limit = config.data.val_max_prompts if name == "val" else None
                 prompts[name], report = load_prompts(
-                    path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit
+                    path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit, tools=tools
                 )
                 reports.append(report)
         if reward_model is not None:

@@ -29,7 +29,7 @@ MAX_PART_CHARS = 2000
 METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
 FIELDS = (
     *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
-    *("ground_truth", "error", "scores"),
+    *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))
 """Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""

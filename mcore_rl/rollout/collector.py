@@ -63,24 +63,24 @@ class RolloutCollector:
         dull: list[np.ndarray] = []
         records: list[str] = []
         seconds = np.zeros(2)
-        samples, kept_groups, drawn, batches = self.rollout.samples_per_prompt, 0, 0, 0
+        kept_groups, drawn, batches = 0, 0, 0
         while kept_groups < self.prompts_per_step and batches < self._max_batches():
             tasks = self._tasks(step, batches, self._draw_size(kept_groups, drawn))
             results = self.pool.run(tasks)
             seconds += _slowest([result for _, result in results])
             for task, (chunk, result) in zip(tasks, results, strict=True):
-                kept, rest = _split_groups(self._signal(result), samples)
-                kept = kept[: (self.prompts_per_step - kept_groups) * samples]
+                kept, rest = _split_groups(self._signal(result), result.group_ids)
+                kept, missing = _first_groups(kept, result.group_ids, self.prompts_per_step - kept_groups)
                 chunks.append(chunk)
                 scalars.append(result)
                 keep.append(kept)
                 dull.append(rest)
                 records.append(str(task.records))
-                kept_groups += len(kept) // samples
+                kept_groups = self.prompts_per_step - missing
                 drawn += len(task.group_ids)
             batches += 1
-        dropped = sum(len(rest) for rest in dull) // samples
-        _fill_with_dull(keep, dull, self.prompts_per_step - kept_groups, samples)
+        dropped = sum(num_groups(result.group_ids[rest]) for result, rest in zip(scalars, dull, strict=True))
+        _fill_with_dull(keep, dull, scalars, self.prompts_per_step - kept_groups)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
         if self.failures is not None:
@@ -162,19 +162,33 @@ def _slowest(results: Sequence[RolloutScalars]) -> tuple[float, float]:
     )
 
 
-def _fill_with_dull(keep: list[np.ndarray], dull: list[np.ndarray], missing: int, samples: int) -> None:
+def num_groups(group_ids: np.ndarray) -> int:
+    """Of responses whose groups are consecutive. Shapes: [B]."""
+    return int(np.count_nonzero(np.diff(group_ids))) + 1 if len(group_ids) else 0
+
+
+def _first_groups(rows: np.ndarray, group_ids: np.ndarray, count: int) -> tuple[np.ndarray, int]:
+    """Those of `rows` that are of the first `count` groups among them; how many groups that lacks of `count`."""
+    ordinals = np.cumsum(np.diff(group_ids[rows], prepend=group_ids[rows[:1]]) != 0)
+    return rows[ordinals < count], max(0, count - num_groups(group_ids[rows]))
+
+
+def _fill_with_dull(
+    keep: list[np.ndarray], dull: list[np.ndarray], scalars: Sequence[RolloutScalars], missing: int
+) -> None:
     for i, rest in enumerate(dull):
-        take = min(missing, len(rest) // samples)
-        if take > 0:
-            keep[i] = np.sort(np.concatenate([keep[i], rest[: take * samples]]))
-            missing -= take
+        if missing > 0 and len(rest):
+            taken, missing = _first_groups(rest, scalars[i].group_ids, missing)
+            keep[i] = np.sort(np.concatenate([keep[i], taken]))
 
 
-def _split_groups(signal: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Response indices of groups with signal, and of those without (groups are consecutive)."""
-    indices = np.arange(len(signal)).reshape(-1, samples)
-    with_signal = signal.reshape(-1, samples).all(axis=1)
-    return indices[with_signal].ravel(), indices[~with_signal].ravel()
+def _split_groups(signal: np.ndarray, group_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Response indices of groups with signal, and of those without. Groups are consecutive; their sizes may differ,
+    where episodes leave several sequences."""
+    starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
+    sizes = np.diff([*starts, len(signal)])
+    with_signal = np.repeat(np.logical_and.reduceat(signal, starts), sizes) if len(starts) else signal
+    return np.flatnonzero(with_signal), np.flatnonzero(~with_signal)
 
 
 if TYPE_CHECKING:

@@ -9,6 +9,9 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import RewardError
 from mcore_rl.types import RolloutScalars
 
+FAILED_EPISODE = "the episode failed"
+"""How the errors of responses begin whose episode raised."""
+
 
 @dataclass
 class GradingFailures:
@@ -26,7 +29,7 @@ class GradingFailures:
         errors = [message for scalars in graded for _, message in scalars.errors]
         if not errors:
             return
-        told, responses = f"reward.function={self.config.function}", sum(len(scalars.rewards) for scalars in graded)
+        told, responses = self._told(errors[0]), sum(len(scalars.rewards) for scalars in graded)
         if not self._shown:
             self._shown = True
             traceback = next((scalars.traceback for scalars in graded if scalars.traceback), None)
@@ -37,3 +40,6 @@ class GradingFailures:
                 f"{told} failed on {len(errors)} of {responses} responses of {what}, and reward.max_error_fraction="
                 f"{self.config.max_error_fraction:g} ends the run; the first: {errors[0]}; all are in {records}"
             )
+
+    def _told(self, error: str) -> str:
+        return "rollout.episode" if error.startswith(FAILED_EPISODE) else f"reward.function={self.config.function}"

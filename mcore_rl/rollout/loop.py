@@ -114,34 +114,59 @@ class EngineLoop:
                 self._note_death(error)
                 result.set_exception(error)
 
-        with self._door:
-            if not self._serving:
-                raise RuntimeError(ENDED)
-            self._asked.put(run)
+        self._ask(run)
         return result.result()
 
     def submit(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
         """Engine.submit; `listener` hears what becomes of each."""
+        self.between_steps(lambda: self._submit(requests, listener))
+
+    def submit_soon(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
+        """As `submit`, without waiting for it: `listener` hears of a refusal too."""
 
         def submit() -> None:
-            self.engine.submit(requests)
-            if self._journal is not None:
-                self._journal.begin(requests)
-            self._listeners |= {request.request_id: listener for request in requests}
+            try:
+                if self._died is not None:
+                    raise self._died
+                self._submit(requests, listener)
+            except Exception as error:
+                self._note_death(error)
+                listener(error)
 
-        self.between_steps(submit)
+        self._ask(submit)
 
     def abort(self, request_ids: Collection[str]) -> list[Completion]:
         """Engine.abort; nobody hears of them any more."""
+        return self.between_steps(lambda: self._abort(request_ids))
 
-        def abort() -> list[Completion]:
-            for request_id in request_ids:
-                self._listeners.pop(request_id, None)
-            if self._journal is not None:
-                self._journal.forget(request_ids)
-            return self.engine.abort(request_ids)
+    def abort_soon(self, request_ids: Collection[str]) -> None:
+        """As `abort`, without waiting for it; nothing once the loop has ended."""
 
-        return self.between_steps(abort)
+        def abort() -> None:
+            with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
+                self._abort(request_ids)
+
+        with contextlib.suppress(RuntimeError):
+            self._ask(abort)
+
+    def _submit(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
+        self.engine.submit(requests)
+        if self._journal is not None:
+            self._journal.begin(requests)
+        self._listeners |= {request.request_id: listener for request in requests}
+
+    def _abort(self, request_ids: Collection[str]) -> list[Completion]:
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+        if self._journal is not None:
+            self._journal.forget(request_ids)
+        return self.engine.abort(request_ids)
+
+    def _ask(self, run: Callable[[], None]) -> None:
+        with self._door:
+            if not self._serving:
+                raise RuntimeError(ENDED)
+            self._asked.put(run)
 
     def weights_changed(self) -> None:
         """To be called between two steps: nobody goes on with responses that ended under earlier weights. Validation

@@ -65,7 +65,7 @@ class ScoredPool:
         rewards = scalars.rewards.copy()
         for name, values in scores.items():
             assert values.shape == rewards.shape, f"{name}: {values.shape} scores for {rewards.shape} responses"
-            rewards += np.float32(self.scorers[name].weight) * values
+            rewards += np.float32(self.scorers[name].weight) * _of_episodes(values, scalars.episodes)
         return replace(
             scalars,
             rewards=rewards,
@@ -73,3 +73,11 @@ class ScoredPool:
             scores=scores,
             seconds_grading=scalars.seconds_grading + seconds,
         )
+
+
+def _of_episodes(values: np.ndarray, episodes: np.ndarray | None) -> np.ndarray:
+    """Every response's value, or the mean of those of its episode, whose responses have one reward."""
+    if episodes is None:
+        return values
+    sums, counts = np.bincount(episodes, values), np.bincount(episodes)
+    return (sums[episodes] / counts[episodes]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""From requests and what an engine answered to flat trajectories."""
+"""Trajectories as flat buffers."""
 
 from __future__ import annotations
 
@@ -8,52 +8,63 @@ import numpy as np
 
 from mcore_rl.data.trajectories import offsets_of
 from mcore_rl.errors import McoreRLError
-from mcore_rl.types import Completion, GenerationRequest, TrajectoryBuffers
+from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
 
 MAX_NAMED = 10
 """Requests that an error names."""
 
 
-def pack_trajectories(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TrajectoryBuffers:
-    """Flat buffers of prompts followed by their responses; every response token is trained on.
+def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] = ()) -> TrajectoryBuffers:
+    """Flat buffers of prompts followed by their responses. `names` of the trajectories are for messages; without, they
+    are numbered.
 
-    Raises: McoreRLError naming the requests that came without experts where others have them.
+    Raises: McoreRLError naming the trajectories that came without experts where others have them.
     """
-    prompt_tokens = np.array([len(r.token_ids) for r in requests], np.int32)
-    response_tokens = np.array([len(c.token_ids) for c in completions], np.int32)
-    pieces = [piece for r, c in zip(requests, completions, strict=True) for piece in (r.token_ids, c.token_ids)]
+    prompt_tokens = np.array([len(t.prompt_ids) for t in trajectories], np.int32)
+    response_tokens = np.array([len(t.token_ids) for t in trajectories], np.int32)
+    pieces = [piece for t in trajectories for piece in (t.prompt_ids, t.token_ids)]
+    has_turns = any(t.rewards is not None for t in trajectories)
     return TrajectoryBuffers(
         tokens=_concatenate(pieces, np.int32),
         token_offsets=offsets_of(prompt_tokens + response_tokens),
         prompt_tokens=prompt_tokens,
         response_offsets=offsets_of(response_tokens),
-        logp_rollout=_concatenate([c.logp for c in completions], np.float32),
-        versions=_concatenate([c.versions for c in completions], np.int32),
-        trained=np.ones(int(response_tokens.sum()), np.uint8),
-        routed_experts=_routed_experts(completions),
+        logp_rollout=_concatenate([t.logp for t in trajectories], np.float32),
+        versions=_concatenate([t.versions for t in trajectories], np.int32),
+        trained=_filled([t.trained for t in trajectories], response_tokens, 1, np.uint8),
+        routed_experts=_routed_experts(trajectories, names),
+        turn_rewards=_filled([t.rewards for t in trajectories], response_tokens, 0, np.float32) if has_turns else None,
     )
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
     """[version, start, end) of consecutive tokens that the same weights drew. Shapes: versions [T]."""
-    edges = np.flatnonzero(np.diff(versions, prepend=-1)).tolist()
-    return [[int(versions[start]), start, end] for start, end in zip(edges, [*edges[1:], len(versions)], strict=True)]
+    edges = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)).tolist()
+    spans = zip(edges, [*edges[1:], len(versions)], strict=True)
+    return [[int(versions[start]), start, end] for start, end in spans if versions[start] != NOT_SAMPLED]
 
 
-def _routed_experts(completions: Sequence[Completion]) -> np.ndarray | None:
+def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: int, dtype: type) -> np.ndarray:
+    """All of `given`, with `value` throughout in the place of those that are None."""
+    pairs = zip(given, lengths, strict=True)
+    return _concatenate([np.full(length, value) if part is None else part for part, length in pairs], dtype)
+
+
+def _routed_experts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> np.ndarray | None:
     """A row per token, as TrajectoryBuffers has them; None where the engine was not asked for them.
 
     A response without them cannot be trained on with its own routing, and with another its policy is not the one that
     sampled: the run ends where the request is known, as nothing but a fault of the engine ends one so.
     """
-    given = [c.routed_experts for c in completions if c.routed_experts is not None]
+    given = [t.routed_experts for t in trajectories if t.routed_experts is not None]
     if not given:
         return None
-    lacking = [f"{c.request_id} ({c.finish_reason})" for c in completions if c.routed_experts is None]
+    called = names or [str(number) for number in range(len(trajectories))]
+    lacking = [name for name, t in zip(called, trajectories, strict=True) if t.routed_experts is None]
     if lacking:
         raise McoreRLError(
-            f"actor.moe.router_replay=engine: {len(lacking)} of {len(completions)} requests ended without the experts "
-            f"of their tokens: {', '.join(lacking[:MAX_NAMED])}"
+            f"actor.moe.router_replay=engine: {len(lacking)} of {len(trajectories)} responses ended without the "
+            f"experts of their tokens: {', '.join(lacking[:MAX_NAMED])}"
         )
     ends = np.cumsum([len(experts) + 1 for experts in given])
     rows = np.zeros((int(ends[-1]), *given[0].shape[1:]), given[0].dtype)

@@ -1,50 +1,50 @@
 """One engine with its graders: turns prompt rows into scored trajectories.
 
-Grading overlaps generation: every response goes to the grading processes the moment it finishes. Tokens and
+Grading overlaps generation: every response goes to the grading processes the moment its episode ends. Tokens and
 log-probabilities stay in flat buffers; only scalars are meant for the driver.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-
-from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.data.seeds import request_seeds
-from mcore_rl.data.transcripts import PromptSource, TextDecoder
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
+from mcore_rl.rollout.episodes.single_turn import Attempt, Player
 from mcore_rl.rollout.journal import Drawn, read_journal
-from mcore_rl.rollout.trajectories import pack_trajectories, version_spans
-from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, Score, TrajectoryBuffers
-
-
-class Generator(Protocol):
-    """An Engine or its EngineLoop."""
-
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None: ...
+from mcore_rl.rollout.results import Response, scalars_of, write_records
+from mcore_rl.rollout.trajectories import pack_trajectories
+from mcore_rl.types import (
+    EpisodeOutcome,
+    GenerationRequest,
+    RolloutScalars,
+    RolloutTask,
+    Score,
+    TrajectoryBuffers,
+)
 
 
 class RolloutWorker:
-    """Generates and scores; calls may run beside each other where the generator takes several."""
+    """Generates and scores; calls may run beside each other where the player takes several."""
 
     def __init__(
         self,
-        generator: Generator,
+        player: Player,
         rewarder: Rewarder,
         prompts: Mapping[str, PromptSource],
-        decoder: TextDecoder,
+        *,
+        failed_reward: float = 0.0,
     ) -> None:
-        self._generator = generator
+        """`failed_reward`: of an episode that raised."""
+        self._player = player
         self._rewarder = rewarder
         self._prompts = prompts
-        self._decoder = decoder
+        self._failed_reward = failed_reward
         self._keys = itertools.count()
         """Of responses at the rewarder."""
 
@@ -52,135 +52,95 @@ class RolloutWorker:
         self, task: RolloutTask, ended: Callable[[], None] = lambda: None
     ) -> tuple[TrajectoryBuffers, RolloutScalars]:
         """Generates task.samples_per_prompt responses to every prompt and grades them; calls `ended` for each."""
+        attempts = self._attempts(task)
+        outcomes: list[EpisodeOutcome | None] = [None] * len(attempts)
+        keys = [next(self._keys) for _ in attempts]
+        graded_here: list[int] = []
+
+        def grade(place: int, outcome: EpisodeOutcome) -> None:
+            outcomes[place] = outcome
+            ended()
+            if outcome.reward is None and outcome.error is None:
+                graded_here.append(keys[place])
+                self._submit(keys[place], attempts[place], outcome)
+
+        started = time.perf_counter()
+        drawn = _drawn_before(task, attempts)
+        self._player.play(attempts, grade, drawn)
+        generated = time.perf_counter()
+        collected = self._rewarder.collect(graded_here)
+        graded = time.perf_counter()
+
+        finished = [outcome for outcome in outcomes if outcome is not None]
+        if len(finished) != len(attempts) or len(collected) != len(graded_here):
+            raise RuntimeError(
+                f"{len(attempts)} requests gave {len(finished)} outcomes, and {len(graded_here)} of them "
+                f"{len(collected)} scores"
+            )  # our own invariant: a player or a rewarder that loses work would bias training
+        responses = [
+            Response(attempt, outcome, self._score(outcome, collected.get(key)))
+            for key, attempt, outcome in zip(keys, attempts, finished, strict=True)
+        ]
+        names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
+        buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
+        scalars = replace(
+            scalars_of(task, responses, buffers),
+            seconds_generating=generated - started,
+            seconds_grading=graded - generated,
+            tokens_taken_over=sum(outcome.taken_over for outcome in finished),
+        )
+        if task.records is not None:
+            write_records(Path(task.records), task, responses)
+        return buffers, scalars
+
+    def _attempts(self, task: RolloutTask) -> list[Attempt]:
         samples = task.samples_per_prompt
         prompts = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
         seeds = request_seeds(task.seed, task.group_ids, samples)
-        requests = [
-            GenerationRequest(
-                f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
-                prompts[i // samples].token_ids,
-                int(seed),
-                task.sampling,
+        return [
+            Attempt(
+                GenerationRequest(
+                    f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
+                    prompts[i // samples].token_ids,
+                    int(seed),
+                    task.sampling,
+                ),
+                prompts[i // samples],
             )
             for i, seed in enumerate(seeds)
         ]
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        keys = [next(self._keys) for _ in requests]
-        completions: list[Completion | None] = [None] * len(requests)
-        texts = [""] * len(requests)
 
-        def grade(completion: Completion) -> None:
-            index = index_of[completion.request_id]
-            completions[index] = completion
-            ended()
-            texts[index] = self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-            self._rewarder.submit(keys[index], prompts[index // samples], texts[index], len(completion.token_ids))
+    def _submit(self, key: int, attempt: Attempt, outcome: EpisodeOutcome) -> None:
+        prompt = attempt.prompt
+        if outcome.extra:
+            prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
+        tokens = sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
+        self._rewarder.submit(key, prompt, outcome.text, tokens)
 
-        started = time.perf_counter()
-        drawn = _drawn_before(task, requests)
-        for request in requests:
-            found = drawn.get(request.request_id)
-            if found is not None and found.finish_reason is not None:
-                grade(found.completion)
-        self._generator.generate(list(_left(requests, drawn)), grade)
-        generated = time.perf_counter()
-        collected = self._rewarder.collect(keys)
-        graded = time.perf_counter()
-
-        finished = [completion for completion in completions if completion is not None]
-        if len(finished) != len(requests) or len(collected) != len(requests):
-            raise RuntimeError(
-                f"{len(requests)} requests gave {len(finished)} completions and {len(collected)} scores"
-            )  # our own invariant: an engine or a rewarder that loses work would bias training
-        scores = [collected[key] for key in keys]
-        buffers = pack_trajectories(requests, finished)
-        scalars = replace(
-            _scalars(task, finished, scores, buffers),
-            seconds_generating=generated - started,
-            seconds_grading=graded - generated,
-            tokens_taken_over=sum(len(found.completion.token_ids) for found in drawn.values()),
-        )
-        if task.records is not None:
-            _write_records(Path(task.records), task, prompts, texts, finished, scores)
-        return buffers, scalars
+    def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
+        """Of the whole response: what graders or the episode itself say, and the rewards of turns."""
+        if outcome.error is not None:
+            return Score(self._failed_reward, 0.0, outcome.error, outcome.traceback)
+        if graded is None:
+            assert outcome.reward is not None
+            total = outcome.reward + outcome.turn_rewards
+            accuracy = total if outcome.accuracy is None else outcome.accuracy
+            return Score(total, accuracy, parts=outcome.parts)
+        if graded.error is not None:
+            return graded
+        parts = {**graded.parts, **outcome.parts}
+        accuracy = graded.accuracy if outcome.accuracy is None else outcome.accuracy
+        return replace(graded, reward=graded.reward + outcome.turn_rewards, accuracy=accuracy, parts=parts)
 
 
-def _drawn_before(task: RolloutTask, requests: Sequence[GenerationRequest]) -> dict[str, Drawn]:
-    """What lost engines had drawn for these requests, by id."""
-    seeds = {request.request_id: request.seed for request in requests}
+def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, Drawn]:
+    """What lost engines had drawn for these attempts, by the request's id. Those of later turns bear the id of the
+    first, and a seed that hangs on what came before: whoever asks for them looks at it."""
+    seeds = {attempt.request.request_id: attempt.request.seed for attempt in attempts}
     found: dict[str, Drawn] = {}
     for journal in task.journals:
-        found |= {i: drawn for i, drawn in read_journal(Path(journal)).items() if seeds.get(i) == drawn.seed}
+        for request_id, drawn in read_journal(Path(journal)).items():
+            first, _, later = request_id.partition("/")
+            if first in seeds and (later or seeds[first] == drawn.seed):
+                found[request_id] = drawn
     return found
-
-
-def _left(requests: Sequence[GenerationRequest], drawn: Mapping[str, Drawn]) -> Iterator[GenerationRequest]:
-    """The requests whose responses have not ended, each with what there is of its response."""
-    for request in requests:
-        found = drawn.get(request.request_id)
-        if found is None:
-            yield request
-        elif found.finish_reason is None:
-            yield replace(request, partial=found.completion)
-
-
-def _scalars(
-    task: RolloutTask, completions: Sequence[Completion], scores: Sequence[Score], buffers: TrajectoryBuffers
-) -> RolloutScalars:
-    samples = task.samples_per_prompt
-    response_tokens = np.diff(buffers.response_offsets).astype(np.int32)
-    return RolloutScalars(
-        group_ids=np.repeat(task.group_ids, samples),
-        prompt_rows=np.repeat(task.prompt_rows, samples),
-        total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
-        response_tokens=response_tokens,
-        trained_tokens=response_tokens,
-        rewards=np.array([s.reward for s in scores], np.float32),
-        accuracies=np.array([s.accuracy for s in scores], np.float32),
-        clipped=np.array([c.finish_reason == "length" for c in completions], np.uint8),
-        versions=np.array([(c.versions[0], c.versions[-1]) for c in completions], np.int32).reshape(-1, 2),
-        errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
-        parts=_numbers(scores),
-        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
-    )
-
-
-def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
-    """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
-    names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
-    numbers = {name: np.full(len(scores), np.nan) for name in sorted(names)}
-    for index, score in enumerate(scores):
-        for name, value in score.parts.items():
-            if isinstance(value, float):
-                numbers[name][index] = value
-    return numbers
-
-
-def _write_records(
-    path: Path,
-    task: RolloutTask,
-    prompts: Sequence[Prompt],
-    texts: Sequence[str],
-    completions: Sequence[Completion],
-    scores: Sequence[Score],
-) -> None:
-    samples = task.samples_per_prompt
-    with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
-        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
-            score, prompt = scores[index], prompts[index // samples]
-            record = {
-                **score.parts,
-                "prompt": prompt.text,
-                "response": text,
-                "reward": score.reward,
-                "accuracy": score.accuracy,
-                "tokens": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "group": int(task.group_ids[index // samples]),
-                "sample": index % samples,
-                "version": int(completion.versions[0]),
-                "versions": version_spans(completion.versions),
-                "ground_truth": prompt.ground_truth,
-                "error": score.error,
-            }
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.filters import finished, user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather
+from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather, of_episodes
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths, describe_parts
@@ -84,18 +84,21 @@ def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.nda
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
-        baseline = greedy_rewards(groups.greedy, kept.group_ids) if chosen.needs.baseline_rewards else None
+        # An episode counts once in its group, however many sequences it left.
+        _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
+        group_ids, lengths = kept.group_ids[first], np.bincount(episode, kept.trained_tokens).astype(np.int32)
+        baseline = greedy_rewards(groups.greedy, group_ids) if chosen.needs.baseline_rewards else None
         estimates = compute_advantages(
             config.algorithm.advantage,
-            token_rewards=torch.from_numpy(rewards)[:, None],
-            mask=torch.ones(len(kept), 1),
-            group_ids=torch.from_numpy(kept.group_ids),
+            token_rewards=torch.from_numpy(rewards[first])[:, None],
+            mask=torch.ones(len(first), 1),
+            group_ids=torch.from_numpy(group_ids),
             baseline_rewards=None if baseline is None else torch.from_numpy(baseline),
-            lengths=torch.from_numpy(kept.trained_tokens),
+            lengths=torch.from_numpy(lengths),
             **options,
         )
         advantages: np.ndarray = estimates.advantages[:, 0].numpy()
-        return advantages
+        return advantages[episode]
 
     return advantages_of
 
@@ -128,13 +131,14 @@ def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def describe(groups: Groups) -> dict[str, Metric]:
-    """Figures of everything that was generated, trained on or not."""
+    """Figures of everything that was generated, trained on or not; rewards and the like are of episodes."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = _every(groups.scalars, "response_tokens")
+    episodes = [of_episodes(s) for s in groups.scalars]
     return {
-        "reward/mean": _mean(groups.scalars, "rewards"),
-        "reward/accuracy": _mean(groups.scalars, "accuracies"),
-        "reward/errors": Total(sum(len(s.errors) for s in groups.scalars)),
+        "reward/mean": _mean(episodes, "rewards"),
+        "reward/accuracy": _mean(episodes, "accuracies"),
+        "reward/errors": Total(sum(len(s.errors) for s in episodes)),
         "response_tokens/mean": Mean(float(tokens.sum()), responses),
         "response_tokens/max": Max(float(tokens.max(initial=0))),
         "response_tokens/clipped_fraction": _mean(groups.scalars, "clipped"),
@@ -145,10 +149,11 @@ def describe(groups: Groups) -> dict[str, Metric]:
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
-        **describe_parts("reward", groups.scalars),
-        **_describe_scores(groups.scalars),
+        **describe_parts("reward", episodes),
+        **_describe_scores(episodes),
+        **_describe_figures(episodes),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
-        **describe_groups(groups.scalars),
+        **describe_groups(episodes),
         **describe_lengths(groups.scalars),
     }
 
@@ -158,6 +163,13 @@ def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     names = scalars[0].scores if scalars else ()
     values = {name: np.concatenate([part.scores[name] for part in scalars]) for name in names}
     return {f"reward/{name}": Mean(float(scores.sum(dtype=np.float64)), len(scores)) for name, scores in values.items()}
+
+
+def _describe_figures(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+    """The mean of what is counted of every episode."""
+    names = sorted({name for part in scalars for name in part.figures})
+    values = {name: np.concatenate([part.figures[name] for part in scalars if name in part.figures]) for name in names}
+    return {name: Mean(float(numbers.sum()), len(numbers)) for name, numbers in values.items()}
 
 
 def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:

@@ -18,6 +18,7 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
+from mcore_rl.types.episodes import NOT_SAMPLED, EpisodeOutcome, Trajectory
 from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
@@ -36,6 +37,7 @@ from mcore_rl.types.metrics import (
 from mcore_rl.types.rollout import Groups, RolloutResult, RolloutTask
 
 __all__ = [
+    "NOT_SAMPLED",
     "Batch",
     "BatchHandle",
     "BuffersRef",
@@ -44,6 +46,7 @@ __all__ = [
     "Delta",
     "Deviation",
     "EffectiveFraction",
+    "EpisodeOutcome",
     "ExplainedVariance",
     "GenerationRequest",
     "Groups",
@@ -67,6 +70,7 @@ __all__ = [
     "TokenColumn",
     "TokenRefs",
     "Total",
+    "Trajectory",
     "TrajectoryBuffers",
     "merge_metrics",
 ]

@@ -9,6 +9,7 @@ Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, res
     prompt_tokens     3, 2
     logp_rollout            x x |     x x x x        (response tokens only)
     response_offsets  0           2           6
+    trained                 1 1 |     1 0 0 1        (0: a tool's answer, or a user's)
     routed_experts    x x x x . | x x x x x .        (a row of layers x k each; nothing computes the last token: 0)
 """
 
@@ -110,7 +111,9 @@ class TrajectoryBuffers:
 
     Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B];
     logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
-    routed_experts uint8 or int16 [sum S, layers with experts, k], None where the engine was not asked for them.
+    routed_experts uint8 or int16 [sum S, layers with experts, k], None where the engine was not asked for them;
+    turn_rewards float32 [sum T], a part of the responses' rewards, at the last token of each turn, None where there are
+    no turns.
     """
 
     tokens: np.ndarray
@@ -121,6 +124,7 @@ class TrajectoryBuffers:
     versions: np.ndarray
     trained: np.ndarray
     routed_experts: np.ndarray | None = None
+    turn_rewards: np.ndarray | None = None
 
 
 BuffersRef = NewType("BuffersRef", object)
@@ -137,7 +141,9 @@ class RolloutScalars:
     errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did.
     `scores` are those of reward models, float32 [B] by the model's name, already in the rewards. `parts` are the
     numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
-    `tokens_taken_over`: how many were drawn by engines that were lost.
+    `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
+    of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
+    numbers of episodes, float64 [B] by the name of the metric.
     """
 
     group_ids: np.ndarray
@@ -156,6 +162,8 @@ class RolloutScalars:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
     traceback: str | None = None
     tokens_taken_over: int = 0
+    episodes: np.ndarray | None = None
+    figures: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "rollout": {"types", "config", "data", "ports"},
     "planner": {"config", "spec", "algorithms", "model_converters", "megatron", "weights"},
     "preparation": {
-        *("types", "config", "spec", "data", "algorithms", "rewards", "trainer", "megatron", "model_converters")
+        *("types", "config", "spec", "data", "algorithms", "rewards", "rollout", "trainer", "megatron"),
+        "model_converters",
     },
     "runtime": {"types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},

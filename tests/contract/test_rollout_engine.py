@@ -264,8 +264,8 @@ def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteE
 def test_input_that_cannot_be_generated_is_refused_and_leaves_nothing_behind(engine: RemoteEngine) -> None:
     ids = np.array([5, 6], np.int32)
     bad = [
-        (DataError, "max_prompt_tokens", np.full(33, 5, np.int32), 8),
-        (DataError, "max_prompt_tokens", ids[:0], 8),
+        (DataError, "max_prompt_tokens", np.full(57, 5, np.int32), 8),
+        (DataError, "is empty", ids[:0], 8),
         (DataError, "token id", np.array([VOCABULARY], np.int32), 8),
         (ConfigError, "max_response_tokens", ids, 33),
     ]

@@ -13,6 +13,7 @@ from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.names import role_key, role_keys
 from mcore_rl.config.rules.available import check_sglang_model
+from mcore_rl.config.rules.episodes import check_episodes
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
@@ -56,6 +57,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         check_domains,
         _check_batches,
         _check_lengths,
+        check_episodes,
         _check_row,
         _check_engine,
         _check_layout,

@@ -1,6 +1,7 @@
 """Advantages token by token, on the ranks that hold the tokens: of estimators that read values or discount over time.
 
-A response's reward is that of its last trained token; what lies between trained tokens (a tool's output) is left out.
+A response's reward is that of its last trained token, but for what its turns had at their ends; what lies between
+trained tokens (a tool's output) is left out.
 Every rank of the last stage estimates for all samples of its data-parallel share; those ranks exchange three numbers
 where advantages are whitened over the whole batch.
 """
@@ -63,7 +64,8 @@ def estimate_tokens(
     if lacking:
         raise McoreRLError(f"samples {lacking} have no values")
     counts = trained_tokens(share, chunks)
-    blocks = [_block(share, rows, counts, values, penalties) for rows in _row_blocks(counts)]
+    turns = _turn_rewards(share, chunks)
+    blocks = [_block(share, rows, counts, values, penalties, turns) for rows in _row_blocks(counts)]
     raw = [estimator.raw(inputs) for inputs in blocks]
     advantages = [result.advantages for result in raw]
     if estimator.whitened:
@@ -83,6 +85,17 @@ def trained_tokens(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> np.
     return counts
 
 
+def _turn_rewards(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
+    """Of every sample's trained tokens, float32 [n]; {} where there are no turns."""
+    found = {}
+    for sample, chunk, row in zip(share.samples.tolist(), share.chunk_ids, share.rows, strict=True):
+        buffers = chunks[chunk]
+        if buffers.turn_rewards is not None:
+            response = slice(*buffers.response_offsets[row : row + 2])
+            found[sample] = buffers.turn_rewards[response][buffers.trained[response] > 0]
+    return found
+
+
 def _row_blocks(counts: np.ndarray) -> Iterator[np.ndarray]:
     """Consecutive samples, as many as fit BLOCK_TOKENS when padded to the longest of all."""
     if len(counts):
@@ -96,12 +109,19 @@ def _block(
     counts: np.ndarray,
     values: Mapping[int, np.ndarray] | None,
     penalties: Mapping[int, np.ndarray] | None,
+    turns: Mapping[int, np.ndarray],
 ) -> AdvantageInputs:
     samples, ends = share.samples[rows].tolist(), counts[rows]
     mask = np.arange(int(ends.max(initial=0)))[None] < ends[:, None]
     rewards = np.zeros(mask.shape, np.float32)
     some = ends > 0
     rewards[np.flatnonzero(some), ends[some] - 1] = share.rewards[rows][some]
+    if turns:
+        # The response's reward is the sum of all: what turns have is taken from its end.
+        of_turns = np.zeros(mask.shape, np.float32)
+        of_turns[mask] = _flat(turns, samples)
+        rewards[np.flatnonzero(some), ends[some] - 1] -= of_turns.sum(axis=1, dtype=np.float64)[some]
+        rewards += of_turns
     if penalties is not None:
         rewards[mask] -= _flat(penalties, samples)
     padded = None

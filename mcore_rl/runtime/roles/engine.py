@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import ray
 
+from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
-from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
+from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tasks import TaskRunner
@@ -69,10 +70,12 @@ class EngineProcess(RunProcess):
             # Grading processes start while the engine does.
             rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            engine, decoder = build_engine(config, self.name, hosts)
+            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+            engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
-            worker = RolloutWorker(self.loop, rewarder, resolved, decoder)
+            player = _player(config, self.loop, tokenizer)
+            worker = RolloutWorker(player, rewarder, resolved, failed_reward=config.rollout.failed_reward)
             self._runner = TaskRunner(worker.run, num_threads=THREADS, low=config.rollout.max_concurrent_requests)
             rewarder.wait_ready()
 
@@ -175,11 +178,19 @@ class FollowerProcess(RunProcess):
         )
 
 
-def build_engine(config: Config, name: str, hosts: EngineHosts = ONE_HOST) -> tuple[ReceivingEngine, TextDecoder]:
-    """An engine on model.hf_path, and what makes texts of its tokens. It has no weights before the first publish, which
-    delivers every tensor. `name` is the process's, for messages."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    engine = engine_class(config.rollout.engine)(
+def _player(config: Config, loop: EngineLoop, tokenizer: Any) -> Player:
+    """What makes responses of prompts: single turns, or episodes with their tools."""
+    if not has_turns(config.rollout):
+        return SingleTurnPlayer(loop, tokenizer)
+    from mcore_rl.rollout.episodes.load import start_episodes
+
+    return start_episodes(config.rollout, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path))
+
+
+def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
+    """An engine on model.hf_path. It has no weights before the first publish, which delivers every tensor. `name` is
+    the process's, for messages."""
+    return engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,
         dtype=config.model.dtype,
@@ -191,4 +202,3 @@ def build_engine(config: Config, name: str, hosts: EngineHosts = ONE_HOST) -> tu
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
     )
-    return engine, tokenizer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.trajectories import join_rows, split_rows, take_rows
-from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+from mcore_rl.types import Trajectory, TrajectoryBuffers
 
 COUNT = 5
 
@@ -17,14 +17,16 @@ def buffers(first: int = 0, *, experts: bool = True) -> TrajectoryBuffers:
     """As a rollout packs them: every value says whose it is."""
     from mcore_rl.rollout.trajectories import pack_trajectories
 
-    requests, completions = [], []
+    trajectories = []
     for row in range(first, first + COUNT):
         length = row % 3 + 1
         prompt, ids = np.arange(row % 2 + 1, dtype=np.int32) + 100 * row, np.arange(length, dtype=np.int32) + 1000 * row
         chosen = np.full((len(prompt) + length - 1, 2, 2), row, np.uint8) if experts else None
-        requests.append(GenerationRequest(str(row), prompt, 0, SamplingOptions(8)))
-        completions.append(Completion(str(row), ids, -ids.astype(np.float32), "stop", 0 * ids + row, chosen))
-    packed = pack_trajectories(requests, completions)
+        rewards = ids.astype(np.float32) / 8 if experts else None
+        trajectories.append(
+            Trajectory(prompt, ids, -ids.astype(np.float32), 0 * ids + row, rewards=rewards, routed_experts=chosen)
+        )
+    packed = pack_trajectories(trajectories)
     trained = np.arange(len(packed.trained)) % 2
     return replace(packed, trained=trained.astype(np.uint8))
 
@@ -35,6 +37,7 @@ def columns(of: TrajectoryBuffers, row: int) -> list[list[int]]:
     responses = slice(of.response_offsets[row], of.response_offsets[row + 1])
     own = [of.tokens[tokens], of.logp_rollout[responses], of.versions[responses], of.trained[responses]]
     own += [of.prompt_tokens[[row]]] + ([] if of.routed_experts is None else [of.routed_experts[tokens]])
+    own += [] if of.turn_rewards is None else [of.turn_rewards[responses]]
     return [values.tolist() for values in own]
 
 

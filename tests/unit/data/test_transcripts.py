@@ -12,7 +12,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.prompts import PromptSet, load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.transcripts import transcripts
-from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+from mcore_rl.types import Trajectory, TrajectoryBuffers
 
 CHAT = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "2+2?"}]
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": CHAT, "answer": "4"}]
@@ -30,12 +30,11 @@ def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int
     from mcore_rl.rollout.trajectories import pack_trajectories
 
     tokenizer = load_tokenizer(tokenizer_file)
-    requests, completions = [], []
-    for index, (row, text) in enumerate(answers):
+    trajectories = []
+    for row, text in answers:
         ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
-        requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
-        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
-    return pack_trajectories(requests, completions)
+        trajectories.append(Trajectory(prompts[row].token_ids, ids, np.zeros(len(ids), np.float32), 0 * ids))
+    return pack_trajectories(trajectories)
 
 
 def test_prompts_keep_their_messages(prompts: PromptSet) -> None:

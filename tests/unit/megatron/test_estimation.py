@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -119,3 +121,20 @@ def test_penalties_come_off_the_rewards_of_their_tokens() -> None:
 def test_samples_without_values_are_named() -> None:
     with pytest.raises(McoreRLError, match=r"\[9\]"):
         estimate_tokens(GAE(), share(), CHUNKS, values={s: v for s, v in VALUES.items() if s != 9})
+
+
+def test_rewards_of_turns_stand_at_their_ends_and_the_rest_at_the_responses() -> None:
+    """With gamma = lam = 1 and no values a token's return is all that follows it."""
+    turns = [np.zeros(10, np.float32), np.zeros(5, np.float32)]
+    turns[0][3] = 0.75  # sample 9's first turn ends before the hole
+    turns[1][2] = -1.0  # sample 5's second token
+    chunks = [replace(chunk, turn_rewards=part) for chunk, part in zip(CHUNKS, turns, strict=True)]
+    found = estimate_tokens(ReinforcePlusPlus(gamma=1.0), share(), chunks)
+    assert found.returns[4].tolist() == [1.0] * 3
+    assert found.returns[9].tolist() == [-0.5, -1.25, -1.25]
+    assert found.returns[5].tolist() == [2.0, 2.0, 3.0, 3.0]
+    assert found.returns[7].tolist() == [0.25]
+    nothing = [replace(chunk, turn_rewards=np.zeros_like(part)) for chunk, part in zip(CHUNKS, turns, strict=True)]
+    without, plain = (estimate_tokens(ReinforcePlusPlus(gamma=0.7), share(), c) for c in (nothing, CHUNKS))
+    for sample in COUNTS:
+        np.testing.assert_array_equal(without.advantages[sample], plain.advantages[sample])

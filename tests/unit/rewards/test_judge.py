@@ -31,6 +31,7 @@ from mcore_rl.types import (
     RolloutScalars,
     RolloutTask,
     SamplingOptions,
+    Trajectory,
     TrajectoryBuffers,
     merge_metrics,
 )
@@ -172,18 +173,17 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
     """Response s to the prompt of group g is g + s letters."""
     groups = np.repeat(task.group_ids, task.samples_per_prompt)
     samples = np.tile(np.arange(task.samples_per_prompt), len(task.group_ids))
-    requests, completions = [], []
-    for i, length in enumerate(groups + samples):
+    trajectories = []
+    for length in groups + samples:
         ids = np.array([*tokenizer("x" * int(length))["input_ids"], tokenizer.eos_token_id], np.int32)
-        requests.append(GenerationRequest(str(i), np.array([49], np.int32), 0, task.sampling))
-        completions.append(Completion(str(i), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
+        trajectories.append(Trajectory(np.array([49], np.int32), ids, np.zeros(len(ids), np.float32), 0 * ids))
     zeros = np.zeros(len(groups), np.float32)
     counts = zeros.astype(np.int32)
     rows = np.repeat(task.prompt_rows, task.samples_per_prompt)
     scalars = RolloutScalars(
         groups, rows, counts, counts, counts, zeros, zeros, zeros.astype(np.uint8), np.zeros((len(rows), 2), np.int32)
     )
-    return pack_trajectories(requests, completions), scalars
+    return pack_trajectories(trajectories), scalars
 
 
 def taken(own: Sequence[Share], chunks: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:

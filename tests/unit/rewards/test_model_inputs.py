@@ -18,7 +18,7 @@ from mcore_rl.data.trajectories import take_rows
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rollout.trajectories import pack_trajectories
-from mcore_rl.types import Completion, GenerationRequest, SamplingOptions, TrajectoryBuffers
+from mcore_rl.types import Trajectory, TrajectoryBuffers
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
@@ -71,12 +71,11 @@ def prompts_of(config: Config, tmp_path: Path, rows: list[dict[str, Any]] | None
 def trajectories(config: Config, prompts: PromptSet) -> TrajectoryBuffers:
     """As a rollout worker packs them; every response ends with the end token."""
     tokenizer = load_tokenizer(config.model.hf_path)
-    requests, completions = [], []
-    for index, (row, text) in enumerate(ANSWERS):
+    made = []
+    for row, text in ANSWERS:
         ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32)
-        requests.append(GenerationRequest(str(index), prompts[row].token_ids, 0, SamplingOptions(8)))
-        completions.append(Completion(str(index), ids, np.zeros(len(ids), np.float32), "stop", 0 * ids))
-    return pack_trajectories(requests, completions)
+        made.append(Trajectory(prompts[row].token_ids, ids, np.zeros(len(ids), np.float32), 0 * ids))
+    return pack_trajectories(made)
 
 
 def read(config: Config, tmp_path: Path, rows: list[int]) -> list[list[int]]:

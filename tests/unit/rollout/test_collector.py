@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.batching import places_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
 
@@ -181,3 +183,39 @@ def test_the_metric_decides_what_counts_as_variance(tmp_path: Path, metric: str)
         DynamicSamplingConfig(enable=True, max_batches=2, metric=metric), groups_with_variance, 8, 1, tmp_path,
     )  # fmt: skip
     assert collector.collect(1).groups_dropped == (16 if metric == "accuracy" else 0)
+
+
+def test_groups_of_unequal_sizes_are_kept_dropped_and_filled_up_whole(tmp_path: Path) -> None:
+    """An episode may leave several sequences: here response s of the group of row r leaves 1 + (r + s) % 3."""
+
+    class Several(ScriptedPool):
+        def _score(self, task: RolloutTask) -> RolloutScalars:
+            whole = super()._score(task)
+            counts = 1 + (whole.prompt_rows + places_in_groups(whole.group_ids)) % 3
+            arrays = {
+                field.name: np.repeat(value, counts, axis=0)
+                for field in fields(RolloutScalars)
+                if isinstance(value := getattr(whole, field.name), np.ndarray)
+            }
+            first = np.cumsum(counts) - counts
+            return RolloutScalars(**arrays, episodes=np.repeat(first, counts))
+
+    for max_batches, signal in ((3, lambda row: row % 2 == 0), (1, lambda row: row % 3 == 0)):
+        pool = Several(signal, 2)
+        collector = RolloutCollector(
+            pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
+            DynamicSamplingConfig(enable=True, max_batches=max_batches), groups_with_variance, 8, 1, tmp_path,
+        )  # fmt: skip
+        groups = collector.collect(1)
+        kept = [s.group_ids[k] for s, k in zip(groups.scalars, groups.keep, strict=True)]
+        assert len(np.unique(np.concatenate(kept))) == 8
+        for scalars, rows in zip(groups.scalars, groups.keep, strict=True):
+            for group in np.unique(scalars.group_ids[rows]):
+                of_group = np.flatnonzero(scalars.group_ids == group)
+                assert np.isin(of_group, rows).all(), "a group was cut"
+        solved = [signal(row) for s, k in zip(groups.scalars, groups.keep, strict=True) for row in s.prompt_rows[k]]
+        assert all(solved) if max_batches == 3 else not all(solved)
+        drawn = np.concatenate([s.group_ids for s in groups.scalars])
+        row_of = {int(g): int(r) for s in groups.scalars for g, r in zip(s.group_ids, s.prompt_rows, strict=True)}
+        lacking = sum(not signal(row) for row in row_of.values())
+        assert (groups.groups_drawn, groups.groups_dropped) == (len(np.unique(drawn)), lacking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -187,7 +188,7 @@ def test_what_the_caller_raises_ends_its_own_requests_only(loop: EngineLoop) -> 
 def test_a_request_that_is_refused_is_its_callers_error(loop: EngineLoop) -> None:
     (request,) = requests_of("a", [3])
     with pytest.raises(DataError, match="max_prompt_tokens"):
-        loop.generate([replace(request, token_ids=np.zeros(40, np.int32))], lambda done: None)
+        loop.generate([replace(request, token_ids=np.zeros(94, np.int32))], lambda done: None)
     loop.generate([request], lambda done: None)
 
 
@@ -206,3 +207,33 @@ def test_a_loop_that_ends_tells_who_waits_and_who_comes_after() -> None:
     thread.join(SECONDS)
     with pytest.raises(RuntimeError, match="has ended"):
         loop.between_steps(lambda: None)
+
+
+def test_what_is_asked_soon_waits_for_nothing_and_its_listener_hears_everything(loop: EngineLoop) -> None:
+    held = Held(fake(loop))
+    heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+    good, bad = requests_of("a", [3])[0], replace(requests_of("b", [3])[0], token_ids=np.zeros(94, np.int32))
+    first = threading.Thread(target=loop.generate, args=(requests_of("c", [2]), lambda done: None), daemon=True)
+    first.start()
+    assert held.in_pass.wait(SECONDS)
+    loop.submit_soon([bad], heard.put)  # both return while the engine is in a pass
+    loop.submit_soon([good], heard.put)
+    assert heard.empty()
+    held.go.set()
+    refused, done = heard.get(timeout=SECONDS), heard.get(timeout=SECONDS)
+    assert isinstance(refused, DataError)
+    assert isinstance(done, Completion)
+    assert done.request_id == good.request_id
+    first.join(SECONDS)
+
+
+def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
+    held = Held(fake(loop))
+    heard: list[Completion | BaseException] = []
+    (request,) = requests_of("a", [40])
+    loop.submit_soon([request], heard.append)
+    assert held.in_pass.wait(SECONDS)
+    loop.abort_soon([request.request_id])
+    held.go.set()
+    assert loop.between_steps(lambda: loop.engine.num_running) == 0
+    assert heard == []

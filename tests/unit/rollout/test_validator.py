@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import RewardError
+from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
@@ -59,7 +60,7 @@ class WorkerPool:
         prompts = {"val": [Prompt(row, np.array([row + 1], np.int32), f"p{row}", "src", "") for row in range(9)]}
         self.num_engines = num_engines
         self.engines = [SeedEngine() for _ in range(num_engines)]
-        self.workers = [RolloutWorker(e, ParityRewarder(), prompts, Digits()) for e in self.engines]  # type: ignore
+        self.workers = [RolloutWorker(SingleTurnPlayer(e, Digits()), ParityRewarder(), prompts) for e in self.engines]  # type: ignore
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[tuple[Any, RolloutScalars]]:
         return [self.workers[i % self.num_engines].run(task) for i, task in enumerate(tasks)]

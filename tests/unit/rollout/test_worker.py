@@ -16,10 +16,11 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal, read_journal
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score
+from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
 
 
 class BackwardsEngine:
@@ -69,7 +70,8 @@ PROMPTS = {
 def run(
     tmp_path: Path, rows: list[int], group_ids: list[int], samples: int = 2, rewarder: Rewarder | None = None
 ) -> Any:
-    worker = RolloutWorker(BackwardsEngine(), rewarder or LengthRewarder(), PROMPTS, Digits())  # type: ignore[arg-type]
+    player = SingleTurnPlayer(BackwardsEngine(), Digits())
+    worker = RolloutWorker(player, rewarder or LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
     task = RolloutTask(
         "train", np.array(rows), np.array(group_ids), samples, SamplingOptions(4), 1, str(tmp_path / "records")
     )
@@ -146,24 +148,24 @@ def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
     assert seeds.max() < 2**31
 
 
-def of_two_responses(
-    prompts: Sequence[int], responses: Sequence[int]
-) -> tuple[list[GenerationRequest], list[Completion]]:
+def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[Trajectory]:
     """With two layers, one expert of each token: 10 * sample + place, and that plus 100."""
-    requests = [
-        GenerationRequest(f"8.{i}", np.full(p, i, np.int32), 0, SamplingOptions(4)) for i, p in enumerate(prompts)
-    ]
     rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
     experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
-    completions = [
-        Completion(f"8.{i}", np.zeros(r, np.int32), np.zeros(r, np.float32), "stop", np.zeros(r, np.int32), experts[i])
-        for i, r in enumerate(responses)
+    return [
+        Trajectory(
+            np.full(p, i, np.int32),
+            np.zeros(r, np.int32),
+            np.zeros(r, np.float32),
+            np.zeros(r, np.int32),
+            routed_experts=experts[i],
+        )
+        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
     ]
-    return requests, completions
 
 
 def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
-    buffers = pack_trajectories(*of_two_responses([3, 1], [2, 3]))
+    buffers = pack_trajectories(of_two_responses([3, 1], [2, 3]), ["8.0", "8.1"])
     assert buffers.routed_experts is not None
     assert buffers.routed_experts.dtype == np.uint8
     assert buffers.routed_experts.shape == (len(buffers.tokens), 2, 1)
@@ -172,10 +174,9 @@ def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
 
 
 def test_a_request_without_experts_among_others_is_named() -> None:
-    requests, (first, second) = of_two_responses([3, 1], [2, 3])
-    aborted = replace(second, finish_reason="abort", routed_experts=None)
-    with pytest.raises(McoreRLError, match=r"router_replay=engine: 1 of 2 requests .* experts .*: 8\.1 \(abort\)$"):
-        pack_trajectories(requests, [first, aborted])
+    first, second = of_two_responses([3, 1], [2, 3])
+    with pytest.raises(McoreRLError, match=r"router_replay=engine: 1 of 2 responses .* experts .*: 8\.1$"):
+        pack_trajectories([first, replace(second, routed_experts=None)], ["8.0", "8.1"])
 
 
 def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     nothing = np.zeros(0, np.int32)
     whole = Completion("train.5.1", nothing, nothing.astype(np.float32), "stop", nothing)
     newer.add([Delta("train.5.1", [33], [-1.0], 8), Delta("train.5.2", [34], [-1.0], 8)], [whole])
-    worker = RolloutWorker(GoesOn(), LengthRewarder(), PROMPTS, Digits())  # type: ignore[arg-type]
+    worker = RolloutWorker(SingleTurnPlayer(GoesOn(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
     journals = (str(tmp_path / "older"), str(tmp_path / "newer"))
     task = RolloutTask("train", np.array([0]), np.array([5]), 3, sampling, 1, journals=journals)
     ended: list[None] = []

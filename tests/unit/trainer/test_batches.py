@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl import types
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
+from mcore_rl.data.batching import of_episodes, places_in_groups
 from mcore_rl.errors import ConfigError, NonFiniteError
 from mcore_rl.rewards.functions import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
@@ -148,3 +150,55 @@ def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
 def test_a_filter_that_cannot_be_loaded_is_refused_by_its_key():
     with pytest.raises(ConfigError, match=r"algorithm\.filter=nowhere\.py:f"):
         batch_builder(Config(algorithm=AlgorithmConfig(filter="nowhere.py:f")), 1)
+
+
+def several_sequences():
+    """Group 3: episodes of 2, 1 and 3 sequences; group 8: two of one."""
+    rewards = np.array([1, 1, 0, 0.5, 0.5, 0.5, 1, 0], np.float32)
+    tokens = np.array([4, 2, 3, 1, 1, 2, 5, 5], np.int32)
+    scalars = RolloutScalars(
+        np.array([3] * 6 + [8] * 2),
+        np.zeros(8, np.int64),
+        tokens + 2,
+        tokens,
+        tokens,
+        rewards,
+        rewards.copy(),
+        np.zeros(8, np.uint8),
+        np.zeros((8, 2), np.int32),
+        errors=((2, "raised"), (4, "raised too")),
+        parts={"half": rewards / 2},
+        episodes=np.array([0, 0, 2, 3, 3, 3, 6, 7]),
+        figures={"episode/turns": np.array([2, 2, 1, 3, 3, 3, 1, 1.0])},
+    )
+    return Groups((scalars,), (np.arange(8),))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name):
+    """Oracle: the same episodes with one sequence each, of all their tokens."""
+    settings = replace(config(name), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
+    found = batch_builder(settings, 1)(several_sequences(), 1, 0).advantages
+    first, second = one_group([1.0, 0.0, 0.5], [6, 3, 4]).scalars[0], one_group([1.0, 0.0], [5, 5]).scalars[0]
+    whole = Groups((first, replace(second, group_ids=np.array([8, 8]))), (np.arange(3), np.arange(2)), (None, None))
+    expected = batch_builder(settings, 1)(whole, 1, 0).advantages
+    assert found.tolist() == expected[[0, 0, 1, 2, 2, 2, 3, 4]].tolist()
+
+
+def test_figures_are_of_episodes():
+    groups = several_sequences()
+    kept = of_episodes(groups.scalars[0])
+    assert kept.rewards.tolist() == [1, 0, 0.5, 1, 0]
+    assert kept.errors == ((1, "raised"),)
+    assert kept.parts["half"].tolist() == [0.5, 0, 0.25, 0.5, 0]
+    assert kept.episodes is None
+    described = describe(types.Groups(*[(None,), groups.scalars, groups.keep, 2, 0, 1]))
+    assert described["reward/mean"].value == 0.5
+    assert described["episode/turns"].value == 1.6
+    assert described["reward/errors"].value == 1
+    assert described["tokens/generated"].value == 23
+
+
+def test_responses_are_numbered_within_their_groups():
+    assert places_in_groups(np.array([5, 5, 5, 2, 9, 9])).tolist() == [0, 1, 2, 0, 0, 1]
+    assert places_in_groups(np.empty(0, np.int64)).tolist() == []

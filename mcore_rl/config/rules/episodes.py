@@ -1,0 +1,57 @@
+"""What the keys of episodes ask of each other, and which episode they choose."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+
+def episode_of(rollout: RolloutConfig) -> str:
+    """What rollout.episode is, or stands for."""
+    if rollout.episode is not None:
+        return rollout.episode
+    if rollout.environment is not None:
+        return WITH_ENVIRONMENT
+    return WITH_TOOLS if rollout.tools is not None else SINGLE_TURN
+
+
+def has_turns(rollout: RolloutConfig) -> bool:
+    """Whether an episode may be more than one turn."""
+    return episode_of(rollout) != SINGLE_TURN
+
+
+def check_episodes(config: Config) -> None:
+    """Raises: ConfigError naming keys that contradict each other."""
+    rollout, chosen = config.rollout, episode_of(config.rollout)
+    if is_supervised(config.algorithm):
+        return
+    if chosen == WITH_TOOLS and rollout.tools is None:
+        raise ConfigError("rollout.episode=tools needs rollout.tools: a YAML file of tools, or module_or_file.py:name")
+    if chosen == WITH_ENVIRONMENT and rollout.environment is None:
+        raise ConfigError("rollout.episode=environment needs rollout.environment=module_or_file.py:name of its class")
+    if rollout.environment is not None and chosen != WITH_ENVIRONMENT:
+        raise ConfigError(
+            f"rollout.environment={rollout.environment} is not used by rollout.episode={chosen}; leave one of them out"
+        )
+    if rollout.tools is not None and chosen in (SINGLE_TURN, WITH_ENVIRONMENT):
+        raise ConfigError(f"rollout.tools={rollout.tools} is not used by rollout.episode={chosen}; leave it out")
+    if rollout.episode_kwargs and not (names_function(chosen) or chosen == WITH_ENVIRONMENT):
+        raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; leave it out")
+    _check_limits(rollout)
+
+
+def _check_limits(rollout: RolloutConfig) -> None:
+    turn, response = rollout.max_turn_tokens, rollout.max_response_tokens
+    if turn is not None and turn > response:
+        raise ConfigError(
+            f"rollout.max_turn_tokens={turn} exceeds rollout.max_response_tokens={response}, which counts all turns of "
+            "an episode and what is said between them; lower it"
+        )
+    seconds, tool_seconds = rollout.max_episode_seconds, rollout.max_tool_seconds
+    if seconds is not None and rollout.tools is not None and tool_seconds > seconds:
+        raise ConfigError(
+            f"rollout.max_tool_seconds={tool_seconds:g} exceeds rollout.max_episode_seconds={seconds:g}; lower it"
+        )

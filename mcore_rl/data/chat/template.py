@@ -1,0 +1,143 @@
+"""What a chat template does with turns, calls and answers, found by rendering, before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.data.chat.conversation import QUESTION, Conversation, Message, call_id
+from mcore_rl.errors import ConfigError, DataError
+
+TEMPLATE = "the chat template of model.tokenizer_path (or model.hf_path)"
+SYSTEM: Message = {"role": "system", "content": "Answer."}
+HISTORIES: tuple[tuple[Message, ...], ...] = (
+    (QUESTION,),
+    (SYSTEM, QUESTION),
+    (SYSTEM, QUESTION, {"role": "assistant", "content": "Indeed."}, QUESTION),
+)
+THOUGHT = "thought0"
+SHOWN_CHARACTERS = 60
+TAG_CHARACTERS = 12
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """`parallel_calls`: a turn may call more than one tool. `rewrites`: what of earlier turns is rendered otherwise
+    once something follows, one sentence each: what the model reads when it is served is not what it was trained on."""
+
+    parallel_calls: bool = True
+    rewrites: tuple[str, ...] = ()
+    dated: bool = False
+    """It writes today's date."""
+
+
+def examine(conversation: Conversation, *, tools: bool, users: bool) -> TemplateFacts:
+    """Whether the answers of tools, or further messages of users, can follow what the model sampled. May change how the
+    conversation renders the arguments of calls.
+
+    Raises: ConfigError naming what the template cannot do.
+    """
+    if not conversation.has_template:
+        if tools:
+            raise ConfigError(
+                "rollout.tools needs a chat template, which shows tools to the model, and the tokenizer of "
+                "model.tokenizer_path has none; put a chat_template.jinja beside it"
+            )
+        return TemplateFacts()
+    parallel, rewrites = True, []
+    if tools:
+        parallel = _examine_tools(conversation)
+        rewrites += _rewritten(conversation, [_answer(conversation, 0)], "the answer of a tool")
+    if users:
+        _examine_tail(conversation, [_user("answer0")], ["answer0"], "a further message of the user")
+        rewrites += _rewritten(conversation, [_user("answer0")], "a further message of the user")
+    if tools and users:
+        answer = _answer(conversation, 0)
+        call = conversation.turn("", calls=[{"name": answer["name"], "arguments": {"value": "?"}}])
+        rewrites += _rewritten(conversation, [_user("answer0")], "after tools, a message of the user", [call, answer])
+    return TemplateFacts(parallel, tuple(rewrites), "strftime_now" in str(conversation.tokenizer.chat_template))
+
+
+def _examine_tools(conversation: Conversation) -> bool:
+    """Whether two calls of a turn work too."""
+    names = [str(tool["function"]["name"]) for tool in conversation.tools]
+    prompt = conversation.rendered([QUESTION])
+    hidden = [name for name in names if name not in prompt]
+    if hidden:
+        raise ConfigError(
+            f"rollout.tools: {TEMPLATE} does not show tools to the model ({', '.join(hidden)} not in the prompt); use "
+            "a model or a template that does"
+        )
+    try:
+        conversation.tail([QUESTION], [_answer(conversation, 0)])
+    except DataError:
+        conversation.take_arguments_as_text()
+    _examine_tail(conversation, [_answer(conversation, 0)], ["answer0"], "the answer of a tool")
+    two = [_answer(conversation, 0), _answer(conversation, 1)]
+    try:
+        _examine_tail(conversation, two, ["answer0", "answer1"], "the answers of two tools")
+    except ConfigError:
+        return False
+    return True
+
+
+def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Sequence[str], what: str) -> None:
+    tails = set()
+    try:
+        for before in _possible(conversation):
+            for reasoning in (None, THOUGHT):
+                tails.add(conversation.tail(before, new, reasoning=reasoning))
+    except DataError as error:
+        raise ConfigError(f"{TEMPLATE} cannot render {what} after a turn of the model: {error}") from error
+    if len(tails) > 1:
+        raise ConfigError(f"{TEMPLATE} renders {what} in {len(tails)} ways, by what was said before")
+    tail = tails.pop()
+    lacking = [text for text in texts if text not in tail]
+    if lacking:
+        raise ConfigError(f"{TEMPLATE} drops {what}: it is not in what is rendered")
+    if not conversation.ends_turn_before(tail, texts[0]):
+        raise ConfigError(
+            f"{TEMPLATE} ends the model's turn with another token than those that end a response (eos_token of the "
+            "tokenizer, eos_token_id of generation_config.json): the model would go on and write the next turn itself; "
+            "add the template's token to eos_token_id in generation_config.json"
+        )
+
+
+def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
+    """Some templates take no system message."""
+    try:
+        conversation.rendered([SYSTEM, QUESTION])
+    except DataError:
+        return [HISTORIES[0], (QUESTION, *HISTORIES[2][2:])]
+    return list(HISTORIES)
+
+
+def _rewritten(
+    conversation: Conversation, new: Sequence[Message], what: str, between: Sequence[Message] = ()
+) -> list[str]:
+    """What is rendered otherwise of a turn of the model, which follows `between`, when `new` follows it."""
+    found = {}
+    calls = [{"name": m["name"], "arguments": {"value": "?"}} for m in new if m["role"] == "tool"]
+    for reasoning, having in ((None, ""), (THOUGHT, " with reasoning")):
+        turn = conversation.turn("" if calls else "said0", reasoning=reasoning, calls=calls)
+        try:
+            before = conversation.rendered([QUESTION, *between, turn], prompts=False)
+            after = conversation.rendered([QUESTION, *between, turn, *new])
+        except DataError:
+            continue
+        if not after.startswith(before):
+            place = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+            begins = before.rfind("<", max(0, place - TAG_CHARACTERS), place + 1)
+            place = place if begins < 0 else begins  # within a tag, the whole of it is easier to read
+            was, becomes = (repr(text[place : place + SHOWN_CHARACTERS]) for text in (before, after))
+            found[having] = f"when {what} follows a turn{having}, {was} of it becomes {becomes}"
+    return list(found.values())
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _answer(conversation: Conversation, number: int) -> Message:
+    name = conversation.tools[0]["function"]["name"] if conversation.tools else "tool"
+    return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": f"answer{number}"}

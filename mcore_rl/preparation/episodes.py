@@ -1,0 +1,37 @@
+"""Episodes, their tools and the chat template that renders them, tried before a run begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config import Config
+from mcore_rl.config.rules.episodes import has_turns
+from mcore_rl.data.tokenizer import eos_token_ids
+from mcore_rl.rollout.episodes.load import conversation_of, load_episode
+from mcore_rl.rollout.tools.check import check_tools
+from mcore_rl.rollout.tools.parsers import ToolCallParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], list[str]]:
+    """The schemas of the tools that prompts show, and what is to be told of how turns are rendered.
+
+    Raises: ConfigError for an episode, a tool, a parser or a chat template that cannot be used.
+    """
+    rollout = config.rollout
+    if not has_turns(rollout):
+        return [], []
+    load_episode(rollout)
+    schemas = check_tools(config)
+    _, facts = conversation_of(rollout, tokenizer, schemas, eos_token_ids(tokenizer, config.model.hf_path))
+    notes = []
+    if schemas:
+        ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)
+        if not facts.parallel_calls:
+            notes.append("rollout.tools: the chat template shows one call of a turn; of several the first is executed")
+    notes += [f"rollout.history={rollout.history}: {rewrite}" for rewrite in facts.rewrites]
+    if facts.dated:
+        notes.append("the chat template writes today's date into prompts: a run that resumes tomorrow has others")
+    return schemas, notes

@@ -1,0 +1,97 @@
+"""Episodes of ours: with tools, and with an environment (a user, a game) that answers every turn."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from mcore_rl.config.functions import load_function
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
+from mcore_rl.rollout.tools.parsers import MalformedCall, ToolCall
+
+STEP = "step(action) -> (observation, reward, done)"
+
+
+class Episode(Protocol):
+    """What happens to one prompt. One object serves all episodes of an engine, at once."""
+
+    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
+        """Returns None (graders give the reward), a finite number, a dict with `score`, or an EpisodeResult."""
+
+
+class ToolEpisode:
+    """The model answers, or calls tools, whose answers it sees; it ends with a turn that calls none."""
+
+    async def run(self, session: Session, prompt: EpisodePrompt) -> None:
+        ids = prompt.token_ids
+        while True:
+            sampled = await session.generate(ids)
+            # A turn that was cut calls nothing: what there is of a call may look like a whole one.
+            if sampled.finish_reason != "stop" or not (calls := session.parse(sampled).calls):
+                return
+            if not session.parallel_calls:
+                calls = calls[:1]
+            answers = await asyncio.gather(*(self._answer(session, call, n) for n, call in enumerate(calls)))
+            ids = session.next_prompt(answers)
+
+    @staticmethod
+    async def _answer(session: Session, call: ToolCall | MalformedCall, number: int) -> dict[str, Any]:
+        limit = session.limits.tool_calls_per_turn
+        if isinstance(call, MalformedCall):
+            session.count_malformed_call()
+            text = call.answer
+        elif number >= limit:
+            text = f"Error: a turn may call {limit} tools, and this call was not executed."
+        else:
+            text = (await session.call(call.name, call.arguments)).text
+        return {"role": "tool", "name": call.name or "unknown", "content": text}
+
+
+class EnvironmentEpisode:
+    """Every turn of the model is an action, to which an environment of the user's answers.
+
+    `environment` names a class, made for each episode with the row's `prompt` and `options`. Its methods may be async:
+    reset() -> observation or None, if there is one, before the first turn; step(action) -> (observation, reward, done);
+    close(), if there is one.
+    """
+
+    def __init__(self, environment: str, options: Mapping[str, Any]) -> None:
+        self._make = load_function("rollout.environment", environment)
+        self._options = dict(options)
+
+    async def run(self, session: Session, prompt: EpisodePrompt) -> None:
+        environment = await _called(self._make, prompt=prompt, **self._options)
+        try:
+            ids = prompt.token_ids
+            if hasattr(environment, "reset"):
+                first = await _called(environment.reset)
+                if first is not None:
+                    ids = session.render([*prompt.messages, {"role": "user", "content": str(first)}])
+            done = False
+            while not done:
+                sampled = await session.generate(ids)
+                if sampled.finish_reason != "stop":
+                    return
+                observation, reward, done = _step(await _called(environment.step, sampled.text))
+                session.reward(reward)
+                if not done:
+                    ids = session.next_prompt([{"role": "user", "content": observation}])
+        finally:
+            if hasattr(environment, "close"):
+                await _called(environment.close)
+
+
+def _step(returned: Any) -> tuple[str, float, bool]:
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError(f"the environment's step returned {type(returned).__name__}; it must be {STEP}")
+    observation, reward, done = returned
+    return str(observation), float(reward), bool(done)
+
+
+async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function of the user's returns, asynchronous or not; the latter runs in a thread, as it may be slow."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

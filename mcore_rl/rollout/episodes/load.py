@@ -1,0 +1,110 @@
+"""The episode that the configuration names, and all that episodes of an engine share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.functions import check_call, load_function
+from mcore_rl.config.rules.episodes import episode_of
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.chat.conversation import Conversation, ToolSchema
+from mcore_rl.data.chat.template import TemplateFacts, examine
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
+from mcore_rl.rollout.episodes.player import EpisodePlayer
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings
+from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.tools.parsers import ToolCallParser
+from mcore_rl.rollout.tools.toolbox import ToolBox
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "rollout.episode"
+FORM = "async def run(self, session, prompt)"
+
+
+@dataclass(frozen=True)
+class FunctionEpisode:
+    """A user's async function."""
+
+    function: Callable[..., Coroutine[Any, Any, Any]]
+    options: Mapping[str, Any]
+
+    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
+        return await self.function(session, prompt, **self.options)
+
+
+def load_episode(rollout: RolloutConfig) -> Episode:
+    """Of more than a single turn. Loads what the user names.
+
+    Raises: ConfigError naming rollout.episode or rollout.environment, and the cause.
+    """
+    chosen, options = episode_of(rollout), dict(rollout.episode_kwargs)
+    if chosen == WITH_TOOLS:
+        return ToolEpisode()
+    if chosen == WITH_ENVIRONMENT:
+        assert rollout.environment is not None
+        return EnvironmentEpisode(rollout.environment, options)
+    named: Any = load_function(KEY, chosen, may_be_async=True)
+    told = f"{KEY}={chosen}"
+    if not inspect.isclass(named):
+        if not inspect.iscoroutinefunction(named):
+            raise ConfigError(f"{told} must be a class with {FORM}, or async def {named.__name__}(session, prompt)")
+        check_call(told, named, ("session", "prompt"), options, "f(session, prompt, **rollout.episode_kwargs)")
+        return FunctionEpisode(named, options)
+    check_call(told, named, (), options, "a class with rollout.episode_kwargs")
+    if not inspect.iscoroutinefunction(getattr(named, "run", None)):
+        raise ConfigError(f"{told} has no {FORM}")
+    made: Any = named(**options)
+    episode: Episode = made
+    return episode
+
+
+def start_episodes(
+    rollout: RolloutConfig, loop: EngineLoop, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
+) -> EpisodePlayer:
+    """What runs the configured episodes on an engine, with their tools up.
+
+    Raises: ConfigError for what cannot be loaded or rendered.
+    """
+    player = EpisodePlayer(load_episode(rollout), loop, rollout)
+    tools = player.run(ToolBox.start(rollout)) if rollout.tools is not None else None
+    schemas = tools.schemas if tools is not None else []
+    conversation, facts = conversation_of(rollout, tokenizer, schemas, stop_ids)
+    player.around = Surroundings(
+        player.client,
+        tokenizer,
+        conversation,
+        tools,
+        ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas) if schemas else None,
+        history=rollout.history or "keep",
+        drops_turns=rollout.long_history == "drop_turns",
+        parallel_calls=facts.parallel_calls,
+        stop_ids=frozenset(stop_ids),
+    )
+    return player
+
+
+def conversation_of(
+    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], stop_ids: tuple[int, ...]
+) -> tuple[Conversation, TemplateFacts]:
+    """How turns are rendered, and what the chat template does with them.
+
+    Raises: ConfigError where it cannot, or rewrites earlier turns and rollout.history does not say what then.
+    """
+    conversation = Conversation(tokenizer, tools, stop_ids)
+    chosen = episode_of(rollout)
+    users = chosen == WITH_ENVIRONMENT
+    facts = examine(conversation, tools=bool(tools), users=users)
+    if facts.rewrites and rollout.history is None:
+        raise ConfigError(
+            "rollout.history: the chat template renders earlier turns otherwise once something follows: "
+            f"{'; '.join(facts.rewrites)}. Set it to keep (train on what was sampled, one sequence per episode) or to "
+            "new_sequence (render each turn's conversation anew, as it is served)"
+        )
+    return conversation, facts

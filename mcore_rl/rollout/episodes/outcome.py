@@ -1,0 +1,151 @@
+"""From what an episode returned, raised or ran into to its outcome."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.errors import DataError
+from mcore_rl.rollout.episodes.sequences import TokenSequence
+from mcore_rl.rollout.episodes.session import Sampled, Session
+from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, Trajectory
+
+STOP, LENGTH, ERROR = "stop", "length", "error"
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What an episode may return beside a number, a dict as of a reward function, or nothing.
+
+    `reward` None: graders give it. `sampled`: turns whose sequences are trained on, None: all. `token_ids` with `mask`,
+    [S] each: the one sequence that is trained on, given as tokens; 1 where it was sampled and is to be trained.
+    """
+
+    reward: float | None = None
+    accuracy: float | None = None
+    parts: Mapping[str, float | str] = field(default_factory=dict)
+    sampled: Sequence[Sampled] | None = None
+    token_ids: Sequence[int] | None = None
+    mask: Sequence[int] | None = None
+
+
+def ended(session: Session, returned: Any, *, reason: str | None = None) -> EpisodeOutcome:
+    """The outcome of an episode that returned; `reason`: the limit that ended it.
+
+    Raises: DataError for what no episode may return.
+    """
+    result = _result(returned)
+    if not session.book.sequences:
+        raise DataError("it ended without session.generate: nothing was sampled that could be trained on")
+    trajectories = _chosen(session, result)
+    if reason is None:
+        reason = LENGTH if session.truncated else STOP
+    return replace(
+        _outcome(session, trajectories, reason),
+        reward=result.reward,
+        accuracy=result.accuracy,
+        parts=result.parts,
+    )
+
+
+def failed(session: Session, error: str, traceback: str | None, end_id: int, version: int) -> EpisodeOutcome:
+    """The outcome of an episode that raised: what there is of it, of which nothing is trained. `end_id` stands for the
+    response of one that sampled nothing."""
+    trajectories = session.book.trajectories(trained=False)
+    if not trajectories:
+        nothing = Trajectory(
+            np.asarray(session.prompt_ids, np.int32),
+            np.array([end_id], np.int32),
+            np.zeros(1, np.float32),
+            np.array([version], np.int32),
+            np.zeros(1, np.uint8),
+            np.zeros(1, np.float32),
+        )
+        trajectories = [nothing]
+    outcome = _outcome(session, [replace(t, rewards=np.zeros_like(t.rewards)) for t in trajectories], ERROR)
+    return replace(outcome, error=error, traceback=traceback)
+
+
+def _outcome(session: Session, trajectories: Sequence[Trajectory], reason: str) -> EpisodeOutcome:
+    return EpisodeOutcome(
+        tuple(trajectories),
+        session.response_text,
+        reason,
+        turns=session.num_turns,
+        tool_calls=session.num_tool_calls,
+        tool_errors=session.num_tool_errors,
+        seconds=dict(session.seconds),
+        extra={"num_turns": session.num_turns, "tool_rewards": list(session.tool_rewards)},
+        messages=session.transcript(),
+        taken_over=session.taken_over,
+    )
+
+
+def _result(returned: Any) -> EpisodeResult:
+    if returned is None:
+        return EpisodeResult()
+    if isinstance(returned, EpisodeResult):
+        _finite(returned.reward, "reward")
+        return returned
+    if isinstance(returned, Mapping):
+        parts = {str(k): v for k, v in returned.items() if k not in ("score", "acc") and v is not None}
+        if "score" not in returned:
+            raise DataError(f"it returned a dict without score ({', '.join(map(str, returned)) or 'empty'})")
+        score, accuracy = _finite(returned["score"], "score"), returned.get("acc")
+        return EpisodeResult(score, None if accuracy is None else _finite(accuracy, "acc"), _parts(parts))
+    return EpisodeResult(_finite(returned, "reward"))
+
+
+def _finite(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real) or not math.isfinite(float(number)):
+        raise DataError(f"it returned {name} {str(value)[:80]!r} instead of a finite number")
+    return float(number)
+
+
+def _parts(values: Mapping[str, Any]) -> dict[str, float | str]:
+    return {
+        name: float(value) if isinstance(value, Real) and math.isfinite(float(value)) else str(value)
+        for name, value in values.items()
+    }
+
+
+def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
+    if result.token_ids is not None:
+        return [_as_returned(session, result.token_ids, result.mask)]
+    if result.sampled is None:
+        return session.book.trajectories()
+    chosen: list[TokenSequence] = []
+    for turn in result.sampled:
+        if turn.sequence not in chosen:
+            chosen.append(turn.sequence)
+    if not chosen:
+        raise DataError("EpisodeResult.sampled is empty; leave it out to train on everything")
+    return session.book.trajectories(chosen)
+
+
+def _as_returned(session: Session, token_ids: Sequence[int], mask: Sequence[int] | None) -> Trajectory:
+    """The sequence that an episode gave as tokens, which must be one that it sampled."""
+    ids = np.asarray(token_ids, np.int32)
+    sequence = next((s for s in session.book.sequences if np.array_equal(s.tokens, ids)), None)
+    if sequence is None:
+        raise DataError(
+            f"it returned {len(ids)} tokens that are not those it sampled; return the tokens that session.generate "
+            "was given and gave, never text that is encoded again"
+        )
+    trajectory = sequence.trajectory()
+    if mask is None:
+        return trajectory
+    wanted = np.asarray(mask, np.uint8)[len(sequence.prompt_ids) :]
+    if len(np.asarray(mask)) != len(ids):
+        raise DataError(f"it returned a mask of {len(np.asarray(mask))} for {len(ids)} tokens")
+    if (wanted[trajectory.versions == NOT_SAMPLED] > 0).any():
+        raise DataError("its mask trains tokens that were not sampled, such as a tool's answer")
+    return replace(trajectory, trained=wanted)

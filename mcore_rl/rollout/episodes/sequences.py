@@ -1,0 +1,106 @@
+"""The token sequences of an episode, put together from what it asked the engine for: nothing else is trained on.
+
+A call whose tokens go on from a sequence extends it, and what it has beyond the sequence was said by somebody else. A
+call with other tokens begins a sequence, in which all that it was given is the prompt: what an earlier one sampled of
+it is trained on there, and only there. Worked example, s sampled, t a tool's answer:
+
+    generate(p p)            -> s s      sequence 0    p p | s s
+    generate(p p s s t t)    -> s        sequence 0    p p | s s t t s
+    generate(p p)            -> s s s    sequence 1    p p | s s s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
+
+
+class TokenSequence:
+    """One of them; `number` in the order in which they began."""
+
+    def __init__(self, number: int, prompt_ids: np.ndarray) -> None:
+        self.number = number
+        self.prompt_ids = prompt_ids
+        self.tokens = prompt_ids
+        """All of it, int32 [S]."""
+        self._logp: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._sampled: list[np.ndarray] = []
+        self._experts: np.ndarray | None = None
+        self._rewards: dict[int, float] = {}
+        """Of turns, by the place in the response of the turn's last token."""
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    def goes_on_with(self, token_ids: np.ndarray) -> bool:
+        """Whether `token_ids` are the sequence and perhaps more."""
+        return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
+
+    def extend(self, token_ids: np.ndarray, completion: Completion) -> None:
+        """`token_ids` are the sequence and what was said after it; the completion follows."""
+        said = token_ids[len(self.tokens) :]
+        if len(said):
+            self._append(np.zeros(len(said)), np.full(len(said), NOT_SAMPLED), sampled=0)
+        self._append(completion.logp, completion.versions, sampled=1)
+        if completion.routed_experts is not None:
+            # What was computed when a token was sampled stays: weights may have changed, and its prefix have come anew.
+            known = self._experts if self._experts is not None else completion.routed_experts[:0]
+            self._experts = np.concatenate([known, completion.routed_experts[len(known) :]])
+        self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
+
+    def reward(self, value: float) -> None:
+        """Of the turn that was sampled last."""
+        place = self.num_response_tokens - 1
+        self._rewards[place] = self._rewards.get(place, 0.0) + value
+
+    def trajectory(self, *, trained: bool = True) -> Trajectory:
+        """With `trained` False no token is."""
+        sampled = np.concatenate(self._sampled)
+        rewards = np.zeros(len(sampled), np.float32)
+        for place, value in self._rewards.items():
+            rewards[place] = value
+        return Trajectory(
+            self.prompt_ids,
+            self.tokens[len(self.prompt_ids) :],
+            np.concatenate(self._logp).astype(np.float32, copy=False),
+            np.concatenate(self._versions).astype(np.int32, copy=False),
+            sampled if trained else np.zeros_like(sampled),
+            rewards,
+            self._experts,
+        )
+
+    def _append(self, logp: np.ndarray, versions: np.ndarray, *, sampled: int) -> None:
+        self._logp.append(logp)
+        self._versions.append(versions)
+        self._sampled.append(np.full(len(logp), sampled, np.uint8))
+
+
+class SequenceBook:
+    """All sequences of an episode."""
+
+    def __init__(self) -> None:
+        self.sequences: list[TokenSequence] = []
+
+    def find(self, token_ids: np.ndarray) -> TokenSequence | None:
+        """The longest sequence that `token_ids` go on from."""
+        found = [sequence for sequence in self.sequences if sequence.goes_on_with(token_ids)]
+        return max(found, key=lambda sequence: len(sequence.tokens), default=None)
+
+    def add(self, token_ids: np.ndarray, completion: Completion) -> TokenSequence:
+        """What was sampled after `token_ids`; the sequence that it is in."""
+        sequence = self.find(token_ids)
+        if sequence is None:
+            sequence = TokenSequence(len(self.sequences), token_ids)
+            self.sequences.append(sequence)
+        sequence.extend(token_ids, completion)
+        return sequence
+
+    def trajectories(self, chosen: Sequence[TokenSequence] | None = None, *, trained: bool = True) -> list[Trajectory]:
+        """Of the chosen sequences; None: of all."""
+        sequences = self.sequences if chosen is None else chosen
+        return [sequence.trajectory(trained=trained) for sequence in sequences]

@@ -1,0 +1,336 @@
+"""What an episode can do: sample, call tools, render what is said. It keeps account of all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcore_rl.data.chat.conversation import Conversation, Message, call_id
+from mcore_rl.data.seeds import turn_seed
+from mcore_rl.data.transcripts import TextDecoder
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
+from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
+from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
+
+GENERATING, TOOL_CALLING = "generating", "tool_calling"
+PROMPT_END = 16
+"""Tokens before a turn that its parser sees: a prompt may have opened the reasoning."""
+
+
+class TokenSource(Protocol):
+    """An engine, for coroutines."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The response; cancelled, it is aborted."""
+
+
+class ToolCaller(Protocol):
+    """The tools of an engine's episodes."""
+
+    async def call(
+        self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
+    ) -> ToolAnswer: ...
+
+    async def close_episode(self, episode_id: str) -> object: ...
+
+
+class MessageParser(Protocol):
+    """Reads turns of the model."""
+
+    def parse(self, text: str, prompt: str = "") -> ParsedMessage: ...
+
+
+@dataclass(frozen=True)
+class EpisodePrompt:
+    """A row of the data, for episodes. `token_ids` are its rendering, with which an episode mostly begins."""
+
+    token_ids: list[int]
+    text: str
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    row: int
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> EpisodePrompt:
+        return cls(
+            prompt.token_ids.tolist(),
+            prompt.text,
+            prompt.messages,
+            prompt.data_source,
+            prompt.ground_truth,
+            dict(prompt.extra_info),
+            prompt.row,
+        )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a call of Session.generate sampled. finish_reason: stop, or length where a limit cut it. Units: nats."""
+
+    token_ids: list[int]
+    logp: list[float]
+    versions: list[int]
+    finish_reason: str
+    text: str
+    """Without special tokens."""
+    sequence: TokenSequence = field(repr=False)
+    prompt_end: list[int] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all episodes of an engine share. `history`: keep | new_sequence, as rollout.history; `drops_turns`: whether
+    a history that grows too long loses its oldest turns."""
+
+    source: TokenSource
+    decoder: TextDecoder
+    conversation: Conversation
+    tools: ToolCaller | None = None
+    parser: MessageParser | None = None
+    history: str = "keep"
+    drops_turns: bool = False
+    parallel_calls: bool = True
+    """A template may show no more than one call of a turn."""
+    stop_ids: frozenset[int] = frozenset()
+
+
+class Session:
+    """Of one episode. `request` is the one of a single turn: its seed and id are those of the episode."""
+
+    def __init__(self, around: Surroundings, request: GenerationRequest, prompt: Prompt, limits: EpisodeLimits) -> None:
+        self.seed = request.seed
+        self.id = request.request_id
+        self.limits = limits
+        self.book = SequenceBook()
+        self.messages: list[Message] = list(prompt.messages)
+        """What has been said, as far as it was rendered or parsed."""
+        self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
+        self.tool_rewards: list[float] = []
+        self.figures: dict[str, list[float]] = defaultdict(list)
+        """Of tools, by name."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.taken_over = 0
+        self.truncated = False
+        """Whether the turn that was sampled last was cut by a limit."""
+        self._around, self._request, self._prompt = around, request, prompt
+        self._last: Sampled | None = None
+        self._said: list[list[Message]] = []
+        """Turn by turn: what the model said, and what others said after it."""
+        self._calls_of_turn = 0
+        self._asked: Counter[bytes] = Counter()
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """OpenAI schemas of the tools."""
+        return self._around.conversation.tools
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether a turn may call more than one tool."""
+        return self._around.parallel_calls
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, Any] | None = None
+    ) -> Sampled:
+        """Samples what follows `token_ids`, the whole sequence so far. `sampling`: options that differ from the run's;
+        max_response_tokens is of this turn.
+
+        Raises: EpisodeLimitError where no turn or token is left, which ends the episode well.
+        """
+        if self.num_turns >= self.limits.turns:
+            raise EpisodeLimitError("turns", f"{self.num_turns} turns are over, rollout.max_turns is that")
+        ids = np.asarray(token_ids, np.int32)
+        sequence = self.book.find(ids)
+        num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
+        room = self.limits.room(num_prompt, len(ids))
+        request = self._request_of(ids, self._options(sampling, room))
+        self.num_turns += 1
+        self._calls_of_turn = 0
+        with self._spent(GENERATING):
+            completion = await self._around.source.generate(request)
+        sequence = self.book.add(ids, completion)
+        self.truncated = completion.finish_reason == "length"
+        found = completion.token_ids.tolist()
+        self._last = Sampled(
+            found,
+            completion.logp.tolist(),
+            completion.versions.tolist(),
+            completion.finish_reason,
+            self._around.decoder.decode(found, skip_special_tokens=True),
+            sequence,
+            ids[-PROMPT_END:].tolist(),
+        )
+        self._said.append([])
+        return self._last
+
+    async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Calls a tool. Its errors are text for the model; they are counted.
+
+        Raises: EpisodeLimitError where the turn has called as many as it may.
+        """
+        if self._around.tools is None:
+            raise ConfigError("an episode calls a tool, and rollout.tools names none")
+        if self._calls_of_turn >= self.limits.tool_calls_per_turn:
+            raise EpisodeLimitError(
+                "tool_calls", f"{self._calls_of_turn} calls in a turn, rollout.max_tool_calls_per_turn is that"
+            )
+        self._calls_of_turn += 1
+        self.num_tool_calls += 1
+        kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
+        with self._spent(TOOL_CALLING):
+            answer = await self._around.tools.call(self.id, tool_name, dict(arguments), kwargs)
+        self.num_tool_errors += answer.error is not None
+        if answer.reward is not None:
+            self.tool_rewards.append(answer.reward)
+        for name, value in answer.metrics.items():
+            self.figures[name].append(value)
+        return answer
+
+    def count_malformed_call(self) -> None:
+        """A call that the model wrote so that it cannot be executed."""
+        self.num_tool_calls += 1
+        self.num_tool_errors += 1
+
+    def reward(self, value: float) -> None:
+        """Adds to the reward of the turn that was sampled last."""
+        if self._last is None:
+            raise ValueError("a reward of a turn before anything was sampled")
+        self._last.sequence.reward(float(value))
+
+    def parse(self, sampled: Sampled) -> ParsedMessage:
+        """What the model said: its content, its reasoning and its calls of tools, well formed or not."""
+        ids = sampled.token_ids
+        if ids and ids[-1] in self._around.stop_ids:
+            ids = ids[:-1]
+        if self._around.parser is None:
+            return ParsedMessage(sampled.text, "", ())
+        decode = self._around.decoder.decode
+        prompt = decode(sampled.prompt_end, skip_special_tokens=False)
+        return self._around.parser.parse(decode(ids, skip_special_tokens=False), prompt)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of what is new: of a whole conversation before anything was sampled, else of what is said after
+        the last turn. The caller puts them behind the sequence.
+
+        Raises: DataError where the chat template cannot; ConfigError with rollout.history=new_sequence, which goes by
+        `next_prompt`.
+        """
+        if self._last is None:
+            self.messages = list(messages)
+            return self._first(messages)
+        if self._around.history == "new_sequence":
+            raise ConfigError(
+                "rollout.history=new_sequence renders whole conversations: an episode takes the tokens of its next "
+                "turn from session.next_prompt(messages)"
+            )
+        self._note(messages)
+        return self._around.conversation.after(_numbered(messages), self._last.token_ids[-1])
+
+    def next_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The whole tokens with which the next turn is sampled, after `messages` were said; as rollout.history and
+        rollout.long_history want them."""
+        assert self._last is not None, "nothing was sampled yet"
+        self._note(messages)
+        if self._around.history == "keep":
+            ids = self._last.sequence.tokens.tolist()
+            ids += self._around.conversation.after(_numbered(messages), self._last.token_ids[-1])
+        else:
+            ids = self._around.conversation.whole(self.messages)
+        if self._around.drops_turns:
+            ids = self._shortened(ids)
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, in which special tokens are text."""
+        return self._around.conversation.encode_plain(text)
+
+    @property
+    def response_text(self) -> str:
+        """Everything after the prompt of the first sequence, for graders, without special tokens."""
+        if not self.book.sequences:
+            return ""
+        first = self.book.sequences[0]
+        response = first.tokens[len(first.prompt_ids) :].tolist()
+        return self._around.decoder.decode(response, skip_special_tokens=True)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Of the row, int32 [P]."""
+        return self._prompt.token_ids
+
+    def transcript(self) -> list[Message]:
+        """The conversation, with the turn that was sampled last."""
+        if self._last is None or self._said[-1]:
+            return list(self.messages)
+        return [*self.messages, {"role": "assistant", "content": self._last.text}]
+
+    def _first(self, messages: Sequence[Message]) -> list[int]:
+        if list(messages) == list(self._prompt.messages):
+            return [int(i) for i in self._prompt.token_ids]
+        return self._around.conversation.whole(messages)
+
+    def _note(self, messages: Sequence[Message]) -> None:
+        """What the model said last, and what is said now, join the conversation."""
+        assert self._last is not None
+        said = self.parse(self._last)
+        calls = [{"name": c.name, "arguments": c.arguments} for c in said.calls if isinstance(c, ToolCall)]
+        turn = [self._around.conversation.turn(said.content, reasoning=said.reasoning or None, calls=calls)]
+        self._said[-1] = [*turn, *_numbered(messages)]
+        self.messages += self._said[-1]
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """Without the oldest turns, as many as it takes for another one to fit; at least the last stays."""
+        wanted = self.limits.turn_tokens or 1
+        kept = [turn for turn in self._said if turn]
+        start = self.messages[: len(self.messages) - sum(map(len, kept))]
+        while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
+            kept = kept[1:]
+            ids = self._around.conversation.whole([*start, *(message for turn in kept for message in turn)])
+        return ids
+
+    def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:
+        options = self._request.sampling
+        if isinstance(given, SamplingOptions):
+            options = given
+        elif given is not None:
+            options = replace(options, **given)
+        return replace(options, max_response_tokens=min(options.max_response_tokens, room))
+
+    def _request_of(self, ids: np.ndarray, options: SamplingOptions) -> GenerationRequest:
+        """The first turn's is that of a single turn. Later ones hang on what they follow: the same history gives the
+        same tokens, and another one, of a tool that answered otherwise, draws anew."""
+        key = ids.tobytes()
+        again, self._asked[key] = self._asked[key], self._asked[key] + 1
+        if not again and np.array_equal(ids, self._prompt.token_ids):
+            return replace(self._request, sampling=options)
+        digest = zlib.crc32(key)
+        return GenerationRequest(f"{self.id}/{digest:08x}.{again}", ids, turn_seed(self.seed, digest, again), options)
+
+    @contextlib.contextmanager
+    def _spent(self, state: str) -> Iterator[None]:
+        """Time in a state counts once, however many calls are under way."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[state] += time.perf_counter() - began
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """Answers of tools get the ids of the calls that they answer."""
+    return [
+        {**message, "tool_call_id": call_id(number)} if message["role"] == "tool" else message
+        for number, message in enumerate(messages)
+    ]

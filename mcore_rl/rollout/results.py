@@ -1,0 +1,118 @@
+"""What the driver and the records learn of responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.data.records import HALF_CHARACTERS
+from mcore_rl.rollout.episodes.single_turn import Attempt
+from mcore_rl.rollout.trajectories import version_spans
+from mcore_rl.types import EpisodeOutcome, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
+
+CUT = ("length", "turns", "tool_calls", "seconds")
+"""Finish reasons of responses that a limit ended."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """An attempt, what became of it, and its score as a whole."""
+
+    attempt: Attempt
+    outcome: EpisodeOutcome
+    score: Score
+
+
+def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: TrajectoryBuffers) -> RolloutScalars:
+    """One row per trajectory, in the order of `responses`; those of an episode have all that is said of it."""
+    counts = np.array([len(r.outcome.trajectories) for r in responses], np.int64)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    groups = np.repeat(np.arange(len(task.group_ids)), task.samples_per_prompt)
+    scores = [r.score for r in responses for _ in r.outcome.trajectories]
+    edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
+    trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
+    several = bool((counts > 1).any())
+    return RolloutScalars(
+        group_ids=np.repeat(task.group_ids[groups], counts),
+        prompt_rows=np.repeat(task.prompt_rows[groups], counts),
+        total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
+        response_tokens=np.diff(buffers.response_offsets).astype(np.int32),
+        trained_tokens=trained.astype(np.int32),
+        rewards=np.array([s.reward for s in scores], np.float32),
+        accuracies=np.array([s.accuracy for s in scores], np.float32),
+        clipped=np.repeat([r.outcome.finish_reason in CUT for r in responses], counts).astype(np.uint8),
+        versions=np.stack([buffers.versions[edge] for edge in edges], axis=1).astype(np.int32),
+        errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
+        parts=_numbers(scores),
+        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
+        episodes=first if several else None,
+        figures=_figures([r.outcome for r in responses], counts),
+    )
+
+
+def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
+    """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
+    names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
+    numbers = {name: np.full(len(scores), np.nan) for name in sorted(names)}
+    for index, score in enumerate(scores):
+        for name, value in score.parts.items():
+            if isinstance(value, float):
+                numbers[name][index] = value
+    return numbers
+
+
+def _figures(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Of episodes of more than a turn's bookkeeping; {} for single turns."""
+    if not any(outcome.seconds for outcome in outcomes):
+        return {}
+    columns = {
+        "episode/turns": [outcome.turns for outcome in outcomes],
+        "episode/tool_calls": [outcome.tool_calls for outcome in outcomes],
+        "episode/tool_errors": [outcome.tool_errors for outcome in outcomes],
+        "episode/failed": [outcome.error is not None for outcome in outcomes],
+    }
+    for state in ("generating", "tool_calling"):
+        columns[f"episode/seconds_{state}"] = [outcome.seconds.get(state, 0.0) for outcome in outcomes]
+    return {name: np.repeat(np.array(values, np.float64), counts) for name, values in columns.items()}
+
+
+def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
+    """One JSON object per trajectory."""
+    with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
+        for index, response in enumerate(responses):
+            place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
+            for trajectory in response.outcome.trajectories:
+                record = _record(response, trajectory, *place)
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def _record(response: Response, trajectory: Trajectory, group: int, sample: int) -> dict[str, Any]:
+    prompt, outcome, score = response.attempt.prompt, response.outcome, response.score
+    record = {
+        **score.parts,
+        "prompt": prompt.text,
+        "response": outcome.text,
+        "reward": score.reward,
+        "accuracy": score.accuracy,
+        "tokens": len(trajectory.token_ids),
+        "finish_reason": outcome.finish_reason,
+        "group": group,
+        "sample": sample,
+        "version": int(trajectory.versions[0]),
+        "versions": version_spans(trajectory.versions),
+        "ground_truth": prompt.ground_truth,
+        "error": score.error,
+        "turns": outcome.turns,
+        "tool_calls": outcome.tool_calls,
+    }
+    if trajectory.trained is not None:
+        record |= {"messages": list(outcome.messages), "mask": trajectory.trained.tolist()}
+    if trajectory.rewards is not None and trajectory.rewards.any():
+        places = np.flatnonzero(trajectory.rewards).tolist()
+        record["turn_rewards"] = [[place, float(trajectory.rewards[place])] for place in places]
+    return record

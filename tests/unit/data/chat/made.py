@@ -1,0 +1,85 @@
+"""Chat templates in the manner of published ones, each with one trait, and a tokenizer with their special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+OPEN, CLOSE, OTHER_STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+TOOL_TURN, USER_TURN, MODEL_TURN = "<|observation|>", "<|user|>", "<|assistant|>"
+SPECIAL = (OPEN, CLOSE, OTHER_STOP, TOOL_TURN, USER_TURN, MODEL_TURN, "<tool_call>", "</tool_call>")
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+
+_TOOLS = (
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t.function.name }}{% endfor %}<|im_end|>\n"
+    "{% endif %}"
+)
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+_TURN = "<|im_start|>{{ m.role }}\n"
+_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+STABLE = (
+    _TOOLS
+    + "{% for m in messages %}"
+    + _TURN
+    + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    + _CALLS
+    + "<|im_end|>\n{% endfor %}"
+    + _PROMPT
+)
+"""Turns are never changed by what follows them."""
+FORGETS_REASONING = STABLE.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
+HIDES_TOOLS = STABLE.removeprefix(_TOOLS)
+DROPS_ANSWERS = STABLE.replace("{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}")
+ONE_CALL = STABLE.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}",
+)
+TEXT_ARGUMENTS = STABLE.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}")
+BY_POSITION = STABLE.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %} ({{ loop.index }}){% endif %}")
+"""What is said depends on how much was said before."""
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + STABLE
+DATED = STABLE + "{% if false %}{{ strftime_now('%d') }}{% endif %}"
+NEXT_ROLE_ENDS = (
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
+    "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + _CALLS + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""No token ends a turn: that of the next one's role does."""
+
+
+def tokenizer(template: str | None) -> Any:
+    """One token per byte, and the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CLOSE)
+    made.chat_template = template
+    return made
+
+
+def stop_ids(of: Any, names: Sequence[str] = (CLOSE, OTHER_STOP)) -> list[int]:
+    return [of.convert_tokens_to_ids(name) for name in names]
+
+
+def save(template: str | None, directory: Path) -> Path:
+    tokenizer(template).save_pretrained(str(directory))
+    return directory

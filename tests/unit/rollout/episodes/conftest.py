@@ -1,0 +1,138 @@
+"""Episodes on a scripted model, with a chat template and, where a test wants them, tools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.chat.conversation import Conversation
+from mcore_rl.rollout.episodes.builtin import Episode
+from mcore_rl.rollout.episodes.load import FunctionEpisode
+from mcore_rl.rollout.episodes.player import EpisodePlayer
+from mcore_rl.rollout.episodes.session import Surroundings
+from mcore_rl.rollout.episodes.single_turn import Attempt
+from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.parsers import ToolCallParser
+from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
+from tests.unit.data.chat import made
+from tests.unit.rollout.episodes.scripted import Say, ScriptedEngine, served
+
+QUESTION = [{"role": "user", "content": "q"}]
+
+
+@dataclass
+class FakeTools:
+    """Answers `look` with what `answers` says of the arguments; a number of seconds is slept."""
+
+    answers: Callable[[dict[str, Any]], ToolAnswer | float]
+    calls: list[tuple[str, str, dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    async def call(
+        self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
+    ) -> ToolAnswer:
+        self.calls.append((episode_id, name, arguments, tools_kwargs))
+        answer = self.answers(arguments)
+        if isinstance(answer, ToolAnswer):
+            return answer
+        await asyncio.sleep(answer)
+        return ToolAnswer("slept")
+
+    async def close_episode(self, episode_id: str) -> None:
+        self.closed.append(episode_id)
+
+
+@dataclass
+class Stage:
+    """An engine, a player on it, and the prompt that all attempts have."""
+
+    engine: ScriptedEngine
+    player: EpisodePlayer
+    tools: FakeTools | None
+    prompt: Prompt
+    tokenizer: Any
+    tokens: int
+
+    def attempts(self, count: int = 1, seed: int = 5) -> list[Attempt]:
+        options = SamplingOptions(self.tokens)
+        return [
+            Attempt(GenerationRequest(f"train.0.{i}", self.prompt.token_ids, seed + i, options), self.prompt)
+            for i in range(count)
+        ]
+
+    def play(self, count: int = 1, drawn: dict[str, Drawn] | None = None, seed: int = 5) -> list[EpisodeOutcome]:
+        outcomes: dict[int, EpisodeOutcome] = {}
+        self.player.play(self.attempts(count, seed), outcomes.__setitem__, drawn or {})
+        assert sorted(outcomes) == list(range(count))
+        return [outcomes[place] for place in range(count)]
+
+    def text(self, outcome: EpisodeOutcome, which: int = 0) -> str:
+        """Of a whole trajectory, special tokens included."""
+        trajectory = outcome.trajectories[which]
+        return str(self.tokenizer.decode([*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()]))
+
+    def trained_text(self, outcome: EpisodeOutcome, which: int = 0) -> str:
+        trajectory = outcome.trajectories[which]
+        assert trajectory.trained is not None
+        return str(self.tokenizer.decode(trajectory.token_ids[trajectory.trained > 0].tolist()))
+
+
+@pytest.fixture
+def stage() -> Iterator[Callable[..., Stage]]:
+    """Sets one up: `say` is the model's part, `episode` an object with `run`, or an async function."""
+    with ExitStack() as stack:
+
+        def set_up(
+            say: Say,
+            episode: Episode | Callable[..., Any],
+            *,
+            tools: FakeTools | None = None,
+            template: str | None = made.STABLE,
+            experts: bool = False,
+            history: str = "keep",
+            drops_turns: bool = False,
+            extra_info: dict[str, Any] | None = None,
+            **rollout: Any,
+        ) -> Stage:
+            config = RolloutConfig(**({"max_prompt_tokens": 200, "max_response_tokens": 600} | rollout))
+            tokenizer = made.tokenizer(template)
+            engine = ScriptedEngine(tokenizer, say, config, experts=experts)
+            loop = stack.enter_context(served(engine))
+            player = EpisodePlayer(
+                episode if hasattr(episode, "run") else FunctionEpisode(episode, {}),  # type: ignore[arg-type]
+                loop,
+                config,
+            )
+            stack.callback(player.shutdown)
+            schemas = [made.LOOK] if tools else []
+            talk = Conversation(tokenizer, schemas, made.stop_ids(tokenizer))
+            player.around = Surroundings(
+                player.client,
+                tokenizer,
+                talk,
+                tools,
+                ToolCallParser("hermes", None, schemas) if tools else None,
+                history=history,
+                drops_turns=drops_turns,
+                stop_ids=frozenset(made.stop_ids(tokenizer)),
+            )
+            prompt = Prompt(
+                0,
+                np.array(talk.whole(QUESTION), np.int32),
+                talk.rendered(QUESTION),
+                "src",
+                "42",
+                extra_info or {},
+                QUESTION,
+            )
+            return Stage(engine, player, tools, prompt, tokenizer, config.max_response_tokens)
+
+        yield set_up

@@ -1,0 +1,107 @@
+"""An engine whose model knows its part: what it says is a function of the tokens that it follows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.loop import EngineLoop
+
+Say = Callable[[str], str]
+"""From the text so far to what the model says, with its end."""
+
+
+class ScriptedEngine(SteppedEngine):
+    """A token of every request per pass; log-probabilities are minus the token, experts its place. `hold` stops the
+    passes; `fails` is raised by them. `version` may change."""
+
+    def __init__(self, tokenizer: Any, say: Say, config: RolloutConfig, *, experts: bool = False) -> None:
+        super().__init__(config, captures_routing=experts)
+        self._tokenizer, self._say = tokenizer, say
+        self._parts: dict[str, list[int]] = {}
+        self.version = 0
+        self.seeds: list[int] = []
+        self.prompts: list[list[int]] = []
+        self.submitted: dict[str, int] = {}
+        """Seeds, by the id of the request."""
+        self.go = threading.Event()
+        self.go.set()
+        self.fails: Exception | None = None
+        self.cancelled: list[str] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self.version
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def _require_ready(self) -> None: ...
+
+    def _add(self, added: Any) -> None:
+        for engine_id, entry in added.items():
+            ids = entry.request.token_ids.tolist()
+            self.seeds.append(entry.request.seed)
+            self.prompts.append(ids)
+            self.submitted[entry.request.request_id] = entry.request.seed
+            text = self._say(self._tokenizer.decode(ids))
+            self._parts[engine_id] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _pass(self) -> list[Output]:
+        self.go.wait(30)
+        if self.fails is not None:
+            raise self.fails
+        return [self._token(engine_id, entry) for engine_id, entry in self._running.items()]
+
+    def _token(self, engine_id: str, entry: Running) -> Output:
+        part, place = self._parts[engine_id], len(entry.token_ids)
+        last = place + 1 == entry.request.sampling.max_response_tokens
+        reason = "stop" if place + 1 == len(part) else "length" if last else None
+        return Output(engine_id, [part[place]], [-float(part[place])], reason)
+
+    def _cancel(self, engine_ids: Sequence[str]) -> None:
+        self.cancelled += engine_ids
+
+    def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Each row says which call computed it: its number, and the place."""
+        found = {}
+        for engine_id in engine_ids:
+            count = self._running[engine_id].num_routed
+            rows = np.stack([np.full(count, int(engine_id.split("~")[0])), np.arange(count)], 1)
+            found[engine_id] = rows[:, None, :].astype(np.uint8)
+        return found
+
+    def sleep(self, *, keep_weights: bool) -> int:
+        raise NotImplementedError
+
+    def wake_up(self, part: str) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None: ...
+
+
+@contextmanager
+def served(engine: ScriptedEngine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine)
+
+    def serve() -> None:
+        with contextlib.suppress(WorkerDiedError):  # those who wait for something hear of it
+            loop.serve()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        engine.go.set()
+        loop.stop()
+        thread.join(30)

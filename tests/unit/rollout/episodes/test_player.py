@@ -1,0 +1,398 @@
+"""Episodes as coroutines: what they say is what is trained, limits end them, and one that fails costs itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.episodes.builtin import ToolEpisode
+from mcore_rl.rollout.episodes.outcome import EpisodeResult
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
+from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.types import NOT_SAMPLED
+from tests.unit.data.chat import made
+from tests.unit.rollout.episodes.conftest import FakeTools, Stage
+
+END = made.CLOSE
+SetUp = Callable[..., Stage]
+
+
+def call(q: str) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {{"q": "{q}"}}}}\n</tool_call>'
+
+
+def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
+    """Calls look(q=number of answers so far), then says so."""
+
+    def say(text: str) -> str:
+        seen = text.count("<|im_start|>tool")
+        return f"now {call(str(seen))}{END}" if seen < count else f"done after {seen}{END}"
+
+    return say
+
+
+def echo(arguments: dict[str, Any]) -> ToolAnswer:
+    return ToolAnswer(f"found {arguments['q']}", reward=0.5, metrics={"depth": 2.0})
+
+
+def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
+    tools = FakeTools(echo)
+    on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=tools, extra_info={"tools_kwargs": {"look": {"a": 1}}})
+    (outcome,) = on.play()
+    turns = [f"now {call('0')}{END}", f"now {call('1')}{END}", f"done after 2{END}"]
+    assert on.trained_text(outcome) == "".join(turns)
+    answered = "\n<|im_start|>tool\nfound {}<|im_end|>\n<|im_start|>assistant\n"
+    assert on.text(outcome) == on.prompt.text + turns[0] + answered.format(0) + turns[1] + answered.format(1) + turns[2]
+    (trajectory,) = outcome.trajectories
+    assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
+    assert (trajectory.logp[trajectory.trained > 0] == -trajectory.token_ids[trajectory.trained > 0]).all()
+    assert (outcome.turns, outcome.tool_calls, outcome.finish_reason) == (3, 2, "stop")
+    assert outcome.extra == {"num_turns": 3, "tool_rewards": [0.5, 0.5]}
+    assert [name for name, *_ in [(c[1], c[2]["q"], c[3]) for c in tools.calls]] == ["look", "look"]
+    assert tools.calls[0][3] == {"look": {"a": 1}}
+    assert tools.closed == ["train.0.0"]
+    assert [message["role"] for message in outcome.messages] == [
+        *("user", "assistant", "tool", "assistant", "tool", "assistant")
+    ]
+
+
+def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetUp) -> None:
+    """Where the model writes calls as the template does. Oracle: the template."""
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    (outcome,) = on.play()
+    rendered = on.player.around.conversation.rendered(list(outcome.messages), prompts=False)
+    assert on.text(outcome) + "\n" == rendered
+
+
+def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(stage: SetUp) -> None:
+    started: list[float] = []
+
+    def slow_first(arguments: dict[str, Any]) -> ToolAnswer | float:
+        started.append(time.monotonic())
+        return 0.2 if arguments["q"] == "a" else ToolAnswer("b at once")
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(slow_first))
+    (outcome,) = on.play()
+    assert started[1] - started[0] < 0.2
+    assert on.text(outcome).index("slept") < on.text(outcome).index("b at once")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('<tool_call>\n{"name": "lok", "arguments": {}}\n</tool_call>', "there is no such tool"),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>', "was not executed"),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": "a"}\n</tool_call>', "was not executed"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
+    tools = FakeTools(echo)
+    on = stage(lambda so_far: f"done{END}" if "Error" in so_far else f"{text}{END}", ToolEpisode(), tools=tools)
+    (outcome,) = on.play()
+    assert said in on.text(outcome)
+    assert (tools.calls, outcome.tool_errors, outcome.turns) == ([], 1, 2)
+
+
+def test_a_turn_that_was_cut_executes_no_call(stage: SetUp) -> None:
+    tools = FakeTools(echo)
+    whole = call("a")
+    tokens = len(made.tokenizer(None)(whole)["input_ids"])
+    on = stage(lambda text: f"{whole} and more{END}", ToolEpisode(), tools=tools, max_turn_tokens=tokens)
+    (outcome,) = on.play()
+    assert on.trained_text(outcome) == whole
+    assert (outcome.finish_reason, tools.calls) == ("length", [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "key", "value"), [("turns", "max_turns", 2), ("length", "max_response_tokens", 250)]
+)
+def test_the_limit_that_ends_an_episode_is_its_finish_reason(stage: SetUp, reason: str, key: str, value: int) -> None:
+    on = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **{key: value})
+    (outcome,) = on.play()
+    assert outcome.finish_reason == reason
+    assert outcome.error is None
+    (trajectory,) = outcome.trajectories
+    assert len(trajectory.token_ids) <= on.tokens
+    assert trajectory.versions[-1] != NOT_SAMPLED
+    assert trajectory.trained[-1] == 1
+
+
+def test_calls_beyond_the_limit_of_a_turn_are_told_so(stage: SetUp) -> None:
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
+
+    tools = FakeTools(echo)
+    on = stage(say, ToolEpisode(), tools=tools, max_tool_calls_per_turn=1)
+    (outcome,) = on.play()
+    assert len(tools.calls) == 1
+    assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
+
+
+def test_time_that_is_over_ends_an_episode_and_leaves_nothing_running(stage: SetUp) -> None:
+    tools = FakeTools(lambda arguments: 30.0)
+    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools, max_episode_seconds=0.3)
+    (outcome,) = on.play()
+    assert (outcome.finish_reason, outcome.error) == ("seconds", None)
+    assert on.trained_text(outcome) == f"now {call('0')}{END}"
+    assert tools.closed == ["train.0.0"]
+
+
+def test_a_generation_that_takes_too_long_is_aborted(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate(prompt.token_ids)
+
+    on = stage(lambda text: "x" * 400 + END, run, max_episode_seconds=0.2)
+    on.engine.go.clear()
+    timer = asyncio.run_coroutine_threadsafe(_later(0.4, on.engine.go.set), on.player._loop)
+    (outcome,) = on.play()
+    timer.result(10)
+    assert "before anything was sampled" in str(outcome.error)
+    assert on.player._engine.between_steps(lambda: on.engine.num_running) == 0
+    assert len(on.engine.cancelled) == 1
+
+
+async def _later(seconds: float, what: Callable[[], None]) -> None:
+    await asyncio.sleep(seconds)
+    what()
+
+
+def test_an_episode_that_raises_costs_itself(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids)
+        session.reward(3.0)
+        if session.id.endswith(".1"):
+            raise KeyError("lost")
+        return 1.0
+
+    on = stage(lambda text: f"hello{END}", run)
+    good, bad, also_good = on.play(3)
+    assert (good.error, good.reward, also_good.reward) == (None, 1.0, 1.0)
+    assert bad.error == "the episode failed: it raised KeyError: 'lost'"
+    assert "test_player.py" in str(bad.traceback)
+    assert bad.trajectories[0].trained is not None
+    assert not bad.trajectories[0].trained.any()
+    assert bad.turn_rewards == 0
+    assert on.trained_text(good) == f"hello{END}"
+
+
+def test_an_episode_that_samples_nothing_leaves_one_token_that_is_not_trained(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        return None
+
+    on = stage(lambda text: END, run)
+    on.engine.version = 4
+    (outcome,) = on.play()
+    assert "ended without session.generate" in str(outcome.error)
+    (trajectory,) = outcome.trajectories
+    assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
+    assert (len(trajectory.token_ids), trajectory.trained.tolist(), trajectory.versions.tolist()) == (1, [0], [4])
+
+
+def test_an_engine_that_fails_is_no_failure_of_an_episode(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        try:
+            await session.generate(prompt.token_ids)
+        except Exception:  # what a user may write
+            return 0.0
+        return 1.0
+
+    on = stage(lambda text: f"hello{END}", run)
+    on.engine.fails = WorkerDiedError("rank 1 of the engine died")
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        on.play(3)
+
+
+def test_a_token_that_the_model_does_not_have_is_the_episodes_mistake(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate([10_000])
+
+    (outcome,) = stage(lambda text: END, run).play()
+    assert "a token id is not below the model's" in str(outcome.error)
+
+
+def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        first = await session.generate(prompt.token_ids)
+        await asyncio.sleep(0.01 * (session.seed % 3))  # episodes overtake each other
+        await session.generate(prompt.token_ids + first.token_ids + session.encode("on"))
+
+    seeds = []
+    for _ in range(2):
+        on = stage(lambda text: f"a{END}", run)
+        on.play(4)
+        seeds.append(sorted(on.engine.seeds))
+        assert set(on.engine.seeds) >= {5, 6, 7, 8}, "a first turn has the seed of a single turn"
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 8
+
+
+def test_the_same_prompt_asked_again_draws_another_response(stage: SetUp) -> None:
+    async def best_of(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
+        tries = [await session.generate(prompt.token_ids) for _ in range(3)]
+        return EpisodeResult(reward=1.0, sampled=[tries[1]])
+
+    on = stage(lambda text: f"a{END}", best_of)
+    (outcome,) = on.play()
+    assert len(set(on.engine.seeds)) == 3
+    assert len(outcome.trajectories) == 1
+    (outcome,) = stage(lambda text: f"a{END}", _three_tries).play()
+    assert len(outcome.trajectories) == 3
+
+
+async def _three_tries(session: Session, prompt: EpisodePrompt) -> float:
+    await asyncio.gather(*(session.generate(prompt.token_ids) for _ in range(3)))
+    return 0.5
+
+
+def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp) -> None:
+    say = asks_until_it_has_seen(2)
+    on = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    (whole,) = on.play()
+    requests = dict(zip(on.engine.seeds, on.engine.prompts, strict=True))
+    again = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    drawn = _journal_of(on, whole, requests)
+    (resumed,) = again.play(drawn=drawn)
+    assert again.text(resumed) == on.text(whole)
+    assert resumed.taken_over == sum(len(d.completion.token_ids) for d in drawn.values())
+    assert len(again.engine.seeds) == 1, "two of three turns had been drawn"
+    other = stage(say, ToolEpisode(), tools=FakeTools(lambda arguments: ToolAnswer("something else")))
+    other.play(drawn=drawn)
+    assert len(other.engine.seeds) == 2, "after another answer nothing fits but the first turn"
+
+
+def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict[str, Drawn]:
+    """The first two turns, as an engine's journal has them."""
+    from mcore_rl.rollout.episodes.single_turn import Attempt
+    from mcore_rl.types import Completion
+
+    (trajectory,) = outcome.trajectories
+    tokens = [*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()]
+    found: dict[str, Drawn] = {}
+    attempt: Attempt = on.attempts()[0]
+    for seed, prompt in list(requests.items())[:2]:
+        part = next(p for p in on.engine._parts.values() if tokens[len(prompt) : len(prompt) + len(p)] == p)
+        name = next(i for i in on.engine.submitted if on.engine.submitted[i] == seed)
+        ids = np.array(part, np.int32)
+        completion = Completion(name, ids, -ids.astype(np.float32), "stop", 0 * ids)
+        found[name] = Drawn(seed, completion, "stop")
+    assert attempt.request.request_id in found
+    return found
+
+
+def test_experts_of_a_tool_loop_cover_the_whole_sequence(stage: SetUp) -> None:
+    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=FakeTools(echo), experts=True)
+    (outcome,) = on.play()
+    (trajectory,) = outcome.trajectories
+    experts = trajectory.routed_experts
+    assert experts is not None
+    assert len(experts) == len(trajectory.prompt_ids) + len(trajectory.token_ids) - 1
+    assert experts[:, 0, 1].tolist() == list(range(len(experts)))
+    first_turn = len(trajectory.prompt_ids) + len(f"now {call('0')}") - 1 - len("<tool_call></tool_call>") + 2
+    assert experts[: first_turn - 1, 0, 0].tolist() == [0] * (first_turn - 1)
+    assert experts[first_turn + 1 :, 0, 0].tolist() == [1] * (len(experts) - first_turn - 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (float("nan"), "returned reward 'nan' instead of a finite number"),
+        ("good", "returned reward 'good' instead of a finite number"),
+        ({"acc": 1.0}, r"returned a dict without score \(acc\)"),
+        (EpisodeResult(token_ids=[1, 2, 3]), "returned 3 tokens that are not those it sampled"),
+        (EpisodeResult(sampled=[]), "EpisodeResult.sampled is empty"),
+    ],
+)
+def test_what_no_episode_may_return_is_its_error(stage: SetUp, returned: Any, message: str) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> Any:
+        await session.generate(prompt.token_ids)
+        return returned
+
+    (outcome,) = stage(lambda text: f"a{END}", run).play()
+    assert re.search(message, str(outcome.error))
+
+
+def test_a_returned_mask_may_leave_out_what_was_sampled_but_train_nothing_else(stage: SetUp) -> None:
+    def returning(change: Callable[[list[int]], list[int]]) -> Callable[..., Any]:
+        async def run(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
+            first = await session.generate(prompt.token_ids)
+            ids = prompt.token_ids + first.token_ids + session.encode("xx")
+            second = await session.generate(ids)
+            mask = [0] * len(prompt.token_ids) + [1] * len(first.token_ids) + [0, 0] + [1] * len(second.token_ids)
+            return EpisodeResult(reward=1.0, token_ids=ids + second.token_ids, mask=change(mask))
+
+        return run
+
+    on = stage(lambda text: f"a{END}", returning(lambda mask: [*mask[:-2], 0, 0]))
+    (outcome,) = on.play()
+    assert on.trained_text(outcome) == f"a{END}"
+    (outcome,) = stage(lambda text: f"a{END}", returning(lambda mask: [1] * len(mask))).play()
+    assert "trains tokens that were not sampled" in str(outcome.error)
+    (outcome,) = stage(lambda text: f"a{END}", returning(lambda mask: mask[1:])).play()
+    assert "a mask of" in str(outcome.error)
+
+
+def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> None:
+    """A template that leaves out earlier reasoning: with keep the reasoning stays, with new_sequence it goes, and each
+    turn is trained where it was sampled."""
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"<think>hm</think>{call('a')}{END}"
+
+    kept = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.FORGETS_REASONING)
+    (outcome,) = kept.play()
+    assert len(outcome.trajectories) == 1
+    assert "<think>hm</think>" in kept.text(outcome)
+    anew = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.FORGETS_REASONING, history="new_sequence")
+    (outcome,) = anew.play()
+    assert [anew.trained_text(outcome, i) for i in range(2)] == [f"<think>hm</think>{call('a')}{END}", f"done{END}"]
+    assert "<think>" not in anew.text(outcome, 1)
+    rendered = anew.player.around.conversation.rendered(list(outcome.messages), prompts=False)
+    assert anew.text(outcome, 1) + "\n" == rendered
+
+
+def test_a_history_that_grows_too_long_ends_or_loses_its_oldest_turns(stage: SetUp) -> None:
+    sizes = {"max_prompt_tokens": 100, "max_response_tokens": 300, "max_turn_tokens": 90, "max_turns": 6}
+    ends = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **sizes)
+    (outcome,) = ends.play()
+    assert (outcome.finish_reason, len(outcome.trajectories)) == ("length", 1)
+    drops = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), drops_turns=True, **sizes)
+    (outcome,) = drops.play()
+    assert outcome.finish_reason == "turns"
+    assert len(outcome.trajectories) > 1
+    for which, trajectory in enumerate(outcome.trajectories):
+        assert drops.text(outcome, which).startswith(drops.prompt.text)
+        assert len(trajectory.prompt_ids) + len(trajectory.token_ids) <= 400
+
+
+def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
+    from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
+
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate(prompt.token_ids)
+
+    on = stage(lambda text: f"hello{END}", run)
+    through = on.play(2)
+    simple: dict[int, Any] = {}
+    SingleTurnPlayer(on.player._engine, on.tokenizer).play(on.attempts(2), simple.__setitem__, {})
+    for place, outcome in enumerate(through):
+        (a,), (b,) = outcome.trajectories, simple[place].trajectories
+        for name in ("prompt_ids", "token_ids", "logp", "versions"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+        assert (outcome.text, outcome.finish_reason) == (simple[place].text, simple[place].finish_reason)
+        assert replace(outcome, trajectories=()).reward is None

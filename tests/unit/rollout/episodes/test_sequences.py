@@ -1,0 +1,87 @@
+"""What an episode asked the engine for becomes sequences in which every token knows whether it was sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.episodes.sequences import SequenceBook
+from mcore_rl.types import NOT_SAMPLED, Completion
+
+
+def sampled(*ids: int, version: int = 0, experts: int | None = None, before: int = 0) -> Completion:
+    """With `experts`, so many are in every row, of all tokens but the last."""
+    rows = None if experts is None else np.full((before + len(ids) - 1, 1, 1), experts, np.uint8)
+    array = np.array(ids, np.int32)
+    return Completion("x", array, -array.astype(np.float32), "stop", 0 * array + version, rows)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_turns_of_a_sequence_and_what_was_said_between_them() -> None:
+    book = SequenceBook()
+    first = book.add(ids(1, 2), sampled(3, 4))
+    first.reward(0.25)
+    again = book.add(ids(1, 2, 3, 4, 9, 9, 9), sampled(5, version=2))
+    again.reward(0.5)
+    assert again is first
+    (trajectory,) = book.trajectories()
+    assert trajectory.prompt_ids.tolist() == [1, 2]
+    assert trajectory.token_ids.tolist() == [3, 4, 9, 9, 9, 5]
+    assert trajectory.trained is not None
+    assert trajectory.trained.tolist() == [1, 1, 0, 0, 0, 1]
+    assert trajectory.logp.tolist() == [-3, -4, 0, 0, 0, -5]
+    assert trajectory.versions.tolist() == [0, 0, *[NOT_SAMPLED] * 3, 2]
+    assert trajectory.rewards is not None
+    assert trajectory.rewards.tolist() == [0, 0.25, 0, 0, 0, 0.5]
+
+
+def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_trained_token() -> None:
+    book = SequenceBook()
+    book.add(ids(1, 2), sampled(3, 4))
+    book.add(ids(1, 2), sampled(3, 5))
+    book.add(ids(1, 2, 3, 4, 8), sampled(6))
+    book.add(ids(1, 2, 3, 5, 8), sampled(7))
+    book.add(ids(1, 2, 3), sampled(0))
+    found = [(t.prompt_ids.tolist(), t.token_ids.tolist()) for t in book.trajectories()]
+    assert found == [([1, 2], [3, 4, 8, 6]), ([1, 2], [3, 5, 8, 7]), ([1, 2, 3], [0])]
+
+
+def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
+    """The last token of a turn, and what was said after it, were computed by the next turn."""
+    book = SequenceBook()
+    book.add(ids(1, 2), sampled(3, 4, experts=7, before=2))
+    book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5))
+    (trajectory,) = book.trajectories()
+    assert trajectory.routed_experts is not None
+    assert trajectory.routed_experts.ravel().tolist() == [7, 7, 7, 8, 8, 8]
+    assert len(trajectory.routed_experts) == len(trajectory.prompt_ids) + len(trajectory.token_ids) - 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=8))
+def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
+    calls: list[tuple[int, int, int]],
+) -> None:
+    """Each call goes on from the end of some earlier one, or from the prompt, with so many words of others before it.
+    Oracle: the calls themselves."""
+    book, ends, total = SequenceBook(), [[1]], 0
+    fresh = iter(range(100, 10_000))
+    for origin, said, count in calls:
+        prefix = ends[origin % len(ends)] + [next(fresh) for _ in range(said)]
+        new = [next(fresh) for _ in range(count)]
+        book.add(ids(*prefix), sampled(*new))
+        ends.append(prefix + new)
+        total += count
+    trained: list[int] = []
+    for trajectory in book.trajectories():
+        assert trajectory.trained is not None
+        trained += trajectory.token_ids[trajectory.trained > 0].tolist()
+        assert (trajectory.trained == (trajectory.versions != NOT_SAMPLED)).all()
+        whole = [*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()]
+        assert whole in ends
+        assert trajectory.trained[0] == trajectory.trained[-1] == 1
+    assert len(trained) == len(set(trained)) == total
