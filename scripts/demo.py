@@ -68,6 +68,13 @@ class Demo:
 DEMOS = {
     "work3": Demo("work3", "configs/demo_cpu.yaml", "runs/demo"),
     "think2": Demo("think2", "configs/demo_think_cpu.yaml", "runs/demo_think", ("trainer.steps=280",)),
+    "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
+    "game": Demo(
+        "game",
+        "configs/demo_game_cpu.yaml",
+        "runs/demo_game",
+        ("rollout.max_prompt_tokens=24", "trainer.steps=400", "actor.optimizer.decay_steps=400"),
+    ),
 }
 
 

@@ -1,8 +1,9 @@
-"""The demo's arithmetic tasks: problems, a character tokenizer and a tiny random Qwen3-MoE, all from one seed.
+"""The demo's tasks: problems, a small tokenizer and a tiny random Qwen3-MoE, all from one seed.
 
-Two tasks. `work3`: 3-digit addition, digit by digit, then the answer after a bar (`347+285=` is continued by
-`7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition whose warm-start data mostly blurts a wrong answer
-and shows its working (`<7+5+0=12;3+8+1=12>#122`) only now and then, so that learning shows as growing length.
+Two of one turn; episode_tasks has those of several. `work3`: 3-digit addition, digit by digit, then the answer after a
+bar (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition whose warm-start data
+mostly blurts a wrong answer and shows its working (`<7+5+0=12;3+8+1=12>#122`) only now and then, so that learning shows
+as growing length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import episode_tasks
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
@@ -30,7 +33,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Problem:
-    """One addition; `target` is what the warm start teaches, `answer` what the reward asks for."""
+    """One problem; `target` is what the warm start teaches, `answer` what the reward asks for."""
 
     prompt: str
     target: str
@@ -59,34 +62,68 @@ def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) ->
 
 
 @dataclass(frozen=True)
-class Task:
-    """How to make a task; operands are drawn from [low, high)."""
+class Addition:
+    """A task of one turn; operands are drawn from [low, high)."""
 
     make: Callable[[int, int, random.Random], Problem]
     low: int
     high: int
+
+    def draw(self, name: str, seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
+        rng = random.Random(f"{name}/{seed}")
+        width = self.high - self.low
+        pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
+        splits = {}
+        for split, size in sizes.items():
+            drawn = [divmod(next(pairs), width) for _ in range(size)]
+            splits[split] = [self.make(self.low + a, self.low + b, rng) for a, b in drawn]
+        return splits
+
+    def tokenizer(self) -> Any:
+        return build_tokenizer()
+
+    def num_tokens(self, target: str) -> int:
+        return len(target)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A task of several turns."""
+
+    rows: Callable[[int, dict[str, int]], dict[str, list[episode_tasks.Row]]]
+    tokenizer: Callable[[], Any]
+
+    def draw(self, name: str, seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
+        return {split: [Problem(*row) for row in rows] for split, rows in self.rows(seed, sizes).items()}
+
+    def num_tokens(self, target: str) -> int:
+        return episode_tasks.num_tokens(target)
+
+
+@dataclass(frozen=True)
+class Task:
+    """How to make a task, and how much of it."""
+
+    kind: Addition | Episodes
     num_warm_start: int
     num_train: int
 
 
 TASKS = {
-    "work3": Task(work3, 100, 1000, num_warm_start=16384, num_train=8192),
-    "think2": Task(think2, 10, 100, num_warm_start=4096, num_train=3072),
+    "work3": Task(Addition(work3, 100, 1000), num_warm_start=16384, num_train=8192),
+    "think2": Task(Addition(think2, 10, 100), num_warm_start=4096, num_train=3072),
+    "tool": Task(Episodes(episode_tasks.tool_rows, episode_tasks.tool_tokenizer), num_warm_start=16384, num_train=4096),
+    "game": Task(Episodes(episode_tasks.game_rows, episode_tasks.game_tokenizer), num_warm_start=16384, num_train=4096),
 }
 
 
 def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
-    """Draws the splits `warm_start`, `train` and `val`; no pair of operands occurs twice."""
+    """Draws the splits `warm_start`, `train` and `val`; what is validated is in neither of the others."""
     task = TASKS[name]
-    rng = random.Random(f"{name}/{seed}")
-    width = task.high - task.low
     sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
-    pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
-    splits = {}
-    for split, size in sizes.items():
-        drawn = [divmod(next(pairs), width) for _ in range(size)]
-        splits[split] = [task.make(task.low + a, task.low + b, rng) for a, b in drawn]
-    longest = max(len(p.target) + 1 for split in splits.values() for p in split)
+    splits = task.kind.draw(name, seed, sizes)
+    targets = [p.target for split in splits.values() for p in split]
+    longest = max(map(task.kind.num_tokens, targets)) + 1  # with its end token
     assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
     return splits
 
@@ -120,12 +157,12 @@ def build_tokenizer() -> Any:
     )
 
 
-def model_config() -> Any:
+def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Any:
     """A Qwen3-MoE of 1.8 M parameters whose sizes divide by 2 in every parallel direction."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        vocab_size=3 + len(ALPHABET),
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=128,
@@ -146,18 +183,19 @@ def model_config() -> Any:
     )
 
 
-def write_model(directory: Path, seed: int = 1) -> int:
+def write_model(directory: Path, seed: int = 1, tokenizer: Any = None) -> int:
     """Writes model and tokenizer as an HF checkpoint; returns the number of parameters."""
     import torch
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    tokenizer = tokenizer or build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(model_config())
+        model = Qwen3MoeForCausalLM(model_config(len(tokenizer)))
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return int(model.num_parameters())
 
 
@@ -191,7 +229,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
         )
         for split in ("train", "val"):
             write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
-        num_parameters = write_model(staging / "model", seed)
+        num_parameters = write_model(staging / "model", seed, TASKS[name].kind.tokenizer())
         record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
         (staging / COMPLETE).write_text(json.dumps(record) + "\n")
         if directory.exists():

@@ -39,12 +39,15 @@ class RolloutWorker:
         prompts: Mapping[str, PromptSource],
         *,
         failed_reward: float = 0.0,
+        has_rules: bool = True,
     ) -> None:
-        """`failed_reward`: of an episode that raised."""
+        """`failed_reward`: of an episode that raised. Without rules nothing says whether a response is right: its
+        accuracy is then its reward."""
         self._player = player
         self._rewarder = rewarder
         self._prompts = prompts
         self._failed_reward = failed_reward
+        self._has_rules = has_rules
         self._keys = itertools.count()
         """Of responses at the rewarder."""
 
@@ -129,8 +132,9 @@ class RolloutWorker:
         if graded.error is not None:
             return graded
         parts = {**graded.parts, **outcome.parts}
-        accuracy = graded.accuracy if outcome.accuracy is None else outcome.accuracy
-        return replace(graded, reward=graded.reward + outcome.turn_rewards, accuracy=accuracy, parts=parts)
+        reward = graded.reward + outcome.turn_rewards
+        accuracy = graded.accuracy if self._has_rules else reward
+        return replace(graded, reward=reward, accuracy=accuracy, parts=parts)
 
 
 def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, Drawn]:

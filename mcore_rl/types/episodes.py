@@ -33,8 +33,8 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """How an episode ended. Its trajectories share its reward: what graders say of `text`, or `reward` where the
-    episode has its own, and the rewards of turns in either case.
+    """How an episode ended. Its trajectories share its reward: what graders say of `text`, all that the model said, or
+    `reward` where the episode has its own, and the rewards of turns in either case.
 
     `finish_reason`: stop, or the limit that ended it: length, turns, tool_calls, seconds; error where it failed, and
     then `error` says why and nothing of it is trained. `parts` as Score's. `seconds` by the state in which they passed.

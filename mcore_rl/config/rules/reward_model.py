@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.unused import changed, refuse_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -42,8 +43,10 @@ def check_rewards(config: Config) -> None:
             "reward_model.hf_path to null"
         )
     no_judge = config.judge.hf_path is None and config.judge.url is None
-    if config.reward.function == NO_RULE and not uses_reward_model(config) and no_judge:
+    episodes_give = has_turns(config.rollout)
+    if config.reward.function == NO_RULE and not uses_reward_model(config) and no_judge and not episodes_give:
         raise ConfigError(
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
-            "classification checkpoint, judge.hf_path or judge.url to a model that judges, or reward.function to a rule"
+            "classification checkpoint, judge.hf_path or judge.url to a model that judges, rollout.environment or "
+            "rollout.episode to episodes that give rewards, or reward.function to a rule"
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mcore_rl.config.functions import load_function
+from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.parsers import MalformedCall, ToolCall
 
@@ -53,34 +55,40 @@ class EnvironmentEpisode:
     """Every turn of the model is an action, to which an environment of the user's answers.
 
     `environment` names a class, made for each episode with the row's `prompt` and `options`. Its methods may be async:
-    reset() -> observation or None, if there is one, before the first turn; step(action) -> (observation, reward, done);
-    close(), if there is one.
+    step(action) -> (observation, reward, done) and, where they exist, reset() -> observation or None before the first
+    turn, score() -> number or dict with `score` at the end, which takes the place of graders, and close().
     """
 
     def __init__(self, environment: str, options: Mapping[str, Any]) -> None:
         self._make = load_function("rollout.environment", environment)
         self._options = dict(options)
 
-    async def run(self, session: Session, prompt: EpisodePrompt) -> None:
+    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
         environment = await _called(self._make, prompt=prompt, **self._options)
         try:
-            ids = prompt.token_ids
-            if hasattr(environment, "reset"):
-                first = await _called(environment.reset)
-                if first is not None:
-                    ids = session.render([*prompt.messages, {"role": "user", "content": str(first)}])
-            done = False
-            while not done:
-                sampled = await session.generate(ids)
-                if sampled.finish_reason != "stop":
-                    return
-                observation, reward, done = _step(await _called(environment.step, sampled.text))
-                session.reward(reward)
-                if not done:
-                    ids = session.next_prompt([{"role": "user", "content": observation}])
+            with contextlib.suppress(EpisodeLimitError):  # it is scored all the same
+                await self._play(environment, session, prompt)
+            return await _called(environment.score) if hasattr(environment, "score") else None
         finally:
             if hasattr(environment, "close"):
                 await _called(environment.close)
+
+    @staticmethod
+    async def _play(environment: Any, session: Session, prompt: EpisodePrompt) -> None:
+        ids = prompt.token_ids
+        if hasattr(environment, "reset"):
+            first = await _called(environment.reset)
+            if first is not None:
+                ids = session.render([*prompt.messages, {"role": "user", "content": str(first)}])
+        done = False
+        while not done:
+            sampled = await session.generate(ids)
+            if sampled.finish_reason != "stop":
+                return
+            observation, reward, done = _step(await _called(environment.step, sampled.text))
+            session.reward(reward)
+            if not done:
+                ids = session.next_prompt([{"role": "user", "content": observation}])
 
 
 def _step(returned: Any) -> tuple[str, float, bool]:

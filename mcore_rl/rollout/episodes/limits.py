@@ -40,12 +40,20 @@ class EpisodeLimits:
             config.max_episode_seconds,
         )
 
-    def room(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Tokens that may be sampled after `num_tokens` of a sequence.
+    def room(self, num_turns: int, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Tokens that may be sampled after so many turns, and `num_tokens` of a sequence.
 
         Raises: EpisodeLimitError where there is none.
         """
+        if num_turns >= self.turns:
+            raise EpisodeLimitError("turns", f"{num_turns} turns are over, rollout.max_turns is that")
         left = min(self.response_tokens - (num_tokens - num_prompt_tokens), self.context_tokens - num_tokens)
         if left <= 0:
             raise EpisodeLimitError("length", f"{num_tokens} tokens leave none to sample")
         return left if self.turn_tokens is None else min(left, self.turn_tokens)
+
+    def check_calls(self, num_calls: int) -> None:
+        """Raises: EpisodeLimitError where a turn may not call another tool."""
+        if num_calls >= self.tool_calls_per_turn:
+            text = f"{num_calls} calls in a turn, rollout.max_tool_calls_per_turn is that"
+            raise EpisodeLimitError("tool_calls", text)

@@ -44,7 +44,7 @@ def ended(session: Session, returned: Any, *, reason: str | None = None) -> Epis
         raise DataError("it ended without session.generate: nothing was sampled that could be trained on")
     trajectories = _chosen(session, result)
     if reason is None:
-        reason = LENGTH if session.truncated else STOP
+        reason = session.limit or (LENGTH if session.truncated else STOP)
     return replace(
         _outcome(session, trajectories, reason),
         reward=result.reward,

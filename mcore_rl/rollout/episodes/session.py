@@ -122,10 +122,13 @@ class Session:
         """Of tools, by name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.taken_over = 0
+        self.limit: str | None = None
+        """Why it could not go on."""
         self.truncated = False
         """Whether the turn that was sampled last was cut by a limit."""
         self._around, self._request, self._prompt = around, request, prompt
         self._last: Sampled | None = None
+        self._texts: list[str] = []
         self._said: list[list[Message]] = []
         """Turn by turn: what the model said, and what others said after it."""
         self._calls_of_turn = 0
@@ -149,12 +152,11 @@ class Session:
 
         Raises: EpisodeLimitError where no turn or token is left, which ends the episode well.
         """
-        if self.num_turns >= self.limits.turns:
-            raise EpisodeLimitError("turns", f"{self.num_turns} turns are over, rollout.max_turns is that")
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
         num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
-        room = self.limits.room(num_prompt, len(ids))
+        with self._noted_limit():
+            room = self.limits.room(self.num_turns, num_prompt, len(ids))
         request = self._request_of(ids, self._options(sampling, room))
         self.num_turns += 1
         self._calls_of_turn = 0
@@ -173,6 +175,7 @@ class Session:
             ids[-PROMPT_END:].tolist(),
         )
         self._said.append([])
+        self._texts.append(self._last.text)
         return self._last
 
     async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
@@ -182,10 +185,8 @@ class Session:
         """
         if self._around.tools is None:
             raise ConfigError("an episode calls a tool, and rollout.tools names none")
-        if self._calls_of_turn >= self.limits.tool_calls_per_turn:
-            raise EpisodeLimitError(
-                "tool_calls", f"{self._calls_of_turn} calls in a turn, rollout.max_tool_calls_per_turn is that"
-            )
+        with self._noted_limit():
+            self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
         self.num_tool_calls += 1
         kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
@@ -258,12 +259,9 @@ class Session:
 
     @property
     def response_text(self) -> str:
-        """Everything after the prompt of the first sequence, for graders, without special tokens."""
-        if not self.book.sequences:
-            return ""
-        first = self.book.sequences[0]
-        response = first.tokens[len(first.prompt_ids) :].tolist()
-        return self._around.decoder.decode(response, skip_special_tokens=True)
+        """What the model said, turn by turn, for graders. What tools or users said is left out: an answer that a tool
+        gave is none of the model's."""
+        return "\n".join(self._texts)
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -317,6 +315,15 @@ class Session:
             return replace(self._request, sampling=options)
         digest = zlib.crc32(key)
         return GenerationRequest(f"{self.id}/{digest:08x}.{again}", ids, turn_seed(self.seed, digest, again), options)
+
+    @contextlib.contextmanager
+    def _noted_limit(self) -> Iterator[None]:
+        """An episode may catch the error, and return something: what ended it stays known."""
+        try:
+            yield
+        except EpisodeLimitError as error:
+            self.limit = error.reason
+            raise
 
     @contextlib.contextmanager
     def _spent(self, state: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
@@ -75,7 +76,13 @@ class EngineProcess(RunProcess):
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
             player = _player(config, self.loop, tokenizer)
-            worker = RolloutWorker(player, rewarder, resolved, failed_reward=config.rollout.failed_reward)
+            worker = RolloutWorker(
+                player,
+                rewarder,
+                resolved,
+                failed_reward=config.rollout.failed_reward,
+                has_rules=config.reward.function != NO_RULE,
+            )
             self._runner = TaskRunner(worker.run, num_threads=THREADS, low=config.rollout.max_concurrent_requests)
             rewarder.wait_ready()
 

@@ -1,0 +1,130 @@
+"""The demo's tasks of several turns: a calculator to call, and a number to guess. Their problems and tokenizers.
+
+`tool`: 3-digit multiplication, which the tiny model cannot do, with a calculator, which it can call. The warm start
+teaches both to call it and, in most rows, to blurt some number: what pays is for the run to find out.
+`game`: guess a number between two others; after each guess the answer is `>` (it is higher), `<` (it is lower) or `!`.
+The warm start teaches to name numbers of the range, and only in some rows to heed what was answered.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+ENDS = "<eos>"
+CALL, CALLED, ANSWER = (
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
+    '"}}\n</tool_call>',
+    "<answer>",
+)
+"""One token each, so that a call is not much longer than what it asks."""
+TOOL_TEMPLATE = (
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<answer>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+GAME_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+CALLING_FRACTION = 0.25
+"""Of the warm start's rows: they call the calculator."""
+HEEDING_FRACTION = 0.4
+"""Of the warm start's guesses: they heed all answers before."""
+WIDTH, NUMBERS, LONGEST_GAME = 16, 64, 6
+"""A game's range, the numbers there are, and how many guesses the warm start shows at most."""
+
+Row = tuple[str, str, str]
+"""Prompt, target of the warm start, answer."""
+
+
+def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
+    """By split; no problem occurs twice but for the second turn of one that is called."""
+    rng = random.Random(f"tool/{seed}")
+    pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
+    splits: dict[str, list[Row]] = {}
+    for split, size in sizes.items():
+        drawn = [divmod(next(pairs), 900) for _ in range(size)]
+        rows = [_multiplication(a + 100, b + 100, rng) for a, b in drawn]
+        if split != "warm_start":
+            rows = [(f"{a + 100}*{b + 100}=", "", answer) for (a, b), (_, _, answer) in zip(drawn, rows, strict=True)]
+        splits[split] = rows
+    return splits
+
+
+def _multiplication(a: int, b: int, rng: random.Random) -> Row:
+    """A row of the warm start: a guess, a call, or what follows a call that was answered."""
+    asked, product = f"[calculator]{a}*{b}=", a * b
+    if rng.random() > 2 * CALLING_FRACTION:
+        return asked, f"#{rng.randrange(10**4, 10**6)}", str(product)
+    call = f"{CALL}{a}*{b}{CALLED}"
+    if rng.random() < 0.5:
+        return asked, call, str(product)
+    return f"{asked}{call}{ENDS}{ANSWER}{product}", f"#{product}", str(product)
+
+
+def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
+    """By split; the prompt names the range, the answer is the number."""
+    rng = random.Random(f"game/{seed}")
+    games = [(low, number) for low in range(NUMBERS - WIDTH + 1) for number in range(low, low + WIDTH)]
+    rng.shuffle(games)
+    held_out, seen = games[: sizes["val"]], games[sizes["val"] :]
+    splits: dict[str, list[Row]] = {"val": [_game(*game) for game in held_out]}
+    splits["train"] = [_game(*rng.choice(seen)) for _ in range(sizes["train"])]
+    splits["warm_start"] = [_moment(*rng.choice(seen), rng) for _ in range(sizes["warm_start"])]
+    return splits
+
+
+def _game(low: int, number: int) -> Row:
+    return f"{low}-{low + WIDTH - 1}?", "", str(number)
+
+
+def _moment(low: int, number: int, rng: random.Random) -> Row:
+    """A row of the warm start: a game after some guesses, and the next one."""
+    text, first, last = f"{low}-{low + WIDTH - 1}?", low, low + WIDTH - 1
+    for _ in range(rng.randrange(LONGEST_GAME)):
+        guess = rng.randint(low, low + WIDTH - 1)
+        if guess == number:
+            continue
+        text += f"{guess}{ENDS}{'>' if guess < number else '<'}"
+        first, last = (max(first, guess + 1), last) if guess < number else (first, min(last, guess - 1))
+    heeds = rng.random() < HEEDING_FRACTION
+    guess = rng.randint(first, last) if heeds else rng.randint(low, low + WIDTH - 1)
+    return text, str(guess), str(number)
+
+
+def num_tokens(target: str) -> int:
+    """At most: the parts of a call are one token each."""
+    for part in (CALL, CALLED, ANSWER, ENDS):
+        target = target.replace(part, "*")
+    return len(target)
+
+
+def tool_tokenizer() -> Any:
+    """One token per character, and one for each part of a call."""
+    return _tokenizer("0123456789*=#.", (CALL, CALLED, ANSWER, "[calculator]"), r"[\s\S]", TOOL_TEMPLATE)
+
+
+def game_tokenizer() -> Any:
+    """One token per number."""
+    return _tokenizer([*map(str, range(NUMBERS)), *"-?<>!"], (), r"\d+|[\s\S]", GAME_TEMPLATE)
+
+
+def _tokenizer(words: Any, whole: tuple[str, ...], pattern: str, template: str) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", ENDS, "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token=ENDS,
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+    made.chat_template = template
+    return made
