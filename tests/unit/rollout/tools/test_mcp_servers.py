@@ -68,7 +68,13 @@ def test_a_server_on_stdio(tmp_path: Path) -> None:
         answers = [await box.call(f"e{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
         many = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(200)))
         died = await box.call("e", "die", {})
-        return [[schema["function"] for schema in box.schemas], *answers, many, died, await box.call("e", "add", {"a": 5})]
+        return [
+            [schema["function"] for schema in box.schemas],
+            *answers,
+            many,
+            died,
+            await box.call("e", "add", {"a": 5}),
+        ]
 
     shown, two, wrong, negative, here, again, many, died, after = with_tools(
         tools_file(tmp_path, stdio_server(tmp_path)), use

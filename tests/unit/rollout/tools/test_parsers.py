@@ -143,9 +143,7 @@ def test_tools_and_arguments_are_those_of_the_schemas(form: str) -> None:
     read = parser(form).parse
     unknown = read(written(form, FIRST, name="nope")).calls[0]
     assert isinstance(unknown, MalformedCall)
-    assert unknown.answer == (
-        "Error: The call of nope was not executed: there is no such tool; the tools are: look."
-    )
+    assert unknown.answer == ("Error: The call of nope was not executed: there is no such tool; the tools are: look.")
     assert reasons_of(read(written(form, {"q": "a", "n": "many"}))) == ["argument n: 'many' is not of type 'integer'"]
     assert reasons_of(read(written(form, {"q": "a", "z": 1}))) == [
         "there is no argument 'z'; the arguments are: q, n, deep"
@@ -172,7 +170,9 @@ def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObj
     text = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}｜\r"), max_size=12)
     arguments = st.fixed_dictionaries({"q": text}, optional={"n": st.integers(), "deep": st.fixed_dictionaries({})})
     calls = data.draw(st.lists(arguments, min_size=1, max_size=3))
-    before = data.draw(st.sampled_from(["", "Well.\n", "<think>\nhm\n</think>\n\n", "<think>\nhm\n</think>\n\nWell.\n"]))
+    before = data.draw(
+        st.sampled_from(["", "Well.\n", "<think>\nhm\n</think>\n\n", "<think>\nhm\n</think>\n\nWell.\n"])
+    )
     whole = before + written(form, *calls)
     read = parser(form).parse
     assert calls_of(read(whole)) == calls
@@ -192,9 +192,7 @@ def test_json_in_prose_is_no_call_of_llama() -> None:
     for text in ('He is {"name": "Bob", "age": 3}.', '{"name": "Bob", "age": 3}', '{"name": "look"}'):
         assert parser("llama3").parse(text) == ParsedMessage(text, "", ())
     inner = '{"name": "look", "parameters": {"q": "{\\"name\\": \\"look\\", \\"parameters\\": {}}"}}'
-    assert calls_of(parser("llama3").parse(f"<|python_tag|>{inner}")) == [
-        {"q": '{"name": "look", "parameters": {}}'}
-    ]
+    assert calls_of(parser("llama3").parse(f"<|python_tag|>{inner}")) == [{"q": '{"name": "look", "parameters": {}}'}]
 
 
 def test_many_calls_with_text_between_end() -> None:
@@ -203,7 +201,7 @@ def test_many_calls_with_text_between_end() -> None:
 
 
 TEMPLATES = {
-    "hermes": "'<tool_call>\\n{\"name\": \"' + tool_call.name + '\", \"arguments\": '",
+    "hermes": '\'<tool_call>\\n{"name": "\' + tool_call.name + \'", "arguments": \'',
     "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }} \"name\" \"arguments\"",
     "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
     "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
@@ -224,7 +222,7 @@ def test_a_template_that_no_format_fits_names_the_key(template: str | None) -> N
         ToolCallParser("auto", template, [LOOK])
 
 
-USERS = '''
+USERS = """
 from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
 
 def brackets(text, tools):
@@ -236,7 +234,7 @@ def broken(text, tools):
 
 def other(text, tools):
     return {"calls": []}
-'''
+"""
 
 
 def test_a_users_parser_is_held_to_the_schemas_too(tmp_path: Path) -> None:

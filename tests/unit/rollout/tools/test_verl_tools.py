@@ -18,7 +18,7 @@ from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, outcome_of
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from tests.unit.rollout.tools.made import with_tools
 
-GRADER = '''
+GRADER = """
 import logging
 from typing import Any, Optional
 from uuid import uuid4
@@ -66,7 +66,7 @@ class Grader(BaseTool):
 
     async def release(self, instance_id: str, **kwargs) -> None:
         del self._instance_dict[instance_id]
-'''
+"""
 YAML = """
 tools:
   - class_name: "{class_name}"
