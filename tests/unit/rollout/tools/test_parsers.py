@@ -33,6 +33,7 @@ LOOK = {
 }
 FIRST, SECOND = {"q": "a", "n": 2}, {"q": "b", "n": 3}
 BAD = '{"q": "a", "n": }'
+THOUGHT = "<think>\nhm\n</think>\n\n"
 MESSAGE_FORMATS = ("hermes", "qwen3_coder", "deepseek", "deepseek_v31", "mistral", "mistral_args", "llama3", "glm45")
 
 
@@ -170,9 +171,7 @@ def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObj
     text = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}｜\r"), max_size=12)
     arguments = st.fixed_dictionaries({"q": text}, optional={"n": st.integers(), "deep": st.fixed_dictionaries({})})
     calls = data.draw(st.lists(arguments, min_size=1, max_size=3))
-    before = data.draw(
-        st.sampled_from(["", "Well.\n", "<think>\nhm\n</think>\n\n", "<think>\nhm\n</think>\n\nWell.\n"])
-    )
+    before = data.draw(st.sampled_from(["", "Well.\n", THOUGHT, THOUGHT + "Well.\n"]))
     whole = before + written(form, *calls)
     read = parser(form).parse
     assert calls_of(read(whole)) == calls
@@ -218,7 +217,7 @@ def test_auto_is_what_the_chat_template_writes(form: str | None) -> None:
 
 @pytest.mark.parametrize("template", [None, TEMPLATES[None]])
 def test_a_template_that_no_format_fits_names_the_key(template: str | None) -> None:
-    with pytest.raises(ConfigError, match="rollout.tool_parser=auto.*set rollout.tool_parser to one of .*hermes"):
+    with pytest.raises(ConfigError, match=r"rollout.tool_parser=auto.*set rollout.tool_parser to one of .*hermes"):
         ToolCallParser("auto", template, [LOOK])
 
 

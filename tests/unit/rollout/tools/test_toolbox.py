@@ -169,6 +169,17 @@ def test_a_cancelled_call_is_ended_and_the_episode_can_be_closed(folder: Path) -
     assert (closed.error, closed.rewards, again.error) == (None, {}, None)
 
 
+def test_what_still_runs_when_an_episode_is_closed_is_answered(folder: Path) -> None:
+    async def use(box: ToolBox) -> tuple[ToolAnswer, str | None]:
+        call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
+        await box.call("f", "pause", {"seconds": 0.0})
+        closed = await box.close_episode("e")
+        return await call, closed.error
+
+    answer, error = with_tools(tools_file(folder, "pause"), use)
+    assert (answer.error, error) == ("the episode was closed before the tool answered", None)
+
+
 def test_shutdown_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_process, "CLOSE_SECONDS", 0.2)
 
@@ -262,10 +273,14 @@ def test_processes_that_never_start_end_the_run(folder: Path, monkeypatch: pytes
     async def use(box: ToolBox) -> list[str | None]:
         monkeypatch.setattr(sys, "executable", "/bin/false")  # no Python starts from here on
         errors = []
-        with pytest.raises(WorkerDiedError, match="rollout.tools: the tool process was lost: .* 3 times before"):
+
+        async def go_on() -> None:
             for _ in range(200):
                 errors.append((await box.call("e", "die", {})).error)
                 await asyncio.sleep(0.05)
+
+        with pytest.raises(WorkerDiedError, match=r"rollout.tools: the tool process was lost: .* 3 times before"):
+            await go_on()
         return errors
 
     assert None not in with_tools(tools_file(folder, "die"), use)
