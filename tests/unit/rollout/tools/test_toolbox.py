@@ -106,6 +106,17 @@ def test_a_function_that_does_not_return_costs_its_call_only(folder: Path) -> No
     assert (after.text, after.error) == ("2", None)
 
 
+def test_a_function_that_holds_the_only_place_has_its_process_replaced(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[ToolAnswer]:
+        return [await box.call("e", "hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)]
+
+    spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
+    hung, waiting, after = with_tools(spec, use)
+    assert hung.error == "the tool did not answer within 0.3 seconds"
+    assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it never ran beside the first
+    assert (after.error, after.text) == (None, f"{RESTARTED}back")
+
+
 def test_a_process_whose_loop_is_held_up_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_process, "SILENT_SECONDS", 2.0)
 
