@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import yaml
 
 from mcore_rl.config.schema import RolloutConfig
@@ -147,3 +148,10 @@ def tools_file(folder: Path, *names: str, **keys: object) -> str:
 def _schema(name: str) -> dict[str, object]:
     numbers = {"type": "object", "additionalProperties": {"type": "number"}}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": numbers}}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

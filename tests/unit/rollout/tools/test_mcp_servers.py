@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.toolbox import ToolBox
-from tests.unit.rollout.tools.made import with_tools
+from tests.unit.rollout.tools.made import alive, with_tools
 
 SERVER = '''
 import os, sys
@@ -89,6 +91,25 @@ def test_a_server_on_stdio(tmp_path: Path) -> None:
     assert [answer.text for answer in many] == [str(i + 1) for i in range(200)]
     assert died.error == "RetryableToolError: the MCP server closed the connection"
     assert after.text == "6"  # by a server started anew
+
+
+def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -> None:
+    """Although the package gives it a session of its own, and it does not end with its input."""
+    server = stdio_server(tmp_path)
+    script = tmp_path / "server.py"
+    script.write_text(script.read_text() + "\nimport time\ntime.sleep(600)\n")
+
+    async def use(box: ToolBox) -> int:
+        number = int((await box.call("e", "whereabouts", {})).text.split()[0])
+        assert alive(number)
+        os.kill(box._processes[0].pid, signal.SIGKILL)
+        return number
+
+    number = with_tools(tools_file(tmp_path, server), use)
+    deadline = time.monotonic() + 10
+    while alive(number) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(number)
 
 
 def test_a_server_on_http(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.schema import TOOL_FORMATS
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools import parsers
 from mcore_rl.rollout.tools.formats import FORMATS, format_of_template
 from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ParserError, ToolCall, ToolCallParser
 
@@ -185,6 +186,17 @@ def test_cut_messages_have_no_call(form: str) -> None:
     whole = written(form, FIRST).removesuffix("<｜tool▁calls▁end｜>")
     for end in range(len(whole)):
         assert calls_of(parser(form).parse(whole[:end])) == [], whole[:end]
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "deepseek", "deepseek_v31", "glm45"])
+def test_a_message_reads_the_same_in_pieces_of_any_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = parser(form).parse
+    text = f"{THOUGHT}Well.\n{written(form, FIRST, SECOND)}\n<think>again {written(form, FIRST)}</think>Done.<tool_ca"
+    whole = read(text)
+    assert calls_of(whole) == [FIRST, SECOND]
+    for size in range(1, 80):
+        monkeypatch.setattr(parsers, "PIECE_CHARACTERS", size)
+        assert read(text) == whole, size
 
 
 def test_json_in_prose_is_no_call_of_llama() -> None:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from mcore_rl.config.schema import Config, RolloutConfig
@@ -20,7 +19,7 @@ from mcore_rl.rollout.tools import tool_process
 from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox
-from tests.unit.rollout.tools.made import functions_file, tools_file, with_tools
+from tests.unit.rollout.tools.made import alive, functions_file, tools_file, with_tools
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tools")
     functions_file(made)
     return made
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_functions_of_a_list_with_schemas_of_their_own(folder: Path) -> None:
