@@ -13,7 +13,7 @@ from mcore_rl.rollout.tools.schemas import ArgumentChecker, name_of
 
 BACKOFF_SECONDS = 0.25
 """Before the first further attempt; twice as long before each one after it."""
-STUCK_SECONDS = 5.0
+STUCK_SECONDS = 3.0
 """A call that has not ended so long after it was cancelled does not return: a thread cannot be stopped."""
 MAX_STUCK = 16
 """Of a tool's calls, or as many as may run at once: then its process has to be replaced."""

@@ -18,6 +18,7 @@ from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
 
 KEY = "rollout.tool_parser"
 AUTO = "auto"
+PIECE_CHARACTERS = 256
 MAX_STRETCHES = 32
 """Of calls with other text between them, in formats without a closing tag; further calls are content."""
 
@@ -137,16 +138,26 @@ def _chosen(spec: str, chat_template: str | None) -> str:
     return name
 
 
+def _parsed(text: str, template: dict[str, Any], prefix: str, piece: int) -> dict[str, Any]:
+    """As transformers' parse_response, in pieces: it looks for every tag up to the end of what it has after each call,
+    and a model that writes one call over and over until its limit would hold up the engine for seconds."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    parser = ResponseParser(template, prefix=prefix)
+    for start in range(0, len(text), max(piece, 1)):
+        parser.feed(text[start : start + piece])
+    message, _ = parser.finalize()
+    return message
+
+
 def _stretches(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
     """Content, reasoning and calls. A stretch ends where, in a format without closing tags, something that is no call
     follows one."""
-    from transformers.utils.chat_parsing import parse_response
-
     template = form.response_template()
     prefix = "<think>" if re.search(rf"(?:{THINK_OPEN})\s*\Z", prompt) else ""
     content, reasoning, calls = "", [], list[RawCall]()
     for _ in range(MAX_STRETCHES):
-        message = parse_response(text, template, prefix=prefix)
+        message = _parsed(text, template, prefix, PIECE_CHARACTERS if form.closing is not None else len(text))
         content += message.get("content", "")
         reasoning.append(message.get("reasoning", "").strip())
         text, prefix = "", ""

@@ -105,6 +105,10 @@ class ToolServer:
                 outcome = await tool.call(episode, arguments)
             text = self._settings.shortened(outcome)
             self._send((ANSWER, key, ToolAnswer(text, outcome.reward, outcome.metrics, outcome.error)))
+        except asyncio.CancelledError:  # where the caller itself has cancelled it, nobody reads this
+            outcome = failure("the episode was closed before the tool answered")
+            self._send((ANSWER, key, ToolAnswer(outcome.text, error=outcome.error)))
+            raise
         finally:
             self._calls.pop(key, None)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.errors import WorkerDiedError
+from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rollout.tools.interface import ToolAnswer, ToolError
 from mcore_rl.rollout.tools.limits import failure
 from mcore_rl.rollout.tools.schemas import Schema
@@ -113,7 +113,7 @@ class ToolBox:
             self._homes[episode_id] = process
         try:
             await asyncio.shield(process.ready)
-        except WorkerDiedError as error:
+        except McoreRLError as error:  # a file of tools that has changed since the run began is refused
             raise ToolError(str(error)) from error
         return process
 

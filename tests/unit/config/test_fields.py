@@ -122,6 +122,20 @@ def test_every_path_becomes_absolute_and_nothing_else_changes(tmp_path: Path, mo
     assert config == untouched
 
 
+@pytest.mark.parametrize(
+    ("given", "absolute"),
+    [("sub/tools.yaml", "{}/sub/tools.yaml"), ("mine.py:tools", "{}/mine.py:tools"), ("package.mine:tools", None)],
+)
+def test_a_key_may_be_a_path_or_name_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, absolute: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.rollout.tools = given
+    make_paths_absolute(config)
+    assert config.rollout.tools == (absolute or given).format(tmp_path)
+
+
 def test_what_is_not_given_stays_so() -> None:
     config = Config()
     config.data.train = ""

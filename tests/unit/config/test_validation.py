@@ -75,6 +75,14 @@ def base(tmp_path: Path) -> str:
         ([ENGINE_REPLAY, "algorithm.policy_loss.name=sft"], f"{ENGINE_REPLAY} replays what the engine chose"),
         (["actor.moe.replay_check_every_steps=-1"], "actor.moe.replay_check_every_steps"),
         (["data.long_prompts=cut"], "data.long_prompts"),
+        (["rollout.tool_parser=hermes"], "rollout.tool_parser=hermes has no effect; set rollout.tools, or leave"),
+        (["rollout.max_tool_seconds=5"], "rollout.max_tool_seconds=5.0 has no effect; set rollout.tools"),
+        (["rollout.tools=tools.yaml", "rollout.max_tool_seconds=0"], "rollout.max_tool_seconds=0.0 must be above 0"),
+        (
+            ["rollout.tools=tools.yaml", "rollout.tool_parser=xml"],
+            "rollout.tool_parser=xml must be one of auto, hermes",
+        ),
+        (["rollout.tools=tools.yaml", "rollout.tool_answer_keep=left"], "must be one of start, end, both"),
         (["actor.overlap_param_gather=true"], "actor.overlap_grad_reduce=true"),
         (
             ["actor.overlap_param_gather=true", "actor.overlap_grad_reduce=true", "actor.distributed_optimizer=false"],

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 from mcore_rl.config.functions import load_function
@@ -36,8 +36,7 @@ class FunctionTool:
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         if self._executor is None:
             return Outcome(as_text(await self._function(**arguments)))
-        future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: self._function(**arguments))
-        return Outcome(as_text(await _ended(future)))
+        return Outcome(as_text(await _ended(self._executor.submit(self._function, **arguments))))
 
     async def close_episode(self, episode: Episode) -> float | None:
         return None
@@ -58,8 +57,7 @@ class PooledFunctionTool:
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         executor = self._executor
         try:
-            future = asyncio.get_running_loop().run_in_executor(executor, _call_by_name, self._spec, arguments)
-            return Outcome(await _ended(future))
+            return Outcome(await _ended(executor.submit(_call_by_name, self._spec, arguments)))
         except BrokenExecutor:
             if self._executor is executor:  # the first of its calls to see it
                 executor.shutdown(wait=False)
@@ -92,12 +90,14 @@ def _call_by_name(spec: str, arguments: dict[str, Any]) -> str:
     return as_text(load_function("function", spec)(**arguments))
 
 
-async def _ended(future: asyncio.Future[Any]) -> Any:
+async def _ended(job: Future[Any]) -> Any:
     """The result of what runs elsewhere. When the call is cancelled it goes on until that has ended too: what runs
     holds its place among the running calls, and one that never ends is noticed."""
+    result = asyncio.wrap_future(job)
     try:
-        return await asyncio.shield(future)
+        return await asyncio.shield(result)
     except asyncio.CancelledError:
-        if not future.cancel():
-            await asyncio.wait({future})
+        if not job.cancel():  # of `result` it would be believed that it was
+            await asyncio.wait({result})
+            result.exception()  # nobody is told any more
         raise

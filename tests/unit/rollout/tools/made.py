@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+import yaml
+
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.tools.toolbox import ToolBox
 
@@ -128,3 +131,27 @@ def with_tools(spec: str, use: Callable[[ToolBox], Awaitable[T]], **keys: object
             await box.shutdown()
 
     return asyncio.run(run())
+
+
+def tools_file(folder: Path, *names: str, **keys: object) -> str:
+    """A YAML file with these of the functions in `folder`, each with `keys`; with schemas, so that a tool process need
+    not load transformers to derive them."""
+    entries = [
+        {"function": f"functions.py:{name}", "tool_schema": _schema(name), **keys}  # beside the file
+        for name in names
+    ]
+    path = folder / f"{'_'.join((*names, *keys))}.yaml"
+    path.write_text(yaml.safe_dump({"tools": entries}))
+    return str(path)
+
+
+def _schema(name: str) -> dict[str, object]:
+    numbers = {"type": "object", "additionalProperties": {"type": "number"}}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": numbers}}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

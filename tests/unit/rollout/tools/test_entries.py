@@ -1,0 +1,79 @@
+"""The YAML of tools: verl's form and ours, and what is wrong with one, by file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.entries import read_entries
+from mcore_rl.rollout.tools.limits import Limits
+
+VERLS = """
+tools:
+  - class_name: "my.tools.Search"
+    config: {type: native, url: here}
+    tool_schema: {type: function, function: {name: search}}
+  - class_name: verl.tools.mcp_search_tool.MCPSearchTool
+    config: {type: mcp, rate_limit: 120, timeout: 15}
+    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [find]}
+  - function: mine.py:add
+    processes: 2
+    max_running: 5
+    retries: 0
+    rate_per_second: 0.5
+    timeout_seconds: 3
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "tools.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_kind_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "servers.json").touch()
+    search, servers, add = read_entries(written(tmp_path, VERLS), 30.0)
+    assert (search.class_name, search.config["url"], search.lifecycle) == ("my.tools:Search", "here", "call")
+    assert search.schema["function"]["name"] == "search"
+    assert search.limits == Limits(30.0)
+    assert (servers.servers, servers.selected, servers.class_name) == (tmp_path / "servers.json", ("find",), None)
+    assert servers.limits == Limits(15, rate_per_second=120)
+    assert (add.function, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # beside the YAML, wherever a process runs
+    assert add.limits == Limits(3, max_running=5, retries=0, rate_per_second=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tools: [", "is not YAML"),
+        ("tools: []", "must hold `tools:`, a list of at least one tool"),
+        ("- a", "must hold `tools:`"),
+        ("tools: [x]", r"tools\[0\] must be a mapping with function: "),
+        ("tools: [{config: {}}]", r"tools\[0\] must have function: "),
+        ("tools: [{function: a.py:f, timeout: 3}]", r"tools\[0\] has no key timeout; the keys are: function"),
+        ("{tools: [{function: a.py:f}], more: 1}", "has no key more"),
+        ("tools: [{function: f}]", r"tools\[0\].function=f must be module_or_file.py:name"),
+        ("tools: [{class_name: Search}]", r"tools\[0\].class_name=Search must be"),
+        ("tools: [{class_name: a.B, config: {type: sse}}]", r"config.type=sse must be native or mcp"),
+        ("tools: [{class_name: a.B, lifecycle: run}]", r"lifecycle=run must be one of call, episode"),
+        ("tools: [{function: a.py:f, max_running: 0}]", r"max_running=0 must be a whole number of at least 1"),
+        ("tools: [{function: a.py:f, retries: -1}]", r"retries=-1 must be a whole number of at least 0"),
+        ("tools: [{function: a.py:f, timeout_seconds: 0}]", r"timeout_seconds=0 must be a number above 0"),
+        ("tools: [{function: a.py:f, timeout_seconds: .inf}]", r"timeout_seconds=inf must be a number above 0"),
+        ("tools: [{function: a.py:f, rate_per_second: fast}]", r"rate_per_second=fast must be a number above 0"),
+        ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp.mcp_servers_config_path must name a JSON file"),
+        ("tools: [{mcp: {mcp_servers_config_path: a, tool_selected_list: b}}]", "tool_selected_list must be a list"),
+    ],
+)
+def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/tools.yaml.*{told}"):
+        read_entries(written(tmp_path, text), 30.0)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.yaml cannot be read: .*; set it to a YAML file of tools, or to"):
+        read_entries(str(tmp_path / "none.yaml"), 30.0)

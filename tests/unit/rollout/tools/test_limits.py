@@ -1,0 +1,192 @@
+"""How calls of a tool are held to its limits, with a tool whose calls the test answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mcore_rl.rollout.tools import limits as module
+from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
+from mcore_rl.rollout.tools.limits import LimitedTool, Limits
+
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "t", "parameters": {"type": "object", "properties": {"i": {"type": "integer"}}}},
+}
+EPISODE = Episode.begin("e", {})
+
+
+class FakeTool:
+    """Does what `behave` does; counts what runs."""
+
+    schema = SCHEMA
+
+    def __init__(self, behave: Callable[[int], Coroutine[Any, Any, Outcome]]) -> None:
+        self.behave, self.running, self.most, self.calls = behave, 0, 0, 0
+
+    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self.behave(self.calls)
+        finally:
+            self.running -= 1
+
+    async def close_episode(self, episode: Episode) -> float | None:
+        return None
+
+    async def close(self) -> None: ...
+
+
+def limited(tool: FakeTool, stuck: list[str] | None = None, **limits: Any) -> LimitedTool:
+    return LimitedTool(tool, Limits(**{"timeout_seconds": 5.0, **limits}), [].append if stuck is None else stuck.append)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_no_more_run_at_once_than_max_running() -> None:
+    async def behave(call: int) -> Outcome:
+        await turns(call % 3 + 1)
+        return Outcome(str(call))
+
+    tool = FakeTool(behave)
+
+    async def run() -> list[Outcome]:
+        held = limited(tool, max_running=7)
+        return await asyncio.gather(*(held.call(EPISODE, {}) for _ in range(100)))
+
+    assert sorted(int(outcome.text) for outcome in asyncio.run(run())) == list(range(1, 101))
+    assert tool.most == 7
+
+
+@pytest.mark.parametrize("error", [RetryableToolError("busy"), ConnectionResetError("gone"), TimeoutError("its own")])
+def test_errors_that_may_pass_are_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(module, "BACKOFF_SECONDS", 0.0)
+
+    async def behave(call: int) -> Outcome:
+        if call <= 2:
+            raise error
+        return Outcome("done")
+
+    async def run(retries: int) -> tuple[Outcome, int]:
+        tool = FakeTool(behave)
+        return await limited(tool, retries=retries).call(EPISODE, {}), tool.calls
+
+    assert asyncio.run(run(2)) == (Outcome("done"), 3)
+    outcome, calls = asyncio.run(run(1))
+    assert (calls, outcome.text.startswith("Error: "), outcome.error is not None) == (2, True, True)
+
+
+@pytest.mark.parametrize(("error", "told"), [(ValueError("bad"), "ValueError: bad"), (ToolError("as told"), "as told")])
+def test_other_errors_are_told_at_once(error: Exception, told: str) -> None:
+    async def behave(call: int) -> Outcome:
+        raise error
+
+    tool = FakeTool(behave)
+    outcome = asyncio.run(limited(tool, retries=5).call(EPISODE, {}))
+    assert (outcome, tool.calls) == (Outcome(f"Error: {told}", error=told), 1)
+
+
+def test_arguments_that_do_not_fit_never_reach_it() -> None:
+    async def behave(call: int) -> Outcome:
+        return Outcome("")
+
+    tool = FakeTool(behave)
+    outcome = asyncio.run(limited(tool).call(EPISODE, {"i": "x"}))
+    assert (outcome.error, tool.calls) == ("argument i: 'x' is not of type 'integer'", 0)
+
+
+def test_the_time_limit_does_not_count_waiting_for_others() -> None:
+    async def behave(call: int) -> Outcome:
+        await asyncio.sleep(0.02)
+        return Outcome("done")
+
+    async def run() -> list[Outcome]:
+        held = limited(FakeTool(behave), max_running=1, timeout_seconds=0.5)
+        return await asyncio.gather(*(held.call(EPISODE, {}) for _ in range(50)))
+
+    assert {outcome.text for outcome in asyncio.run(run())} == {"done"}
+
+
+def test_a_call_that_does_not_end_keeps_its_place_and_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.01)
+    stuck: list[str] = []
+
+    async def run() -> tuple[Outcome, int, Outcome]:
+        free = asyncio.Event()
+
+        async def behave(call: int) -> Outcome:
+            while not free.is_set():
+                try:
+                    await free.wait()
+                except asyncio.CancelledError:
+                    continue
+            return Outcome("late")
+
+        tool = FakeTool(behave)
+        held = limited(tool, stuck, max_running=1, timeout_seconds=0.01)
+        first = await held.call(EPISODE, {})
+        second = asyncio.create_task(held.call(EPISODE, {}))
+        while not stuck:
+            await asyncio.sleep(0.01)
+        began = tool.calls
+        free.set()
+        return first, began, await second
+
+    first, began, second = asyncio.run(run())
+    assert first.error == "the tool did not answer within 0.01 seconds"
+    assert (began, second.text, stuck) == (1, "late", ["1 calls of t did not return"])
+
+
+def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop's own clock, which the test turns."""
+    starts: list[float] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        now = [100.0]
+        monkeypatch.setattr(loop, "time", lambda: now[0])
+        waits: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+
+        monkeypatch.setattr(module.asyncio, "sleep", sleep)
+        held = limited(FakeTool(lambda call: done()), rate_per_second=4.0)
+        for _ in range(3):
+            await held._turn()
+        now[0] = 110.0
+        await held._turn()
+        starts.extend(waits)
+
+    async def done() -> Outcome:
+        return Outcome("")
+
+    asyncio.run(run())
+    assert starts == [0.0, 0.25, 0.5, 0.0]
+
+
+def test_a_cancelled_call_gives_its_place_back() -> None:
+    async def behave(call: int) -> Outcome:
+        if call == 1:
+            await asyncio.sleep(60)
+        return Outcome("done")
+
+    async def run() -> Outcome:
+        held = limited(FakeTool(behave), max_running=1, rate_per_second=1000.0)
+        first = asyncio.create_task(held.call(EPISODE, {}))
+        waiting = asyncio.create_task(held.call(EPISODE, {}))
+        await turns()
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return await held.call(EPISODE, {})
+
+    assert asyncio.run(run()).text == "done"

@@ -1,0 +1,147 @@
+"""Tools of a real MCP server, started as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.check import check_tools
+from mcore_rl.rollout.tools.toolbox import ToolBox
+from tests.unit.rollout.tools.made import alive, with_tools
+
+SERVER = '''
+import os, sys
+from mcp.server import MCPServer
+
+server = MCPServer("t")
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Adds."""
+    if a < 0:
+        raise ValueError("negative")
+    return a + b
+
+@server.tool()
+def whereabouts() -> str:
+    """The server's process."""
+    return f"{os.getpid()} {os.environ.get('COLOUR')}"
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(1)
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+'''
+
+
+def tools_file(folder: Path, server: dict[str, Any], selected: str = "") -> str:
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"mine": server}}))
+    (folder / "tools.yaml").write_text(
+        f"tools: [{{mcp: {{mcp_servers_config_path: servers.json{selected}}}, config: {{type: mcp}}, retries: 1}}]"
+    )
+    return str(folder / "tools.yaml")
+
+
+def stdio_server(folder: Path) -> dict[str, Any]:
+    (folder / "server.py").write_text(SERVER)
+    return {"command": sys.executable, "args": [str(folder / "server.py")], "env": {"COLOUR": "green"}}
+
+
+def test_a_server_on_stdio(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        calls = [("add", {"a": 1}), ("add", {"a": "x"}), ("add", {"a": -1}), ("whereabouts", {}), ("whereabouts", {})]
+        answers = [await box.call(f"e{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
+        many = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(200)))
+        died = await box.call("e", "die", {})
+        return [
+            [schema["function"] for schema in box.schemas],
+            *answers,
+            many,
+            died,
+            await box.call("e", "add", {"a": 5}),
+        ]
+
+    shown, two, wrong, negative, here, again, many, died, after = with_tools(
+        tools_file(tmp_path, stdio_server(tmp_path)), use
+    )
+    assert [function["name"] for function in shown] == ["add", "whereabouts", "die"]
+    assert shown[0]["parameters"]["required"] == ["a"]
+    assert (two.text, two.error) == ("2", None)
+    assert wrong.error == "argument a: 'x' is not of type 'integer'"  # refused here, by the server's schema
+    assert (negative.text, negative.error is not None) == (f"Error: {negative.error}", True)
+    assert here.text == again.text  # one server for every episode
+    assert here.text.endswith(" green")
+    assert [answer.text for answer in many] == [str(i + 1) for i in range(200)]
+    assert died.error == "RetryableToolError: the MCP server closed the connection"
+    assert after.text == "6"  # by a server started anew
+
+
+def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -> None:
+    """Although the package gives it a session of its own, and it does not end with its input."""
+    server = stdio_server(tmp_path)
+    script = tmp_path / "server.py"
+    script.write_text(script.read_text() + "\nimport time\ntime.sleep(600)\n")
+
+    async def use(box: ToolBox) -> int:
+        number = int((await box.call("e", "whereabouts", {})).text.split()[0])
+        assert alive(number)
+        os.kill(box._processes[0].pid, signal.SIGKILL)
+        return number
+
+    number = with_tools(tools_file(tmp_path, server), use)
+    deadline = time.monotonic() + 10
+    while alive(number) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(number)
+
+
+def test_a_server_on_http(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    stdio_server(tmp_path)
+    server = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None
+            time.sleep(0.1)
+        spec = tools_file(tmp_path, {"url": f"http://127.0.0.1:{port}/mcp"}, ", tool_selected_list: [add]")
+
+        async def use(box: ToolBox) -> tuple[int, str]:
+            return len(box.schemas), (await box.call("e", "add", {"a": 1})).text
+
+        assert with_tools(spec, use) == (1, "2")
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize(
+    ("server", "selected", "told"),
+    [
+        ({"command": "/no/such/command"}, "", "server mine does not answer"),
+        ({"args": []}, "", "server mine has neither command nor url"),
+        (None, ", tool_selected_list: [subtract]", "no server has a tool subtract; they have: add, whereabouts, die"),
+    ],
+)
+def test_what_is_wrong_is_found_before_the_run(tmp_path: Path, server: Any, selected: str, told: str) -> None:
+    spec = tools_file(tmp_path, stdio_server(tmp_path) if server is None else server, selected)
+    with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
+        check_tools(Config(rollout=RolloutConfig(tools=spec)))

@@ -1,0 +1,260 @@
+"""What is taken for a tool call, and what is not, in every format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.config.schema import TOOL_FORMATS
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools import parsers
+from mcore_rl.rollout.tools.formats import FORMATS, format_of_template
+from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ParserError, ToolCall, ToolCallParser
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "q": {"type": "string"},
+                "n": {"type": "integer"},
+                "deep": {"type": "object", "properties": {"x": {"type": ["number", "null"]}}},
+            },
+            "required": ["q"],
+        },
+    },
+}
+FIRST, SECOND = {"q": "a", "n": 2}, {"q": "b", "n": 3}
+BAD = '{"q": "a", "n": }'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+MESSAGE_FORMATS = ("hermes", "qwen3_coder", "deepseek", "deepseek_v31", "mistral", "mistral_args", "llama3", "glm45")
+
+
+def written(form: str, *calls: dict[str, Any] | str, name: str = "look") -> str:
+    """Calls as models write them; a string stands for arguments that are written as they are."""
+    texts = [call if isinstance(call, str) else json.dumps(call, ensure_ascii=False) for call in calls]
+    match form:
+        case "hermes":
+            object_ = '{{"name": "{}", "arguments": {}}}'
+            return "\n".join(f"<tool_call>\n{object_.format(name, text)}\n</tool_call>" for text in texts)
+        case "llama3":
+            return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for text in texts)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{name}{text}" for text in texts)
+        case "mistral_args":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for text in texts)
+        case "mistral_list":
+            return "[TOOL_CALLS] [" + ", ".join(f'{{"name": "{name}", "arguments": {text}}}' for text in texts) + "]"
+        case "deepseek":
+            one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+        case "deepseek_v31":
+            one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        case _:
+            return "\n".join(xml(form, name, call) for call in calls)
+    return "<｜tool▁calls▁begin｜>" + "\n".join(one.format(name, text) for text in texts) + "<｜tool▁calls▁end｜>"
+
+
+def xml(form: str, name: str, arguments: Any) -> str:
+    pairs = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+    if form == "glm45":
+        body = "\n".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in pairs.items())
+        return f"<tool_call>{name}\n{body}\n</tool_call>"
+    body = "\n".join(f"<parameter={k}>\n{v}\n</parameter>" for k, v in pairs.items())
+    return f"<tool_call>\n<function={name}>\n{body}\n</function>\n</tool_call>"
+
+
+def parser(form: str) -> ToolCallParser:
+    return ToolCallParser(next(name for name in FORMATS if form.startswith(name)), None, [LOOK])
+
+
+def calls_of(message: ParsedMessage) -> list[dict[str, Any]]:
+    return [call.arguments for call in message.calls if isinstance(call, ToolCall)]
+
+
+def reasons_of(message: ParsedMessage) -> list[str]:
+    return [call.reason for call in message.calls if isinstance(call, MalformedCall)]
+
+
+def test_the_keys_choices_are_the_formats() -> None:
+    assert set(TOOL_FORMATS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
+def test_one_and_two_calls_and_text_around_them(form: str) -> None:
+    read = parser(form).parse
+    assert read(written(form, FIRST)) == ParsedMessage("", "", (ToolCall("look", FIRST),))
+    assert calls_of(read(written(form, FIRST, SECOND))) == [FIRST, SECOND]
+    around = read(f"<think>\nhm\n</think>\n\nLet me look.\n{written(form, FIRST)}\nDone.")
+    assert calls_of(around) == [FIRST]
+    assert around.reasoning == "hm"
+    assert around.content.split() == ["Let", "me", "look.", "Done."]
+
+
+@pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
+def test_a_call_inside_reasoning_is_none(form: str) -> None:
+    thought = f"\nmaybe {written(form, FIRST)}\nor\n{written(form, FIRST)}\n"
+    opened = parser(form).parse(f"<think>{thought}</think>\n\nNo call.")
+    by_prompt = parser(form).parse(f"{thought}</think>\n\nNo call.", prompt="user\nhello\nassistant\n<think>\n")
+    never_closed = parser(form).parse(f"<think>{thought}")
+    assert opened == by_prompt
+    assert (opened.content, opened.calls) == ("No call.", ())
+    assert opened.reasoning == thought.strip()
+    assert (never_closed.content, never_closed.calls) == ("", ())
+    # A prompt that has closed it again, as templates do to switch reasoning off.
+    assert calls_of(parser(form).parse(written(form, FIRST), prompt="<think>\n\n</think>\n\n")) == [FIRST]
+
+
+@pytest.mark.parametrize("form", ["hermes", "deepseek", "deepseek_v31", "mistral", "mistral_list", "llama3"])
+def test_bad_json_is_a_malformed_call(form: str) -> None:
+    message = parser(form).parse(written(form, BAD))
+    assert (calls_of(message), message.content) == ([], "")
+    assert "not valid JSON" in reasons_of(message)[0]
+    for arguments in ("[1]", '"q"', '{"q": "a", "n": NaN}', "[" * 100_000):
+        assert calls_of(parser(form).parse(written(form, arguments))) == []
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+def test_bad_xml_is_a_malformed_call(form: str) -> None:
+    whole = written(form, FIRST)
+    for tag in ("</parameter>", "</function>", "</arg_key>", "</arg_value>", "<arg_value>", "<parameter=n>"):
+        if tag in whole:
+            broken = parser(form).parse(whole.replace(tag, "", 1))
+            assert (calls_of(broken), len(reasons_of(broken))) == ([], 1), tag
+    twice = whole.replace("<parameter=n>", "<parameter=q>").replace("<arg_key>n", "<arg_key>q")
+    assert reasons_of(parser(form).parse(twice)) == ["argument q is given twice"]
+
+
+@pytest.mark.parametrize("form", MESSAGE_FORMATS)
+def test_a_good_call_beside_a_bad_one_is_kept_in_order(form: str) -> None:
+    bad = {"n": 1} if form in ("qwen3_coder", "glm45") else '{"n": 1}'
+    message = parser(form).parse(written(form, FIRST, bad, SECOND))
+    assert [type(call) for call in message.calls] == [ToolCall, MalformedCall, ToolCall]
+    assert "'q' is a required property" in reasons_of(message)[0]
+
+
+@pytest.mark.parametrize("form", MESSAGE_FORMATS)
+def test_tools_and_arguments_are_those_of_the_schemas(form: str) -> None:
+    read = parser(form).parse
+    unknown = read(written(form, FIRST, name="nope")).calls[0]
+    assert isinstance(unknown, MalformedCall)
+    assert unknown.answer == ("Error: The call of nope was not executed: there is no such tool; the tools are: look.")
+    assert reasons_of(read(written(form, {"q": "a", "n": "many"}))) == ["argument n: 'many' is not of type 'integer'"]
+    assert reasons_of(read(written(form, {"q": "a", "z": 1}))) == [
+        "there is no argument 'z'; the arguments are: q, n, deep"
+    ]
+
+
+@pytest.mark.parametrize("form", MESSAGE_FORMATS)
+def test_arguments_come_as_the_schema_types_them(form: str) -> None:
+    """Where only texts are written, a string that looks like a number stays one, and code keeps its indentation."""
+    arguments = {"q": "  007\n\treturn 'ä' \n", "n": -3, "deep": {"x": None}}
+    assert calls_of(parser(form).parse(written(form, arguments))) == [arguments]
+
+
+def test_pythons_words_are_read_where_a_template_prints_them() -> None:
+    tool = json.loads(json.dumps(LOOK).replace('"integer"', '"boolean"'))
+    text = written("qwen3_coder", {"q": "None", "n": True}).replace("true", "True")
+    assert calls_of(ToolCallParser("qwen3_coder", None, [tool]).parse(text)) == [{"q": "None", "n": True}]
+
+
+@pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObject) -> None:
+    text = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}｜\r"), max_size=12)
+    arguments = st.fixed_dictionaries({"q": text}, optional={"n": st.integers(), "deep": st.fixed_dictionaries({})})
+    calls = data.draw(st.lists(arguments, min_size=1, max_size=3))
+    before = data.draw(st.sampled_from(["", "Well.\n", THOUGHT, THOUGHT + "Well.\n"]))
+    whole = before + written(form, *calls)
+    read = parser(form).parse
+    assert calls_of(read(whole)) == calls
+    for end in data.draw(st.lists(st.integers(0, len(whole)), max_size=6)):
+        part = calls_of(read(whole[:end]))
+        assert part == calls[: len(part)]
+
+
+@pytest.mark.parametrize("form", MESSAGE_FORMATS)
+def test_cut_messages_have_no_call(form: str) -> None:
+    whole = written(form, FIRST).removesuffix("<｜tool▁calls▁end｜>")
+    for end in range(len(whole)):
+        assert calls_of(parser(form).parse(whole[:end])) == [], whole[:end]
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "deepseek", "deepseek_v31", "glm45"])
+def test_a_message_reads_the_same_in_pieces_of_any_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = parser(form).parse
+    text = f"{THOUGHT}Well.\n{written(form, FIRST, SECOND)}\n<think>again {written(form, FIRST)}</think>Done.<tool_ca"
+    whole = read(text)
+    assert calls_of(whole) == [FIRST, SECOND]
+    for size in range(1, 80):
+        monkeypatch.setattr(parsers, "PIECE_CHARACTERS", size)
+        assert read(text) == whole, size
+
+
+def test_json_in_prose_is_no_call_of_llama() -> None:
+    for text in ('He is {"name": "Bob", "age": 3}.', '{"name": "Bob", "age": 3}', '{"name": "look"}'):
+        assert parser("llama3").parse(text) == ParsedMessage(text, "", ())
+    inner = '{"name": "look", "parameters": {"q": "{\\"name\\": \\"look\\", \\"parameters\\": {}}"}}'
+    assert calls_of(parser("llama3").parse(f"<|python_tag|>{inner}")) == [{"q": '{"name": "look", "parameters": {}}'}]
+
+
+def test_many_calls_with_text_between_end() -> None:
+    message = parser("llama3").parse(("x\n" + written("llama3", FIRST) + "\n") * 500)
+    assert 0 < len(message.calls) < 500
+
+
+TEMPLATES = {
+    "hermes": '\'<tool_call>\\n{"name": "\' + tool_call.name + \'", "arguments": \'',
+    "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }} \"name\" \"arguments\"",
+    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
+    "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
+    "mistral": '"[TOOL_CALLS]" + tool_call["function"]["name"]',
+    "llama3": "'<|start_header_id|>' ... {{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}",
+    None: "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES, ids=str)
+def test_auto_is_what_the_chat_template_writes(form: str | None) -> None:
+    assert format_of_template(TEMPLATES[form]) == form
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATES[None]])
+def test_a_template_that_no_format_fits_names_the_key(template: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.tool_parser=auto.*set rollout.tool_parser to one of .*hermes"):
+        ToolCallParser("auto", template, [LOOK])
+
+
+USERS = """
+from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
+
+def brackets(text, tools):
+    name, _, query = text.strip("[]").partition(" ")
+    return ParsedMessage("", "", (ToolCall(name, {"q": query}),))
+
+def broken(text, tools):
+    return tools[7]
+
+def other(text, tools):
+    return {"calls": []}
+"""
+
+
+def test_a_users_parser_is_held_to_the_schemas_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USERS)
+    mine = ToolCallParser(f"{file}:brackets", None, [LOOK])
+    assert calls_of(mine.parse("[look here]")) == [{"q": "here"}]
+    assert "there is no such tool" in reasons_of(mine.parse("[nope here]"))[0]
+    with pytest.raises(ParserError, match="broken raised IndexError"):
+        ToolCallParser(f"{file}:broken", None, [LOOK]).parse("x")
+    with pytest.raises(ParserError, match="must return a ParsedMessage"):
+        ToolCallParser(f"{file}:other", None, [LOOK]).parse("x")

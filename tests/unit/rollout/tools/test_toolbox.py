@@ -1,0 +1,292 @@
+"""Tools in processes of their own: what is answered whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError, WorkerDiedError
+from mcore_rl.rollout.tools import tool_process
+from mcore_rl.rollout.tools.check import check_tools
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox
+from tests.unit.rollout.tools.made import alive, functions_file, tools_file, with_tools
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With functions.py in it."""
+    made = tmp_path_factory.mktemp("tools")
+    functions_file(made)
+    return made
+
+
+def test_functions_of_a_list_with_schemas_of_their_own(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        names = [schema["function"]["name"] for schema in box.schemas]
+        calls = [
+            ("add", {"a": 2}),
+            ("add", {"a": 2, "b": 5}),
+            ("whereabouts", {}),
+            ("wrong", {}),
+            ("quit_politely", {}),
+        ]
+        return [names, *(await asyncio.gather(*(box.call("e", name, arguments) for name, arguments in calls)))]
+
+    names, three, seven, where, wrong, quit_ = with_tools(f"{folder}/functions.py:every", use)
+    assert names[:3] == ["add", "pause", "whereabouts"]
+    assert (three.text, seven.text) == ("3", "7")
+    assert f'"parent": {os.getpid()}' in where.text  # in a process of its own
+    assert (wrong.text, wrong.error) == ("Error: KeyError: 'no such thing'", "KeyError: 'no such thing'")
+    assert quit_.error == "the tool called sys.exit"
+
+
+def test_a_thousand_calls_at_once(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[ToolAnswer]:
+        return await asyncio.gather(*(box.call(f"e{i % 100}", "pause", {"seconds": i % 9 / 40}) for i in range(1000)))
+
+    answers = with_tools(tools_file(folder, "pause", max_running=100), use)
+    assert {answer.error for answer in answers} == {None}
+    assert max(int(answer.text) for answer in answers) == 100  # never more at once, and as many as may be
+
+
+def test_an_error_that_may_pass_is_tried_again(folder: Path) -> None:
+    async def use(box: ToolBox) -> ToolAnswer:
+        return await box.call("e", "flaky", {"times": 1})
+
+    assert with_tools(tools_file(folder, "flaky", retries=1), use).text == "attempt 2"
+
+
+def test_a_death_is_told_and_the_next_call_begins_anew(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        await box.call("other", "add", {"a": 1})
+        died, beside = await asyncio.gather(box.call("e", "die", {}), box.call("other", "pause", {"seconds": 60}))
+        after = [await box.call("e", "add", {"a": 1}) for _ in range(2)]
+        return [died, beside, *after, await box.call("new", "add", {"a": 1}), await box.close_episode("other")]
+
+    died, beside, first, second, new, closed = with_tools(tools_file(folder, "add", "pause", "die"), use)
+    cause = "the tool process was lost: it ended with exit code 7"
+    assert died == ToolAnswer(f"Error: {cause}", error=cause, seconds=died.seconds)
+    assert beside.error == cause
+    assert (first.text, second.text, new.text) == (f"{RESTARTED}2", "2", "2")
+    assert closed.error == cause
+
+
+def test_episodes_are_spread_and_stay(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[str]:
+        return [(await box.call(f"e{i % 4}", "whereabouts", {})).text for i in range(8)]
+
+    pids = with_tools(tools_file(folder, "whereabouts"), use, tool_processes=2)
+    assert pids[:4] == pids[4:]
+    assert [pids.count(pid) for pid in set(pids)] == [4, 4]
+
+
+def test_a_function_that_does_not_return_costs_its_call_only(folder: Path) -> None:
+    """It runs in a thread, which cannot be stopped: others go on beside it."""
+
+    async def use(box: ToolBox) -> list[ToolAnswer]:
+        return [await box.call("e", "hang", {"seconds": 3.0}), await box.call("e", "add", {"a": 1})]
+
+    hung, after = with_tools(tools_file(folder, "add", "hang", timeout_seconds=0.2), use)
+    assert hung.error == "the tool did not answer within 0.2 seconds"
+    assert (after.text, after.error) == ("2", None)
+
+
+def test_a_function_that_holds_the_only_place_has_its_process_replaced(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[ToolAnswer]:
+        return [await box.call("e", "hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)]
+
+    spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
+    hung, waiting, after = with_tools(spec, use)
+    assert hung.error == "the tool did not answer within 0.3 seconds"
+    assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it never ran beside the first
+    assert (after.error, after.text) == (None, f"{RESTARTED}back")
+
+
+def test_a_process_whose_loop_is_held_up_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_process, "SILENT_SECONDS", 2.0)
+
+    async def use(box: ToolBox) -> list[Any]:
+        pid = box._processes[0].pid
+        ticks = 0
+
+        async def count() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.05)
+                ticks += 1
+
+        counting = asyncio.create_task(count())
+        blocked = await box.call("e", "block", {"seconds": 60})
+        counting.cancel()
+        return [pid, ticks, blocked, await box.call("e", "add", {"a": 1})]
+
+    pid, ticks, blocked, after = with_tools(tools_file(folder, "add", "block", timeout_seconds=0.2), use)
+    assert "the tool process was lost: it has not answered for" in blocked.error
+    assert ticks > 1  # the caller's loop turned meanwhile
+    assert after.text == f"{RESTARTED}2"
+    assert not alive(pid)
+
+
+def test_answers_are_cut_where_the_key_says(folder: Path) -> None:
+    async def use(box: ToolBox) -> str:
+        return (await box.call("e", "letters", {"count": 100})).text
+
+    spec = tools_file(folder, "letters")
+    cut = {keep: with_tools(spec, use, tool_answer_characters=21, tool_answer_keep=keep) for keep in ("start", "both")}
+    assert cut["start"] == "abcdefghijabcdefghija\n... (79 characters left out) ..."
+    assert cut["both"] == "abcdefghija\n... (79 characters left out) ...\nabcdefghij"
+    end = with_tools(spec, use, tool_answer_characters=21, tool_answer_keep="end")
+    assert end == "... (79 characters left out) ...\njabcdefghijabcdefghij"
+    assert with_tools(spec, use, tool_answer_characters=100) == "abcdefghij" * 10
+
+
+def test_a_function_in_processes_of_its_own(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        here = await box.call("e", "whereabouts", {})
+        deaths = await box.call("e", "die", {})
+        return [box._processes[0].pid, here, deaths, await box.call("e", "whereabouts", {})]
+
+    pid, here, died, after = with_tools(tools_file(folder, "whereabouts", "die", processes=1, retries=0), use)
+    assert f'"parent": {pid}' in here.text
+    assert died.error == "RetryableToolError: a process of the function died"
+    assert f'"parent": {pid}' in after.text
+
+
+def test_a_cancelled_call_is_ended_and_the_episode_can_be_closed(folder: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
+        await box.call("e", "pause", {"seconds": 0.0})  # the first has begun when this is answered
+        call.cancel()
+        after = await box.call("e", "pause", {"seconds": 0.0})  # of one place, which was given back
+        return [after, await box.close_episode("e"), await box.close_episode("e")]
+
+    after, closed, again = with_tools(tools_file(folder, "pause", max_running=2), use)
+    assert after.error is None
+    assert (closed.error, closed.rewards, again.error) == (None, {}, None)
+
+
+def test_what_still_runs_when_an_episode_is_closed_is_answered(folder: Path) -> None:
+    async def use(box: ToolBox) -> tuple[ToolAnswer, str | None]:
+        call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
+        await box.call("f", "pause", {"seconds": 0.0})
+        closed = await box.close_episode("e")
+        return await call, closed.error
+
+    answer, error = with_tools(tools_file(folder, "pause"), use)
+    assert (answer.error, error) == ("the episode was closed before the tool answered", None)
+
+
+def test_shutdown_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_process, "CLOSE_SECONDS", 0.2)
+
+    async def run() -> tuple[int, list[BaseException | ToolAnswer]]:
+        box = await ToolBox.start(RolloutConfig(tools=tools_file(folder, "hang", "block")))
+        calls = [asyncio.create_task(box.call("e", name, {"seconds": 60})) for name in ("hang", "block")]
+        await asyncio.sleep(0.2)
+        await box.shutdown()
+        await box.shutdown()
+        return box._processes[0].pid, await asyncio.gather(*calls, return_exceptions=True)
+
+    pid, answers = asyncio.run(run())
+    assert not alive(pid)
+    assert [getattr(answer, "error", None) for answer in answers] == [
+        "the tool process was lost: the tools are shut down"
+    ] * 2
+
+
+def test_processes_end_with_the_one_that_called(folder: Path) -> None:
+    """However it ends: the kernel sees to it, for those that a tool process has started too."""
+    code = (
+        "import asyncio, os\n"
+        "from mcore_rl.config.schema import RolloutConfig\n"
+        "from mcore_rl.rollout.tools.toolbox import ToolBox\n"
+        "async def main():\n"
+        f"    box = await ToolBox.start(RolloutConfig(tools={tools_file(folder, 'whereabouts', processes=1)!r}))\n"
+        "    print((await box.call('e', 'whereabouts', {})).text, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    found = json.loads(done.stdout)
+    deadline = time.monotonic() + 10
+    while any(alive(found[key]) for key in ("pid", "parent")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(found[key]) for key in ("pid", "parent"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f(x):\n    pass\n", "f has no schema"),
+        ("f = 3\n", "int is not a function with type hints"),
+        ("f = []\n", "has no tools"),
+        ("raise ValueError('early')\n", "does not import: ValueError: early"),
+        ("class f:\n    schema = {}\n", "f is not a function"),
+        ("class f:\n    def __init__(self):\n        raise OSError('no')\n", r"f\(\*\*config\) raised OSError: no"),
+        ("def g():\n    '''G.'''\nf = [g, g]\n", "there is another tool with the name g; rename one"),
+    ],
+)
+def test_code_that_gives_no_tools_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/mine.py:f.*{told}"):
+        check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py:f")))
+
+
+def test_a_class_of_its_own_form(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mcore_rl.rollout.tools.interface import Outcome\n"
+        "class Counter:\n"
+        "    def __init__(self, by):\n"
+        "        self.by = by\n"
+        "        self.schema = {'type': 'function', 'function': {'name': 'count'}}\n"
+        "    async def call(self, episode, arguments):\n"
+        "        episode.state['n'] = episode.state.get('n', 0) + self.by\n"
+        "        return Outcome(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
+        "    async def close_episode(self, episode):\n"
+        "        return float(episode.state['n'])\n"
+        "    async def close(self):\n"
+        "        pass\n"
+    )
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 3}}]")
+
+    async def use(box: ToolBox) -> list[Any]:
+        counted = [(await box.call(episode, "count", {})).text for episode in ("e", "e", "f")]
+        return [*counted, (await box.close_episode("e")).rewards, (await box.call("e", "count", {})).text]
+
+    assert with_tools(str(tmp_path / "tools.yaml"), use) == ["3", "6", "3", {"count": 6.0}, "3"]
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 7}}]")
+
+    async def once(box: ToolBox) -> ToolAnswer:
+        return await box.call("e", "count", {})
+
+    answer = with_tools(str(tmp_path / "tools.yaml"), once)
+    assert answer.text == "7"
+    assert "the tool's metrics cannot be sent" in str(answer.error)
+
+
+def test_processes_that_never_start_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(box: ToolBox) -> list[str | None]:
+        monkeypatch.setattr(sys, "executable", "/bin/false")  # no Python starts from here on
+        errors = []
+
+        async def go_on() -> None:
+            for _ in range(200):
+                errors.append((await box.call("e", "die", {})).error)
+                await asyncio.sleep(0.05)
+
+        with pytest.raises(WorkerDiedError, match=r"rollout.tools: the tool process was lost: .* 3 times before"):
+            await go_on()
+        return errors
+
+    assert None not in with_tools(tools_file(folder, "die"), use)

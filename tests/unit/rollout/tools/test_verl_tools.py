@@ -1,0 +1,227 @@
+"""Tool classes as verl's documentation has them, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.check import check_tools
+from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
+from mcore_rl.rollout.tools.kinds import verl_names
+from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, outcome_of
+from mcore_rl.rollout.tools.toolbox import ToolBox
+from tests.unit.rollout.tools.made import with_tools
+
+GRADER = """
+import logging
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+logger = logging.getLogger(__name__)
+
+
+class Grader(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(
+        self, instance_id: Optional[str] = None, ground_truth: Optional[str] = None, **kwargs
+    ) -> tuple[str, ToolResponse]:
+        if instance_id is None:
+            instance_id = str(uuid4())
+        if ground_truth is None:
+            ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth", None)
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        answer = parameters.get("answer", "")
+        self._instance_dict[instance_id]["response"] = answer
+        reward = await self.calc_reward(instance_id)
+        tool_reward = 0.0 if reward > self._instance_dict[instance_id]["reward"] else -0.05
+        self._instance_dict[instance_id]["reward"] = reward
+        extra = kwargs["agent_data"].extra_fields
+        extra["calls"] = extra.get("calls", 0) + 1
+        text = f"answer={answer} reward={reward} call={extra['calls']} open={len(self._instance_dict)}"
+        return ToolResponse(text=text), tool_reward, {"parsed": answer, "scale": self.config["scale"]}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        state = self._instance_dict[instance_id]
+        return 1.0 if state["response"] == state["ground_truth"] else 0.0
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+"""
+YAML = """
+tools:
+  - class_name: "{class_name}"
+    config:
+      type: native
+      scale: 3
+    tool_schema:
+      type: "function"
+      function:
+        name: "calc_reward"
+        description: "Grades an answer."
+        parameters:
+          type: "object"
+          properties:
+            answer:
+              type: "string"
+              description: "The answer"
+          required: ["answer"]
+"""
+KWARGS = {"calc_reward": {"create_kwargs": {"ground_truth": "42"}}}
+
+
+def files(folder: Path, more: str = "", class_name: str = "grader.py:Grader") -> str:
+    (folder / "grader.py").write_text(GRADER)
+    path = folder / "tools.yaml"
+    path.write_text(YAML.format(class_name=class_name) + more)
+    return str(path)
+
+
+def test_a_class_of_verls_documentation_runs_unchanged(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        answers = [await box.call("e", "calc_reward", {"answer": text}, KWARGS) for text in ("41", "42")]
+        other = await box.call("f", "calc_reward", {"answer": "42"}, {})
+        return [box.schemas[0]["function"]["description"], *answers, other, await box.close_episode("e")]
+
+    described, wrong, right, other, closed = with_tools(files(tmp_path), use)
+    assert described == "Grades an answer."
+    assert (wrong.text, wrong.reward) == ("answer=41 reward=0.0 call=1 open=1", -0.05)
+    assert (right.text, right.reward) == ("answer=42 reward=1.0 call=2 open=1", 0.0)
+    assert right.metrics == {"parsed": "42", "scale": 3}
+    assert other.text == "answer=42 reward=0.0 call=1 open=1"  # no ground truth, and a state of its own
+    assert closed.rewards == {}
+
+
+def test_an_instance_for_the_episode_is_rewarded_when_it_is_closed(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        for text in ("41", "42"):
+            last = await box.call("e", "calc_reward", {"answer": text}, KWARGS)
+        return [last, await box.close_episode("e"), await box.call("f", "calc_reward", {"answer": "1"}, KWARGS)]
+
+    last, closed, after = with_tools(files(tmp_path, "    lifecycle: episode\n"), use)
+    assert last.text == "answer=42 reward=1.0 call=2 open=1"
+    assert closed.rewards == {"calc_reward": 1.0}
+    assert "open=1" in after.text  # the first instance was released
+
+
+@pytest.mark.parametrize(
+    ("class_name", "told"),
+    [
+        ("grader.py:Nothing", "class_name=.*grader.py:Nothing: .* has no function Nothing"),
+        ("grader.py:logger", "is no class"),
+        ("no_such_package.tools.Grader", "no_such_package.tools does not import"),
+    ],
+)
+def test_classes_that_cannot_be_used_are_found_before_the_run(tmp_path: Path, class_name: str, told: str) -> None:
+    rollout = RolloutConfig(tools=files(tmp_path, class_name=class_name))
+    with pytest.raises(ConfigError, match=rf"rollout.tools=.*tools.yaml: tools\[0\].*{told}"):
+        check_tools(Config(rollout=rollout))
+
+
+def test_what_check_tools_gives_are_the_schemas(tmp_path: Path) -> None:
+    assert check_tools(Config()) == []
+    names = [schema["function"]["name"] for schema in check_tools(Config(rollout=RolloutConfig(tools=files(tmp_path))))]
+    assert names == ["calc_reward"]
+
+
+SCHEMA = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Recorded(BaseTool):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        self.seen: list[Any] = []
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.seen.append(("release", instance_id))
+
+
+class OldForm(Recorded):
+    async def create(self, instance_id: str | None = None, *, truth: int) -> str:  # type: ignore[override]
+        self.seen.append(truth)
+        return "old"
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any]) -> str:  # type: ignore[override]
+        return f"{instance_id} {parameters}"
+
+
+class NewForm(Recorded):
+    async def create(self, instance_id: str | None = None, create_kwargs: Any = None) -> Any:  # type: ignore[override]
+        self.seen.append(create_kwargs)
+        return "new", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=f"{sorted(kwargs)}"), None, None
+
+
+class EitherForm(Recorded):
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        self.seen.append(kwargs.get("create_kwargs", kwargs))
+        return "either", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        raise ValueError("no")
+
+
+EPISODE = {"t": {"create_kwargs": {"truth": 7}}}
+
+
+def test_both_forms_of_create_are_called() -> None:
+    old, new, either = OldForm(), NewForm(), EitherForm()
+    assert asyncio.run(VerlTool(old, SCHEMA).call(Episode.begin("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
+    outcome = asyncio.run(VerlTool(new, SCHEMA).call(Episode.begin("e", EPISODE), {}))
+    assert outcome == Outcome("['agent_data']", None, {})
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(VerlTool(either, SCHEMA).call(Episode.begin("e", EPISODE), {}))
+    assert old.seen == [7, ("release", "old")]
+    assert new.seen == [{"truth": 7}, ("release", "new")]
+    assert either.seen == [{"truth": 7}, ("release", "either")]
+
+
+def test_what_execute_may_return() -> None:
+    assert outcome_of("text") == Outcome("text")
+    assert outcome_of((ToolResponse(text="a"), 1, {"k": 2})) == Outcome("a", 1.0, {"k": 2})
+    assert outcome_of((ToolResponse(), None, None)) == Outcome("")
+    assert outcome_of(("b", 0.5)) == Outcome("b", 0.5)
+    with pytest.raises(ToolError, match="images"):
+        outcome_of(ToolResponse(image=[1]))
+    with pytest.raises(TypeError, match="reward is 'x'"):
+        outcome_of(("b", "x", {}))
+    with pytest.raises(TypeError, match="reward is nan"):
+        outcome_of(("b", float("nan"), {}))
+
+
+def test_the_names_of_verl_have_its_interface() -> None:
+    nested = {"type": "array", "items": {"type": "integer"}}
+    given = {"type": "function", "function": {"name": "t", "parameters": {"properties": {"x": nested}}}}
+    shown = OpenAIFunctionToolSchema.model_validate(given).model_dump(exclude_none=True)
+    assert shown["function"]["parameters"]["properties"]["x"] == nested
+    parsed = verl_names.OpenAIFunctionParsedSchema(name="t", arguments='{"x": [1]}')
+    call, wrong = verl_names.OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
+    assert (call.arguments, wrong) == ({"x": [1]}, False)
+    parsed = verl_names.OpenAIFunctionParsedSchema(name="t", arguments="[1")
+    assert verl_names.OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)[1] is True
+    with pytest.raises(ValueError, match="image of a ToolResponse must be a list"):
+        ToolResponse(image="one")
+    assert (ToolResponse().is_empty(), ToolResponse(text="a").is_text_only()) == (True, True)
