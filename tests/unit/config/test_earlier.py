@@ -44,7 +44,7 @@ def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run
     first = (run_dir / "config.yaml").read_text()
     assert start("trainer.steps=60", "actor.optimizer.lr=2e-3", "data.val=v.jsonl") == [
         "actor.optimizer.lr: 0.001 -> 0.002",
-        "data.val: null -> v.jsonl",
+        "data.val: null -> ['v.jsonl']",
         "trainer.steps: 40 -> 60",
     ]
     for steps in range(61, 71):

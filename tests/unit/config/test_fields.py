@@ -123,7 +123,7 @@ def test_every_path_becomes_absolute_and_nothing_else_changes(tmp_path: Path, mo
 
 def test_what_is_not_given_stays_so() -> None:
     config = Config()
-    config.data.train = ""
+    config.data.train = []
     make_paths_absolute(config)
-    assert config.data.train == ""
+    assert config.data.train == []
     assert config.model.tokenizer_path is None

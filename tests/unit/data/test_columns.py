@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import Columns, Fields, check_keys
+from mcore_rl.data.columns import Columns, Fields, check_keys, told
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
@@ -21,9 +21,9 @@ MESSAGES = [{"role": "user", "content": "1+1?"}]
 VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 1}}
 
 
-def read(row: dict[str, Any], **data: Any) -> tuple[Fields, tuple[str, ...]]:
-    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl")
-    return columns.read("rows.jsonl, line 1", row), columns.notes()
+def read(row: dict[str, Any], *, tools: bool = False, **data: Any) -> tuple[Fields, tuple[str, ...]]:
+    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl", rollout_config=RolloutConfig(), runs_tools=tools)
+    return columns.read("rows.jsonl, line 1", row), told(columns.take_notes())
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -133,11 +133,11 @@ def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
 
 
 def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
-    columns = Columns(DataConfig(), "data.train", "rows.jsonl")
+    columns = Columns(DataConfig(), "data.train", "rows.jsonl", rollout_config=RolloutConfig())
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)
-    assert columns.notes() == (
+    assert told(columns.take_notes()) == (
         "2 rows have need_tools_kwargs, tools_kwargs, used by no tool: responses are single turns, without tools",
     )
 

@@ -224,7 +224,7 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
     torn.write_bytes(torn.read_bytes()[:-20])
     for name, message in [
         ("missing.jsonl", "there is no file"),
-        ("directory.jsonl", "is not a file"),
+        ("directory.jsonl", "holds no .jsonl, .parquet or .csv file"),
         ("prompts.json", "neither .jsonl nor .parquet nor .csv"),
         ("prompts.csv", "has no rows"),
         ("empty.jsonl", "has no rows"),
