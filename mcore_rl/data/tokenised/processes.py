@@ -26,10 +26,12 @@ def tokenise_in_processes(raw: Iterator[RawBlock], tokeniser: BlockTokeniser) ->
     processes: list[_Process] = []
     reading = _Reading(raw)
     try:
+        for _ in range(tokeniser.data_config.workers):
+            processes.append(_Process())  # one by one: what has started is closed, whichever fails
+        for process in processes:  # after all have started, as they import for seconds before they read
+            process.send(tokeniser)
         waiting: list[_Process] = []
         for number, block in enumerate(reading):
-            if len(processes) < tokeniser.data_config.workers:
-                processes.append(_Process(tokeniser))
             process = processes[number % len(processes)]
             # One block at a time each: a process that still sends a result reads nothing, and neither would go on.
             if process in waiting:
@@ -64,7 +66,7 @@ class _Reading:
 
 
 class _Process:
-    def __init__(self, tokeniser: BlockTokeniser) -> None:
+    def __init__(self) -> None:
         self._connection, theirs = Pipe()
         with theirs:
             descriptor = theirs.fileno()
@@ -75,7 +77,6 @@ class _Process:
                 env=_environment(),
                 process_group=0,
             )
-        self.send(tokeniser)
 
     def send(self, message: BlockTokeniser | RawBlock) -> None:
         try:
