@@ -118,8 +118,7 @@ def load_prompts(
     made = prompt_set(prompts)
     if cache is not None:
         cache.save(entry_of(made, report))
-        report = replace(report, notes=(*report.notes, *cache.notes))
-    return made, report
+    return made, with_notes(report, files, [] if cache is None else cache.notes)
 
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
@@ -162,8 +161,15 @@ def prompts_of(entry: Entry) -> PromptSet:
 
 def report_of(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
     """The report of what was kept, on the files as they are called now."""
-    kept = {**entry.report, "key": key, "path": shown(files), "of_files": tuple(entry.report["of_files"])}
-    return LoadReport(**{**kept, "notes": (*entry.report["notes"], *notes)})
+    kept = {**entry.report, "key": key, "path": shown(files)}
+    kept |= {name: tuple(kept[name]) for name in ("notes", "of_files")}
+    return with_notes(LoadReport(**kept), files, notes)
+
+
+def with_notes(report: LoadReport, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
+    """The report, with `notes` and the names of files of which nothing is kept."""
+    unused = [path for path, kept in zip(files, report.of_files, strict=True) if not kept]
+    return replace(report, notes=(*report.notes, *([f"no row kept of {shown(unused)}"] if unused else []), *notes))
 
 
 _OF_ROWS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns")

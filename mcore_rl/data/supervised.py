@@ -12,7 +12,16 @@ import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import told
-from mcore_rl.data.prompts import LoadReport, PromptSet, entry_of, offsets_of, prompt_set, prompts_of, report_of
+from mcore_rl.data.prompts import (
+    LoadReport,
+    PromptSet,
+    entry_of,
+    offsets_of,
+    prompt_set,
+    prompts_of,
+    report_of,
+    with_notes,
+)
 from mcore_rl.data.sources.paths import Names, find_files, shown
 from mcore_rl.data.tokenised.blocks import BlockTokeniser, tokenised_blocks
 from mcore_rl.data.tokenised.cache import open_cache
@@ -71,8 +80,7 @@ def load_supervised(
         entry = entry_of(supervised.prompts, report)
         targets = {TARGETS: (supervised.target_tokens, supervised.target_offsets)}
         cache.save(replace(entry, ragged={**entry.ragged, **targets}))
-        report = replace(report, notes=(*report.notes, *cache.notes))
-    return supervised, report
+    return supervised, with_notes(report, files, [] if cache is None else cache.notes)
 
 
 def supervised_chunk(

@@ -78,6 +78,15 @@ def test_a_cached_set_is_the_same_set(rows_file: Path, load: Any) -> None:
     assert second[0][1].token_ids.tolist() == load.tokenizer("é😀", add_special_tokens=False)["input_ids"]
 
 
+def test_files_without_a_kept_row_are_named_from_a_cache_too(tmp_path: Path, rows_file: Path, load: Any) -> None:
+    names = [rows_file, written(tmp_path / "empty.jsonl", [])]
+    for _ in range(2):
+        report = load(names)[1]
+        assert report.of_files == (3, 0)
+        assert f"no row kept of {tmp_path}/empty.jsonl" in report.notes
+    assert HIT in report.notes
+
+
 def test_token_ids_are_mapped_and_not_read(rows_file: Path, load: Any) -> None:
     load(rows_file)
     tokens = load(rows_file)[0].tokens

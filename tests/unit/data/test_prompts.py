@@ -290,6 +290,7 @@ def test_several_files_are_one_set_and_each_is_counted(tmp_path, tokenizer):
     assert prompts.ground_truths == ["c3", "c4", "a5", "a8"]
     assert (report.of_files, report.dropped) == ((2, 2, 0), 2)
     assert str(report).startswith(f"data.train: 4 rows from 3 files ({tmp_path}/c.jsonl, ")
+    assert report.notes == (f"no row kept of {tmp_path}/b.jsonl",)
     config = RolloutConfig(max_prompt_tokens=8)
     prompts, report = load_prompts(names, tokenizer, DataConfig(), config, max_prompts=3)
     assert (prompts.ground_truths, report.of_files) == (["c3", "c4", "a5"], (2, 1, 0))
