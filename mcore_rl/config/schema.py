@@ -80,7 +80,7 @@ class DataConfig:
     system_prompt: str | None = None
     """A system message for prompts that have none; null: none is added."""
     workers: int = setting(1, minimum=1, unit="processes")
-    """That tokenise; what comes out is the same for any number."""
+    """That tokenise, for large files on hosts with cores to spare; what comes out is the same for any number."""
     cache_dir: str | None = setting(None, path=True)
     """Directory that keeps tokenised files for later starts; null: none."""
 

@@ -51,6 +51,15 @@ def test_rows_and_their_order_are_those_of_one_process(tmp_path: Path, tokenizer
     assert psutil.Process().children(recursive=True) == []
 
 
+def test_what_needs_only_the_first_rows_ends_the_processes_early(tmp_path: Path, tokenizer_file: Path) -> None:
+    lines = rows(6000, "a")
+    lines[5000] = BAD_LINE  # which one process would not come to
+    path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
+    prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
+    assert prompts.ground_truths == list(range(7))
+    assert psutil.Process().children(recursive=True) == []
+
+
 @pytest.mark.parametrize("torn_block", [2, 3])
 def test_the_first_malformed_row_is_named_whichever_is_found_first(
     tmp_path: Path, tokenizer_file: Path, torn_block: int
