@@ -37,7 +37,7 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     config.run.dir = str(run_dir)
     config.model.hf_path = str(task / "model")
     config.model.tokenizer_path = str(task / "endless_tokenizer")
-    config.data.train = str(task / "train.jsonl")
+    config.data.train = [str(task / "train.jsonl")]
     config.data.template = "plain"
     config.rollout.samples_per_prompt = SAMPLES
     config.rollout.max_prompt_tokens = 16

@@ -115,7 +115,7 @@ class _Site:
         staged, scorers = StagedPool(engines, stages), self._scorers(stages)
         has_rules = config.reward.function != NO_RULE
         pool = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else staged
-        sampler = PromptSampler(len(self.prepared.prompts["train"]), config.run.seed, config.data.shuffle)
+        sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
         collector = self._collector(pool, sampler, failures)
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
@@ -137,6 +137,16 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._critic(stages),
             reference=reference,
+        )
+
+    def _sampler(self, num_rows: int) -> PromptSampler:
+        prepared, config = self.prepared, self.config
+        return PromptSampler(
+            num_rows,
+            config.run.seed,
+            config.data.shuffle,
+            weights=prepared.weights,
+            curriculum=prepared.curriculum,
         )
 
     @staticmethod
@@ -190,7 +200,7 @@ class _Site:
     def supervised(self) -> SupervisedRun:
         targets = self.prepared.targets
         assert targets is not None
-        sampler = PromptSampler(len(targets), self.config.run.seed, self.config.data.shuffle)
+        sampler = self._sampler(len(targets))
         batches = SupervisedBatches(
             self.config, targets, sampler, self.prepared.layout.dp, self.prepared.cost, self.processes.trainers.store
         )

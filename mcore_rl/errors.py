@@ -42,6 +42,10 @@ class RewardError(McoreRLError):
     """Too many responses could not be graded; the message names the function and its first error."""
 
 
+class CurriculumError(McoreRLError):
+    """A user's function did not say which rows an epoch draws; the message names it, and file and line."""
+
+
 class WeightSyncError(McoreRLError):
     """A weight hand-over that was not acknowledged, or that verification found to differ."""
 

@@ -62,7 +62,7 @@ def planned_bytes(size: Size, device: str) -> int:
         config.plan.mean_response_fraction = 1.0
         config.rollout.samples_per_prompt = 1
         config.trainer.prompts_per_step = config.trainer.prompts_per_update = size.responses
-        config.data.train = root  # asked for, never read
+        config.data.train = [root]  # asked for, never read
         return _planned(config)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.load import YamlLoader, for_the_owner, known_keys, write_resolved
+from mcore_rl.config.load import YamlLoader, for_the_owner, known_keys, with_lists, write_resolved
 from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import Config
 
@@ -63,9 +63,10 @@ def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
 
 def _tree(text: str) -> Any:
     try:
-        return yaml.load(text, Loader=YamlLoader)
+        tree = yaml.load(text, Loader=YamlLoader)
     except yaml.YAMLError:
         return {}
+    return with_lists(tree) if isinstance(tree, dict) else tree  # versions before lists wrote a path on its own
 
 
 def _at(tree: Any, key: str) -> Any:

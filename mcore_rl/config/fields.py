@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.errors import ConfigError
@@ -21,7 +21,8 @@ DOMAIN = "domain"
 @dataclass(frozen=True)
 class Domain:
     """Values that a key may hold. The bounds `above` and `below` are themselves refused. `function`: also
-    module_or_file.py:name, a user's; `path`: of a file or directory."""
+    module_or_file.py:name, a user's; `path`: of a file or directory, of
+    several in a list, or of those that a mapping is about."""
 
     minimum: float | None = None
     above: float | None = None
@@ -38,10 +39,12 @@ class Domain:
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
     def demand(self, value: Any) -> str | None:
-        """What `value` would have to be and is not; None where it may stay."""
+        """What `value`, or one of a mapping's, would have to be and is not; None where it may stay."""
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
+        if isinstance(value, dict):
+            return next((demand for each in value.values() if (demand := self.demand(each)) is not None), None)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
         if not math.isfinite(value):
@@ -102,6 +105,10 @@ class Leaf:
     def may_be_null(self) -> bool:
         return type(None) in get_args(self.type)
 
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(each) is list for each in (self.type, *get_args(self.type)))
+
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
     """Every key of a dataclass of the schema and of the sections in it; keys begin with `prefix`."""
@@ -126,4 +133,10 @@ def make_paths_absolute(section: Any) -> None:
         if leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
         elif leaf.domain.path and leaf.value:
-            setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))
+            setattr(leaf.section, leaf.name, _absolute(leaf.value))
+
+
+def _absolute(paths: Any) -> Any:
+    if isinstance(paths, dict):
+        return {os.path.abspath(path): value for path, value in paths.items()}
+    return [os.path.abspath(path) for path in paths] if isinstance(paths, list) else os.path.abspath(paths)

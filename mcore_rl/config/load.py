@@ -28,11 +28,11 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
     _refuse_blanks(overrides)
     merged = OmegaConf.structured(Config)
     if not needs_data:
-        merged.data.train = ""
+        merged.data.train = []
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
         _refuse_unknown(tree, source)
         try:
-            merged = OmegaConf.merge(merged, tree)
+            merged = OmegaConf.merge(merged, with_lists(tree))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_first_line(error)}") from None
     try:
@@ -45,6 +45,17 @@ def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = 
 def known_keys() -> list[str]:
     """Every leaf key of the schema, dotted."""
     return sorted(leaf.key for leaf in leaves(Config()))
+
+
+def with_lists(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a YAML file, in which a path on its own, where a list of paths may stand, is a list of one."""
+    changed = dict(tree)
+    for leaf in leaves(Config()):
+        section, _, name = leaf.key.rpartition(".")
+        values = tree.get(section)
+        if leaf.domain.path and leaf.is_list and isinstance(values, dict) and isinstance(values.get(name), str):
+            changed[section] = {**changed[section], name: [values[name]]}
+    return changed
 
 
 def write_resolved(config: Config, path: Path) -> None:

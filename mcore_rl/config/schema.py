@@ -51,10 +51,14 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train: str = setting(MISSING, path=True)
-    """jsonl, parquet or CSV file of prompts."""
-    val: str | None = setting(None, path=True)
-    """Such a file too, of the prompts of validation; null: no validation."""
+    train: list[str] = setting(MISSING, path=True)
+    """Prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one that `datasets` saved; or
+    a list of these."""
+    val: list[str] | None = setting(None, path=True)
+    """The same, of the prompts of validation; null: no validation."""
+    weights: dict[str, float] = setting({}, above=0, path=True)
+    """How often rows are drawn, by what data.train names them with (a path or a glob): 2 is twice per epoch, 0.5 in
+    every second one; 1 for files that are not named here."""
     prompt_key: str | None = None
     """Column of the prompt, a string or chat messages; null: `prompt`, else `question`, whichever a file has. Rows in
     verl's format (`prompt` beside `reward_model`) without the column named here are read as they are, and reported;
@@ -74,6 +78,15 @@ class DataConfig:
     keeps the last (left) or the first (right) tokens of the rendered prompt, chat template included."""
     shuffle: bool = True
     """Prompts in another order in every epoch; false: in that of the file."""
+    curriculum: str | None = setting(None, function=True)
+    """module_or_file.py:function that is called as f(epoch, prompts, seed) and returns the rows of an epoch, as a list
+    of indices of prompts, in the order in which they are drawn; null: all, as data.shuffle says."""
+    system_prompt: str | None = None
+    """A system message for prompts that have none; null: none is added."""
+    workers: int = setting(1, minimum=1, unit="processes")
+    """That tokenise, for large files on hosts with cores to spare; what comes out is the same for any number."""
+    cache_dir: str | None = setting(None, path=True)
+    """Directory that keeps tokenised files for later starts; null: none."""
 
 
 @dataclass

@@ -11,10 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.schema import DataConfig
+from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json
-from mcore_rl.data.templates import chat_messages
+from mcore_rl.data.sources.overrides import check_sampling, check_turns
+from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.templates import chat_messages, with_system
 from mcore_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question")
@@ -23,6 +25,8 @@ _MEDIA = ("images", "videos", "audios")
 _OF_TOOLS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 _SINGLE_TURN = "single_turn_agent"
 """verl's name of an episode without tools."""
+_WITH_TOOLS = "tool_agent"
+"""Its name of one with tools."""
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
 
@@ -36,16 +40,27 @@ class Fields:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    sampling: dict[str, float] | None = None
+    max_turns: int | None = None
 
 
 class Columns:
     """Reads the rows of one file, whose columns may differ from those of the run's other files. `key` is the
-    configuration key of the file."""
+    configuration key of the file; with `runs_tools` rows may be for episodes with tools."""
 
-    def __init__(self, data_config: DataConfig, key: str, path: str | Path) -> None:
+    def __init__(
+        self,
+        data_config: DataConfig,
+        key: str,
+        path: str | Path,
+        *,
+        rollout_config: RolloutConfig,
+        runs_tools: bool = False,
+    ) -> None:
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
         self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
-        self._key = key
+        self._system_prompt, self._rollout_config = data_config.system_prompt, rollout_config
+        self._key, self._runs_tools = key, runs_tools
         self._noted: Counter[str] = Counter()
 
     def read(self, place: str, row: Mapping[str, Any]) -> Fields:
@@ -60,18 +75,21 @@ class Columns:
             data_source=_data_source(row, where),
             ground_truth=self._ground_truth(row, where),
             extra_info=extra_info,
+            sampling=check_sampling(_of_row(row, extra_info, "sampling", where) or {}, self._rollout_config, where),
+            max_turns=check_turns(_of_row(row, extra_info, "max_turns", where), where),
         )
 
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of the rows read so far, with their number."""
-        return tuple(f"{count} rows {text}" for text, count in self._noted.items())
+    def take_notes(self) -> Counter[str]:
+        """What a user should know of the rows read since the last call, with their number."""
+        noted, self._noted = self._noted, Counter()
+        return noted
 
     def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         prompt = self._prompt(row, where)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt = _messages_of_text(prompt, where)
             self._noted["have chat messages as JSON text, read as messages"] += 1
-        return chat_messages(prompt, where)
+        return with_system(chat_messages(prompt, where), self._system_prompt)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Any:
         wanted = self._prompt_key
@@ -118,6 +136,12 @@ class Columns:
 
     def _check_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
         agent = row.get("agent_name")
+        if self._runs_tools:
+            if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
+                self._noted[f"have agent_name {agent!r}, which is not used: rollout.episode says what runs"] += 1
+            if columns := [name for name in _OF_TOOLS if row.get(name)]:
+                self._noted[f"have columns {', '.join(columns)}, which are not used: put them into extra_info"] += 1
+            return
         if agent is not None and agent != _SINGLE_TURN:
             if _is_verls(row):
                 raise DataError(
@@ -129,9 +153,14 @@ class Columns:
             self._noted[f"have {', '.join(unused)}, used by no tool: responses are single turns, without tools"] += 1
 
 
-def check_keys(data_config: DataConfig, paths: Mapping[str, str]) -> None:
+def told(noted: Mapping[str, int]) -> tuple[str, ...]:
+    """Notes of Columns, as lines."""
+    return tuple(f"{count} rows {text}" for text, count in noted.items())
+
+
+def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
     """Whether data.prompt_key and data.answer_key, where they are set, name a column of any file at all: rows of verl's
-    format need neither. `paths` maps configuration keys to files; of each, the first row is read.
+    format need neither. `paths` maps configuration keys to what they name; of each file, the first row is read.
 
     Raises: DataError.
     """
@@ -139,13 +168,15 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, str]) -> None:
     if not any(wanted.values()):
         return
     columns: dict[str, None] = {}
-    for key, path in paths.items():
-        for _, row in islice(read_rows(path, key), 1):
-            columns |= dict.fromkeys(row)
+    found = {key: find_files(names, key) for key, names in paths.items()}
+    for key, files in found.items():
+        for path in files:
+            for _, row in islice(read_rows(path, key), 1):
+                columns |= dict.fromkeys(row)
     for key, column in wanted.items():
         if columns and column is not None and column not in columns:
-            files = " and ".join(f"{name} ({path})" for name, path in paths.items())
-            raise DataError(f"{key}: there is no column {column!r} in {files}: {_remedy(key, column, columns)}")
+            where = " and ".join(f"{name} ({shown(files)})" for name, files in found.items())
+            raise DataError(f"{key}: there is no column {column!r} in {where}: {_remedy(key, column, columns)}")
 
 
 def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
@@ -187,6 +218,17 @@ def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
         example = " with ground_truth" if column == "reward_model" else ""
         raise DataError(f"{where}: {column} is {type(value).__name__}, not an object{example}")
     return value
+
+
+def _of_row(row: Mapping[str, Any], extra_info: Mapping[str, Any], name: str, where: str) -> Any:
+    """What a row says in a column of its own or in extra_info; `sampling` is an object.
+
+    Raises: DataError where it says it twice.
+    """
+    if row.get(name) is not None and extra_info.get(name) is not None:
+        raise DataError(f"{where} has {name} both as a column and in extra_info; leave one of them out")
+    source = row if row.get(name) is not None else extra_info
+    return _object(source, name, where) if name == "sampling" else source.get(name)
 
 
 def _data_source(row: Mapping[str, Any], where: str) -> str:

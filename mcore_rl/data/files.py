@@ -1,4 +1,4 @@
-"""Reads rows from jsonl, parquet and CSV files, one at a time, each with its place for error messages."""
+"""Reads rows from jsonl, parquet and CSV files and saved sets, one at a time, each with its place for errors."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_rl.data.json_text import HalfCharacterError, parse_json
+from mcore_rl.data.sources.arrow import Rows, read_parquet, read_saved_dataset
+from mcore_rl.data.sources.paths import Names, find_files, is_saved_dataset
 from mcore_rl.errors import DataError
 
-if TYPE_CHECKING:
-    import pyarrow
-
-Rows = Iterator[tuple[str, dict[str, Any]]]
-_PARQUET_BATCH_ROWS = 1024
 _NAMED_LINES = 5
 _QUOTING = 'put a cell with a comma, a quote or a line break in it between double quotes ("), and write " as ""'
 
 
-def read_rows(path: str | Path, key: str) -> Rows:
-    """Yields (place, row): place is "<file>, line 12" or "<file>, row 12", both counted from 1.
+def read_rows(names: Names, key: str) -> Rows:
+    """Yields (place, row), file after file: place is "<file>, line 12" or "<file>, row 12", both counted from 1.
 
     Blank lines of a jsonl or CSV file are not rows. The first line of a CSV file names the columns; every value is the
     text that is written, and an empty cell is None. `key` is the configuration key that errors name.
 
-    Raises: DataError for a file that is missing, not a file, of another kind, or malformed.
+    Raises: DataError, at once for what find_files refuses, later for a malformed row.
     """
-    path = Path(path)
-    if not path.exists():
-        raise DataError(f"{key}: there is no file {path}; set {key} to a .jsonl, .parquet or .csv file")
-    if not path.is_file():
-        raise DataError(f"{key}: {path} is not a file; set {key} to a .jsonl, .parquet or .csv file")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
-    if path.suffix not in readers:
-        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet nor .csv; convert it, set {key} to the result")
-    return readers[path.suffix](path, key)
+    files = find_files(names, key)
+    return (row for path in files for row in _read_file(path, key))
+
+
+def _read_file(path: Path, key: str) -> Rows:
+    if is_saved_dataset(path):
+        return read_saved_dataset(path, key)
+    return {".jsonl": _read_jsonl, ".parquet": read_parquet, ".csv": _read_csv}[path.suffix](path, key)
 
 
 def _read_jsonl(path: Path, key: str) -> Rows:
@@ -88,37 +84,6 @@ def _further(lines: list[int]) -> str:
         return ""
     named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
     return f" (the same in {len(lines)} further lines: {named})"
-
-
-def _read_parquet(path: Path, key: str) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-                for row in _to_rows(batch, path, key, number):
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{key}: {path} is not a readable parquet file (after row {number}): {error}") from error
-
-
-def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> list[dict[str, Any]]:
-    try:
-        return batch.to_pylist()  # type: ignore[no-any-return]
-    except UnicodeDecodeError:
-        for index in range(batch.num_rows):
-            for column in batch.schema.names:
-                try:
-                    batch.column(column)[index].as_py()
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{key}: {path}, row {before + index + 1}: column {column!r} is not UTF-8 ({error.reason});"
-                        " write the file again with text"
-                    ) from None
-        raise
 
 
 def _read_csv(path: Path, key: str) -> Rows:

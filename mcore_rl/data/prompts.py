@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import Columns
-from mcore_rl.data.files import read_rows
-from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.data.columns import told
+from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.tokenised.blocks import BlockTokeniser, tokenised_blocks
+from mcore_rl.data.tokenised.cache import Entry, open_cache
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_PER_BLOCK = 1024
+TOKENS = "tokens"
+"""What a cache calls the token ids of prompts."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class PromptSet:
     ground_truths: list[Any]
     extra_infos: list[dict[str, Any]]
     messages: list[list[dict[str, Any]]]
+    samplings: list[Mapping[str, float] | None]
+    max_turns: list[int | None]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -52,6 +56,8 @@ class PromptSet:
             ground_truth=self.ground_truths[row],
             extra_info=self.extra_infos[row],
             messages=self.messages[row],
+            sampling=self.samplings[row],
+            max_turns=self.max_turns[row],
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
@@ -61,9 +67,10 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read from a file. `dropped` rows exceeded a token limit, `truncated` ones did and were shortened to it;
-    `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read; `notes` say of how
-    many rows what was read otherwise than it is written, or not used."""
+    """What was read from one file or several. `dropped` rows exceeded a token limit, `truncated` ones did and were
+    shortened to it; `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read;
+    `notes` say of how many rows what was read otherwise than it is written, or not used. `of_files` are the rows kept
+    of each file: those of a set lie one file after the other."""
 
     key: str
     path: str
@@ -73,6 +80,7 @@ class LoadReport:
     limits: str
     truncated: int = 0
     notes: tuple[str, ...] = ()
+    of_files: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.truncated:
@@ -84,55 +92,35 @@ class LoadReport:
 
 
 def load_prompts(
-    path: str | Path,
+    names: Names,
     tokenizer: PreTrainedTokenizerBase,
     data_config: DataConfig,
     rollout_config: RolloutConfig,
     key: str = "data.train",
     *,
     max_prompts: int | None = None,
+    runs_tools: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, LoadReport]:
-    """Reads, renders and tokenises the prompts of a jsonl, parquet or CSV file.
+    """Reads, renders and tokenises the prompts of all files that `names` stands for, one file after the other.
 
     Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
-    max_prompts, reading ends when so many are kept. `tools` are OpenAI schemas, for the chat template.
+    max_prompts, reading ends when so many are kept. With runs_tools rows may be for episodes with tools; `tools` are the
+    OpenAI schemas that the chat template shows.
 
-    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable prompt;
+    Raises: DataError naming file and row for a malformed row, or `key` for files without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
     """
-    renderer, columns = PromptRenderer(tokenizer, data_config, tools), Columns(data_config, key, path)
-    limit, truncates = rollout_config.max_prompt_tokens, data_config.long_prompts != "drop"
-    kept: list[Prompt] = []
-    lengths: list[int] = []
-    for block in iterate_blocks(path, key):
-        prompts = tokenise_block(block, renderer, columns)
-        lengths += [len(prompt.token_ids) for prompt in prompts]
-        if truncates:
-            prompts = [_truncated(prompt, limit, data_config.long_prompts, tokenizer) for prompt in prompts]
-        kept += [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
-        if max_prompts is not None and len(kept) >= max_prompts:
-            break
-    if not lengths:
-        raise DataError(f"{key}: {path} has no rows; set {key} to a file with prompts")
-    if not kept:
-        raise DataError(
-            f"{key}: all {len(lengths)} prompts of {path} are longer than rollout.max_prompt_tokens={limit}"
-            f" ({min(lengths)} to {max(lengths)} tokens); raise rollout.max_prompt_tokens"
-        )
-    prompts = kept[:max_prompts]
-    exceeding = sum(length > limit for length in (lengths[:max_prompts] if truncates else lengths))
-    report = LoadReport(
-        key,
-        str(path),
-        kept=len(prompts),
-        dropped=0 if truncates else exceeding,
-        truncated=exceeding if truncates else 0,
-        longest_tokens=max(lengths),
-        limits=f"longer than rollout.max_prompt_tokens={limit}",
-        notes=columns.notes(),
-    )
-    return prompt_set(prompts), report
+    files = find_files(names, key)
+    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, runs_tools, tuple(tools))
+    cache = open_cache(files, tokeniser, max_prompts)
+    if cache is not None and (entry := cache.load()) is not None:
+        return prompts_of(entry), report_of(entry, key, files, cache.notes)
+    prompts, report = _read_prompts(files, tokeniser, max_prompts)
+    made = prompt_set(prompts)
+    if cache is not None:
+        cache.save(entry_of(made, report))
+    return made, with_notes(report, files, [] if cache is None else cache.notes)
 
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
@@ -147,6 +135,8 @@ def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
         ground_truths=[prompt.ground_truth for prompt in prompts],
         extra_infos=[prompt.extra_info for prompt in prompts],
         messages=[prompt.messages for prompt in prompts],
+        samplings=[prompt.sampling for prompt in prompts],
+        max_turns=[prompt.max_turns for prompt in prompts],
     )
 
 
@@ -157,35 +147,81 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return offsets
 
 
-def iterate_blocks(path: str | Path, key: str) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Rows of a file with their places, many at a time: a tokenizer is fast on blocks."""
-    rows = read_rows(path, key)
-    while block := list(islice(rows, _ROWS_PER_BLOCK)):
-        yield block
+def entry_of(prompts: PromptSet, report: LoadReport) -> Entry:
+    """What a cache keeps of a set."""
+    columns = {name: getattr(prompts, name) for name in _OF_ROWS}
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return Entry({TOKENS: (prompts.tokens, prompts.offsets)}, prompts.texts, rows, asdict(report))
 
 
-def tokenise_block(block: list[tuple[str, dict[str, Any]]], renderer: PromptRenderer, columns: Columns) -> list[Prompt]:
-    """Prompts of a block's rows, whatever their length; `row` is -1 until they are part of a set."""
-    rows = [columns.read(place, row) for place, row in block]
-    texts = [renderer.render(row.messages, row.where) for row in rows]
-    ids = encode(renderer.tokenizer, texts, renderer.leading_ids)
-    return [
-        Prompt(
-            row=-1,
-            token_ids=token_ids,
-            text=text,
-            data_source=row.data_source,
-            ground_truth=row.ground_truth,
-            extra_info=row.extra_info,
-            messages=row.messages,
+def prompts_of(entry: Entry) -> PromptSet:
+    """The set of which a cache kept this."""
+    tokens, offsets = entry.ragged[TOKENS]
+    columns = {name: [row[name] for row in entry.rows] for name in _OF_ROWS}
+    return PromptSet(tokens=tokens, offsets=offsets, texts=entry.texts, **columns)
+
+
+def report_of(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
+    """The report of what was kept, on the files as they are called now."""
+    kept = {**entry.report, "key": key, "path": shown(files)}
+    kept |= {name: tuple(kept[name]) for name in ("notes", "of_files")}
+    return with_notes(LoadReport(**kept), files, notes)
+
+
+def with_notes(report: LoadReport, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
+    """The report, with `notes` and the names of files of which nothing is kept."""
+    unused = [path for path, kept in zip(files, report.of_files, strict=True) if not kept]
+    return replace(report, notes=(*report.notes, *([f"no row kept of {shown(unused)}"] if unused else []), *notes))
+
+
+_OF_ROWS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns")
+
+
+def _read_prompts(
+    files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None
+) -> tuple[list[Prompt], LoadReport]:
+    key, how = tokeniser.key, tokeniser.data_config.long_prompts
+    limit, truncates = tokeniser.rollout_config.max_prompt_tokens, how != "drop"
+    kept: list[Prompt] = []
+    lengths: list[int] = []
+    noted: Counter[str] = Counter()
+    of_files = [0] * len(files)
+    for block in tokenised_blocks(files, tokeniser):
+        noted += block.notes
+        lengths += [len(prompt.token_ids) for prompt in block.prompts]
+        prompts = [_truncated(prompt, limit, how, tokeniser.tokenizer) for prompt in block.prompts]
+        fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+        if max_prompts is not None:
+            fitting = fitting[: max_prompts - len(kept)]
+        kept += fitting
+        of_files[block.file] += len(fitting)
+        if len(kept) == max_prompts:
+            break
+    if not lengths:
+        raise DataError(f"{key}: {shown(files)} has no rows; set {key} to a file with prompts")
+    if not kept:
+        raise DataError(
+            f"{key}: all {len(lengths)} prompts of {shown(files)} are longer than rollout.max_prompt_tokens={limit}"
+            f" ({min(lengths)} to {max(lengths)} tokens); raise rollout.max_prompt_tokens"
         )
-        for row, text, token_ids in zip(rows, texts, ids, strict=True)
-    ]
+    exceeding = sum(length > limit for length in (lengths[:max_prompts] if truncates else lengths))
+    report = LoadReport(
+        key,
+        shown(files),
+        kept=len(kept),
+        dropped=0 if truncates else exceeding,
+        truncated=exceeding if truncates else 0,
+        longest_tokens=max(lengths),
+        limits=f"longer than rollout.max_prompt_tokens={limit}",
+        notes=told(noted),
+        of_files=tuple(of_files),
+    )
+    return kept, report
 
 
 def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """The prompt without the tokens beyond `limit`; its text is what the model will see, for the records."""
-    if len(prompt.token_ids) <= limit:
+    if how == "drop" or len(prompt.token_ids) <= limit:
         return prompt
     ids = prompt.token_ids[-limit:] if how == "truncate_left" else prompt.token_ids[:limit]
     return replace(prompt, token_ids=ids, text=str(tokenizer.decode(ids.tolist())))

@@ -1,4 +1,4 @@
-"""Draws prompt rows, epoch after epoch, in an order that a checkpoint can name with two numbers."""
+"""Draws prompt rows, epoch after epoch, in an order that a checkpoint can name with a few numbers."""
 
 from __future__ import annotations
 
@@ -6,34 +6,53 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.data.order.curriculum import Curriculum, fingerprint
+from mcore_rl.data.order.weights import RowWeights
 from mcore_rl.errors import CheckpointError, DataError
+
+_CURRICULUM = "curriculum"
+"""In the state, where there is one: the fingerprint of the epoch's order."""
 
 
 class PromptSampler:
-    """Every row once per epoch, in an order that depends on (seed, epoch) alone.
+    """Every row once per epoch, in an order that depends on (seed, epoch) alone; with `weights` as often as they say,
+    with a `curriculum` those that it returns, in its order.
 
     The order is the same on every platform and numpy version: it sorts raw output of a bit generator, whose stream
     numpy guarantees, instead of calling its shuffling, whose stream it does not.
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        weights: RowWeights | None = None,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         if num_rows < 1:
             raise DataError("cannot draw prompts from an empty set; set data.train to a file with rows")
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
+        self._weights, self._curriculum = weights, curriculum
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
 
     def draw(self, count: int) -> np.ndarray:
-        """The next `count` rows, as int64 [count]; goes on into the next epoch where this one ends."""
+        """The next `count` rows, as int64 [count]; goes on into the next epoch where this one ends.
+
+        Raises: CurriculumError.
+        """
         parts = []
         while count > 0:
-            if self._position == self._num_rows:
+            if self._position == len(self._order):
+                # First the order, so that an error in making it leaves the position as it was.
+                self._order = self._order_of(self._epoch + 1)
                 self._epoch += 1
                 self._position = 0
-                self._order = self._order_of(self._epoch)
             part = self._order[self._position : self._position + count]
             self._position += len(part)
             count -= len(part)
@@ -41,7 +60,8 @@ class PromptSampler:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+        state = {**self._identity(), "epoch": self._epoch, "position": self._position}
+        return state if self._curriculum is None else state | {_CURRICULUM: fingerprint(self._order)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken.
@@ -52,17 +72,30 @@ class PromptSampler:
             if state.get(name) != value:
                 raise CheckpointError(
                     f"the checkpoint's sampler has {name} {state.get(name)}, this run {value}: set run.seed,"
-                    " data.train, data.shuffle and rollout.max_prompt_tokens as they were, or start in a new run.dir"
+                    " data.train, data.weights, data.shuffle and rollout.max_prompt_tokens as they were, or start in a"
+                    " new run.dir"
                 )
-        self._epoch = int(state["epoch"])
-        self._position = int(state["position"])
-        self._order = self._order_of(self._epoch)
+        epoch = int(state["epoch"])
+        order = self._order_of(epoch)
+        if state.get(_CURRICULUM) != (None if self._curriculum is None else fingerprint(order)):
+            raise CheckpointError(
+                f"the checkpoint is in the middle of epoch {epoch}, for which data.curriculum now gives another order:"
+                " set it as it was, and let it depend on nothing but (epoch, prompts, seed); or start in a new run.dir"
+            )
+        self._epoch, self._position, self._order = epoch, int(state["position"]), order
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": self._num_rows, "seed": self._seed, "shuffle": self._shuffle}
+        """States of before there were weights say nothing of them, which is None too."""
+        weights = None if self._weights is None else self._weights.identity()
+        return {"num_rows": self._num_rows, "seed": self._seed, "shuffle": self._shuffle, "weights": weights}
 
     def _order_of(self, epoch: int) -> np.ndarray:
+        if self._curriculum is not None:
+            return self._curriculum.order(epoch)
+        rows = np.arange(self._num_rows, dtype=np.int64)
+        if self._weights is not None:
+            rows = np.repeat(rows, self._weights.counts(epoch))
         if not self._shuffle:
-            return np.arange(self._num_rows, dtype=np.int64)
+            return rows
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
-        return np.argsort(bits.random_raw(self._num_rows), kind="stable").astype(np.int64, copy=False)
+        return rows[np.argsort(bits.random_raw(len(rows)), kind="stable")]

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import ANSWER_COLUMNS, Columns, listing
-from mcore_rl.data.prompts import LoadReport, PromptSet, iterate_blocks, offsets_of, prompt_set, tokenise_block
-from mcore_rl.data.templates import PromptRenderer, encode
+from mcore_rl.data.columns import told
+from mcore_rl.data.prompts import (
+    LoadReport,
+    PromptSet,
+    entry_of,
+    offsets_of,
+    prompt_set,
+    prompts_of,
+    report_of,
+    with_notes,
+)
+from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.tokenised.blocks import BlockTokeniser, tokenised_blocks
+from mcore_rl.data.tokenised.cache import open_cache
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TARGETS = "targets"
+"""What a cache calls the token ids of targets."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +51,18 @@ class SupervisedSet:
 
 
 def load_supervised(
-    path: str | Path,
+    names: Names,
     tokenizer: PreTrainedTokenizerBase,
     data_config: DataConfig,
     rollout_config: RolloutConfig,
     key: str = "data.train",
 ) -> tuple[SupervisedSet, LoadReport]:
-    """Reads prompts and targets (column data.answer_key) of a jsonl, parquet or CSV file.
+    """Reads prompts and targets (column data.answer_key) of all files that `names` stands for.
 
     Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
     rollout.max_response_tokens, are dropped and counted.
 
-    Raises: DataError naming file and row for a malformed row, or `key` for a file without a usable row; ConfigError
+    Raises: DataError naming file and row for a malformed row, or `key` for files without a usable row; ConfigError
     when data.long_prompts asks for truncation.
     """
     if data_config.long_prompts != "drop":
@@ -54,34 +70,17 @@ def load_supervised(
             f"data.long_prompts={data_config.long_prompts}: a target does not answer a truncated prompt; "
             "set data.long_prompts=drop for supervised training"
         )
-    renderer, columns = PromptRenderer(tokenizer, data_config), Columns(data_config, key, path)
-    kept: list[tuple[Prompt, np.ndarray]] = []
-    longest_prompt = longest_target = long_prompts = long_targets = 0
-    for block in iterate_blocks(path, key):
-        prompts = tokenise_block(block, renderer, columns)
-        for prompt, target in zip(prompts, _targets(block, tokenizer, data_config, key), strict=True):
-            longest_prompt = max(longest_prompt, len(prompt.token_ids))
-            longest_target = max(longest_target, len(target))
-            if len(prompt.token_ids) > rollout_config.max_prompt_tokens:
-                long_prompts += 1
-            elif len(target) > rollout_config.max_response_tokens:
-                long_targets += 1
-            else:
-                kept.append((prompt, target))
-    dropped = long_prompts + long_targets
-    limits = (
-        f"{long_prompts} prompts longer than rollout.max_prompt_tokens={rollout_config.max_prompt_tokens},"
-        f" {long_targets} targets longer than rollout.max_response_tokens={rollout_config.max_response_tokens}"
-    )
-    if not kept:
-        raise DataError(_nothing_left(path, key, dropped, limits, longest_prompt, longest_target))
-    targets = [target for _, target in kept]
-    supervised = SupervisedSet(
-        prompts=prompt_set([prompt for prompt, _ in kept]),
-        target_tokens=np.concatenate(targets),
-        target_offsets=offsets_of([len(target) for target in targets]),
-    )
-    return supervised, LoadReport(key, str(path), len(kept), dropped, longest_prompt, limits, notes=columns.notes())
+    files = find_files(names, key)
+    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True)
+    cache = open_cache(files, tokeniser)
+    if cache is not None and (entry := cache.load()) is not None:
+        return SupervisedSet(prompts_of(entry), *entry.ragged[TARGETS]), report_of(entry, key, files, cache.notes)
+    supervised, report = _read_supervised(files, tokeniser)
+    if cache is not None:
+        entry = entry_of(supervised.prompts, report)
+        targets = {TARGETS: (supervised.target_tokens, supervised.target_offsets)}
+        cache.save(replace(entry, ragged={**entry.ragged, **targets}))
+    return supervised, with_notes(report, files, [] if cache is None else cache.notes)
 
 
 def supervised_chunk(
@@ -123,30 +122,56 @@ def supervised_chunk(
     return buffers, scalars
 
 
+def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[SupervisedSet, LoadReport]:
+    rollout_config, key = tokeniser.rollout_config, tokeniser.key
+    kept: list[tuple[Prompt, np.ndarray]] = []
+    longest_prompt = longest_target = long_prompts = long_targets = 0
+    noted: Counter[str] = Counter()
+    of_files = [0] * len(files)
+    for block in tokenised_blocks(files, tokeniser):
+        noted += block.notes
+        for prompt, target in zip(block.prompts, block.targets, strict=True):
+            longest_prompt = max(longest_prompt, len(prompt.token_ids))
+            longest_target = max(longest_target, len(target))
+            if len(prompt.token_ids) > rollout_config.max_prompt_tokens:
+                long_prompts += 1
+            elif len(target) > rollout_config.max_response_tokens:
+                long_targets += 1
+            else:
+                kept.append((prompt, target))
+                of_files[block.file] += 1
+    dropped = long_prompts + long_targets
+    limits = (
+        f"{long_prompts} prompts longer than rollout.max_prompt_tokens={rollout_config.max_prompt_tokens},"
+        f" {long_targets} targets longer than rollout.max_response_tokens={rollout_config.max_response_tokens}"
+    )
+    if not kept:
+        raise DataError(_nothing_left(shown(files), key, dropped, limits, longest_prompt, longest_target))
+    targets = [target for _, target in kept]
+    supervised = SupervisedSet(
+        prompts=prompt_set([prompt for prompt, _ in kept]),
+        target_tokens=np.concatenate(targets),
+        target_offsets=offsets_of([len(target) for target in targets]),
+    )
+    report = LoadReport(
+        key,
+        shown(files),
+        len(kept),
+        dropped,
+        longest_prompt,
+        limits,
+        notes=told(noted),
+        of_files=tuple(of_files),
+    )
+    return supervised, report
+
+
 def _bounds(offsets: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
     rows = np.asarray(rows, np.int64)
     return list(zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True))
 
 
-def _targets(
-    block: list[tuple[str, dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, key: str
-) -> list[np.ndarray]:
-    texts, column = [], data_config.answer_key or ANSWER_COLUMNS[0]
-    for place, row in block:
-        text = row.get(column)
-        if not isinstance(text, str) or not text:
-            raise DataError(
-                f"{key}: {place} has no target text in column {column!r} (its columns are {listing(row, column)});"
-                " set data.answer_key to the column of target texts"
-            )
-        texts.append(text)
-    eos = np.array([tokenizer.eos_token_id], np.int32)
-    return [np.concatenate([ids, eos]) for ids in encode(tokenizer, texts)]
-
-
-def _nothing_left(
-    path: str | Path, key: str, dropped: int, limits: str, longest_prompt: int, longest_target: int
-) -> str:
+def _nothing_left(path: str, key: str, dropped: int, limits: str, longest_prompt: int, longest_target: int) -> str:
     if not dropped:
         return f"{key}: {path} has no rows; set {key} to a file with prompts"
     return (

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLACEHOLDER = "{prompt}"
+_SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptRenderer:
@@ -40,6 +41,8 @@ class PromptRenderer:
         if not self._chat and _PLACEHOLDER not in self._plain_template:
             raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
         self.leading_ids = [] if self._chat else leading_ids(tokenizer)
+        if self._chat and data_config.system_prompt:
+            self._check_system(data_config.system_prompt)
 
     def render(self, prompt: Any, where: str) -> str:
         """The text of a prompt, a string or a list of chat messages. `where` starts error messages.
@@ -50,6 +53,19 @@ class PromptRenderer:
         if self._chat:
             return render_chat(self.tokenizer, messages, where, add_generation_prompt=True, tools=self._tools)
         return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
+
+    def _check_system(self, text: str) -> None:
+        """A template that knows no system message refuses one, or leaves it out without a word."""
+        messages = with_system([{"role": "user", "content": "a"}], text)
+        try:
+            rendered = render_chat(self.tokenizer, messages, "data.system_prompt", add_generation_prompt=True)
+        except DataError as error:
+            raise ConfigError(f"{error}; set data.system_prompt=null") from error
+        if text.strip() not in rendered:
+            raise ConfigError(
+                "data.system_prompt: the tokenizer's chat template does not write it; set data.system_prompt=null, or "
+                "use a tokenizer whose template has system messages"
+            )
 
 
 def render_chat(
@@ -113,6 +129,13 @@ def chat_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where}: the prompt is empty")
     return messages
+
+
+def with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """The messages behind a system message, if they have none of their own; as they are where system_prompt is None."""
+    if system_prompt is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,7 +11,7 @@ from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.rules.available import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.data.files import read_rows
+from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.spec.placement import place
 
@@ -100,6 +100,13 @@ def _check_model(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     """Whether the files are there and of a known kind; rows are read only when they are asked for."""
-    read_rows(config.data.train, "data.train")
-    if config.data.val is not None and not is_supervised(config.algorithm):
-        read_rows(config.data.val, "data.val")
+    data = config.data
+    find_files(data.train, "data.train")
+    if data.val is not None and not is_supervised(config.algorithm):
+        find_files(data.val, "data.val")
+    if data.weights and data.curriculum is not None:
+        raise ConfigError(
+            "data.weights has no effect beside data.curriculum, whose function says how often a row is drawn: it may"
+            " return an index more than once; set one of the two"
+        )
+    file_weights(data.weights, data.train)

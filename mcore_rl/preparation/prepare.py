@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
+from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.data.columns import check_keys
+from mcore_rl.data.order.curriculum import Curriculum
+from mcore_rl.data.order.weights import RowWeights
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
+from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, CurriculumError
 from mcore_rl.preparation.episodes import check_episode
 from mcore_rl.preparation.models import (
     check_adapters,
@@ -35,6 +41,9 @@ from mcore_rl.spec.costs import sequence_cost
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
 from model_converters.mapping.layout import TrainLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Of a checkpoint: a parameter, the float32 main copy of a bfloat16 one, and two float32 Adam moments.
 CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
@@ -55,6 +64,10 @@ class Prepared:
     """Of the critic, where the estimator needs one."""
     reward_model: TrainLayout | None = None
     """Of the reward model, where responses are scored by one."""
+    weights: RowWeights | None = None
+    """Of the rows that are drawn, where data.weights says any."""
+    curriculum: Curriculum | None = None
+    """What orders them, where data.curriculum names it."""
 
 
 def prepare(config: Config) -> Prepared:
@@ -79,20 +92,12 @@ def prepare(config: Config) -> Prepared:
     reward_model = reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
-    reports: list[LoadReport | str] = []
+    reports: list[LoadReport]
+    notes: list[str] = []
     if needs.advantages:
         check_reward_function(config.reward)
-        paths = {"train": config.data.train, "val": config.data.val}
-        check_keys(config.data, {f"data.{name}": path for name, path in paths.items() if path is not None})
         tools, notes = check_episode(config, tokenizer)
-        reports += notes
-        for name, path in paths.items():
-            if path is not None:
-                limit = config.data.val_max_prompts if name == "val" else None
-                prompts[name], report = load_prompts(
-                    path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit, tools=tools
-                )
-                reports.append(report)
+        prompts, reports = _load_prompts(config, tokenizer, tools)
         if reward_model is not None:
             inputs = RewardInputs(config)
             for name, loaded in prompts.items():
@@ -100,15 +105,66 @@ def prepare(config: Config) -> Prepared:
     else:
         check_keys(config.data, {"data.train": config.data.train})
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
-        reports.append(report)
+        reports = [report]
+    drawn = prompts["train"] if targets is None else targets.prompts
+    weights, curriculum = _drawing(config, drawn, reports[0])
     check_judge(config, needs, prompts)
-    reports += _try_rewards(config, prompts)
+    warnings = [*notes, *_try_rewards(config, prompts)]
     trained = actor_parameters if critic is None else actor_parameters + parameters
     checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
     if uses_reference(config) and config.reference.refresh_every_steps:
         checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
     cost = sequence_cost(hf_config)
-    return Prepared(layout, cost, prompts, targets, tuple(reports), checkpoint_bytes, chosen, critic, reward_model)
+    return Prepared(
+        layout,
+        cost,
+        prompts,
+        targets,
+        (*reports, *warnings),
+        checkpoint_bytes,
+        chosen,
+        critic,
+        reward_model,
+        weights,
+        curriculum,
+    )
+
+
+def _load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, PromptSet], list[LoadReport]]:
+    """Of data.train, and of data.val where it is set; prompts show the `tools`."""
+    named = {"train": config.data.train, "val": config.data.val}
+    check_keys(config.data, {f"data.{name}": files for name, files in named.items() if files is not None})
+    prompts, reports = {}, []
+    for name, files in named.items():
+        if files is not None:
+            limit = config.data.val_max_prompts if name == "val" else None
+            prompts[name], report = load_prompts(
+                files,
+                tokenizer,
+                config.data,
+                config.rollout,
+                f"data.{name}",
+                max_prompts=limit,
+                runs_tools=has_turns(config.rollout),
+                tools=tools,
+            )
+            reports.append(report)
+    return prompts, reports
+
+
+def _drawing(config: Config, prompts: PromptSet, report: LoadReport) -> tuple[RowWeights | None, Curriculum | None]:
+    """What says how often rows are drawn; the curriculum is tried for the first epoch."""
+    weights = file_weights(config.data.weights, config.data.train)
+    if config.data.curriculum is None:
+        return None if weights is None else RowWeights(report.of_files, weights, config.run.seed), None
+    curriculum = Curriculum(config.data.curriculum, prompts, config.run.seed)
+    try:
+        curriculum.order(0)
+    except CurriculumError as error:
+        raise ConfigError(str(error)) from error
+    return None, curriculum
 
 
 def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:

@@ -22,8 +22,10 @@ from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
     EpisodeOutcome,
     GenerationRequest,
+    Prompt,
     RolloutScalars,
     RolloutTask,
+    SamplingOptions,
     Score,
     TrajectoryBuffers,
 )
@@ -106,7 +108,7 @@ class RolloutWorker:
                     f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
                     prompts[i // samples].token_ids,
                     int(seed),
-                    task.sampling,
+                    _sampling(task.sampling, prompts[i // samples]),
                 ),
                 prompts[i // samples],
             )
@@ -135,6 +137,20 @@ class RolloutWorker:
         reward = graded.reward + outcome.turn_rewards
         accuracy = graded.accuracy if self._has_rules else reward
         return replace(graded, reward=reward, accuracy=accuracy, parts=parts)
+
+
+def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
+    """As the task has it, but for what the prompt's row says; greedy tasks stay greedy."""
+    if not prompt.sampling:
+        return options
+    wanted = dict(prompt.sampling)
+    if options.temperature == 0:
+        wanted.pop("temperature", None)
+    if "max_response_tokens" in wanted:
+        wanted["max_response_tokens"] = min(int(wanted["max_response_tokens"]), options.max_response_tokens)
+    if "top_k" in wanted:
+        wanted["top_k"] = int(wanted["top_k"])
+    return replace(options, **wanted)  # type: ignore[arg-type]
 
 
 def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, Drawn]:

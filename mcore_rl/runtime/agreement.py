@@ -33,7 +33,7 @@ PACKAGES = (
 )
 WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
 """Paths that need not be there."""
-READ_BY_DRIVER = ("data.train", "data.val")
+READ_BY_DRIVER = ("data.train", "data.val", "data.weights", "data.curriculum", "data.cache_dir")
 LARGEST_DIGESTED = 1 << 20
 """Bytes of a file of which the content is compared; of a larger one the size."""
 MOST_SECONDS_APART = 10.0
@@ -116,7 +116,9 @@ def named_paths(config: Config) -> dict[str, str]:
     """Files and directories that processes of every host read, by key."""
     paths = {}
     for leaf in leaves(config):
-        if leaf.domain.path and leaf.value and leaf.key not in (*WRITTEN, *READ_BY_DRIVER):
+        if leaf.key in (*WRITTEN, *READ_BY_DRIVER):
+            continue
+        if leaf.domain.path and leaf.value:
             paths[leaf.key] = leaf.value
         elif leaf.domain.function and leaf.value and names_function(leaf.value):
             file = leaf.value.rpartition(":")[0]

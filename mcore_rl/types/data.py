@@ -25,7 +25,8 @@ import numpy as np
 @dataclass(frozen=True)
 class Prompt:
     """One row of a prompt set, tokenised. `messages` are the chat messages that `text` renders (a plain string is one
-    of the user's), whole even where the text was truncated.
+    of the user's), whole even where the text was truncated. `sampling` are keys of SamplingOptions that hold for this
+    row alone, `max_turns` is a limit of its own; None where the run's hold.
 
     Shapes: token_ids int32 [P].
     """
@@ -37,6 +38,8 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    sampling: Mapping[str, float] | None = None
+    max_turns: int | None = None
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,11 @@ class EpisodePlayer:
         client = ResumingClient(self.client, drawn)
         source = WatchedSource(client)
         prompt = attempt.prompt
-        limits = EpisodeLimits.of(self._config, response_tokens=attempt.request.sampling.max_response_tokens)
+        limits = EpisodeLimits.of(
+            self._config,
+            response_tokens=attempt.request.sampling.max_response_tokens,
+            turns=prompt.max_turns,
+        )
         session = Session(replace(self.around, source=source), attempt.request, prompt, limits)
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)

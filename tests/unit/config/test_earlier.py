@@ -44,7 +44,7 @@ def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run
     first = (run_dir / "config.yaml").read_text()
     assert start("trainer.steps=60", "actor.optimizer.lr=2e-3", "data.val=v.jsonl") == [
         "actor.optimizer.lr: 0.001 -> 0.002",
-        "data.val: null -> v.jsonl",
+        "data.val: null -> ['v.jsonl']",
         "trainer.steps: 40 -> 60",
     ]
     for steps in range(61, 71):
@@ -54,6 +54,17 @@ def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run
     assert {path.stat().st_mode & 0o777 for path in run_dir.iterdir()} == {0o600}
     assert load_config(str(run_dir / "config.11.yaml")).trainer.steps == 69
     assert load_config(str(run_dir / "config.yaml")).trainer.steps == 70
+
+
+def test_a_path_that_an_older_version_wrote_on_its_own_is_no_change(base: Path, run_dir: Path) -> None:
+    replace_config(load_config(str(base), ["data.val=v.jsonl"]), run_dir)
+    written = (run_dir / "config.yaml").read_text()
+    assert "train:\n  - a.jsonl\n  val:\n  - v.jsonl\n" in written
+    older = written.replace("train:\n  - a.jsonl", "train: a.jsonl").replace("val:\n  - v.jsonl", "val: v.jsonl")
+    (run_dir / "config.yaml").write_text(older)
+    assert replace_config(load_config(str(base), ["data.val=[w.jsonl]"]), run_dir) == [
+        "data.val: ['v.jsonl'] -> ['w.jsonl']"
+    ]
 
 
 def test_where_a_run_is_started_is_kept_but_not_told(base: Path, run_dir: Path) -> None:

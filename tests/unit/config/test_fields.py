@@ -138,7 +138,28 @@ def test_a_key_may_be_a_path_or_name_code(
 
 def test_what_is_not_given_stays_so() -> None:
     config = Config()
-    config.data.train = ""
+    config.data.train = []
     make_paths_absolute(config)
-    assert config.data.train == ""
+    assert config.data.train == []
     assert config.model.tokenizer_path is None
+
+
+def test_each_path_of_a_list_and_each_that_a_mapping_is_about_becomes_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.data.train, config.data.weights = ["a.jsonl", "/b/*.jsonl"], {"a.jsonl": 2.0}
+    config.data.curriculum = "mine.py:order"
+    make_paths_absolute(config)
+    assert config.data.train == [f"{tmp_path}/a.jsonl", "/b/*.jsonl"]
+    assert config.data.weights == {f"{tmp_path}/a.jsonl": 2.0}
+    assert config.data.curriculum == f"{tmp_path}/mine.py:order"
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_number_in_a_mapping_has_the_bounds_of_its_key(weight: float) -> None:
+    config = Config()
+    config.data.weights = {"a.jsonl": 1.0, "b.jsonl": weight}
+    with pytest.raises(ConfigError, match=r"^data\.weights=.* must be (above 0|a finite number)"):
+        check_domains(config)

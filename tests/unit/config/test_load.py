@@ -172,3 +172,26 @@ def test_nesting_without_end_is_refused_as_other_bad_yaml(minimal: str, tmp_path
         load_config(str(path))
     with pytest.raises(ConfigError, match=r"trainer\.steps"):
         load_config(minimal, ["trainer.steps=" + "[" * 10_000])
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("data.val=v.jsonl", ["v.jsonl"]),
+        ("data.val=[v.jsonl, 'w x.jsonl']", ["v.jsonl", "w x.jsonl"]),
+        ("data.val=a,b*.jsonl", ["a,b*.jsonl"]),  # a comma is part of a path
+        ("data.val=null", None),
+    ],
+)
+def test_a_path_on_its_own_is_a_list_of_one(minimal: str, override: str, names: list[str] | None) -> None:
+    config = load_config(minimal, [override])
+    assert (config.data.train, config.data.val) == (["train.jsonl"], names)
+
+
+def test_weights_are_numbers_by_path(minimal: str, tmp_path: Path) -> None:
+    config = load_config(minimal, ["data.weights={a/b.c.jsonl: 2, '*.csv': 0.5}"])
+    assert config.data.weights == {"a/b.c.jsonl": 2.0, "*.csv": 0.5}
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml")) == config
+    with pytest.raises(ConfigError, match=r"data\.weights"):
+        load_config(minimal, ["data.weights={a: often}"])

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import Columns, Fields, check_keys
+from mcore_rl.data.columns import Columns, Fields, check_keys, told
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
@@ -21,9 +21,9 @@ MESSAGES = [{"role": "user", "content": "1+1?"}]
 VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 1}}
 
 
-def read(row: dict[str, Any], **data: Any) -> tuple[Fields, tuple[str, ...]]:
-    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl")
-    return columns.read("rows.jsonl, line 1", row), columns.notes()
+def read(row: dict[str, Any], *, tools: bool = False, **data: Any) -> tuple[Fields, tuple[str, ...]]:
+    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl", rollout_config=RolloutConfig(), runs_tools=tools)
+    return columns.read("rows.jsonl, line 1", row), told(columns.take_notes())
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -133,13 +133,86 @@ def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
 
 
 def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
-    columns = Columns(DataConfig(), "data.train", "rows.jsonl")
+    columns = Columns(DataConfig(), "data.train", "rows.jsonl", rollout_config=RolloutConfig())
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)
-    assert columns.notes() == (
+    assert told(columns.take_notes()) == (
         "2 rows have need_tools_kwargs, tools_kwargs, used by no tool: responses are single turns, without tools",
     )
+
+
+def test_with_tools_verls_agent_and_its_arguments_are_taken() -> None:
+    info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "interaction_kwargs": {}}
+    for agent in ("tool_agent", "single_turn_agent", None):
+        fields, notes = read({**VERL, "agent_name": agent, "extra_info": info}, tools=True)
+        assert (fields.extra_info, notes) == (info, ())
+
+
+def test_with_tools_what_nothing_reads_is_reported() -> None:
+    assert read({**VERL, "agent_name": "mine", "tools_kwargs": {"calc": {}}}, tools=True)[1] == (
+        "1 rows have agent_name 'mine', which is not used: rollout.episode says what runs",
+        "1 rows have columns tools_kwargs, which are not used: put them into extra_info",
+    )
+
+
+def test_rows_in_verls_format_of_another_agent_load_where_tools_run(tmp_path: Path, tokenizer_file: Path) -> None:
+    path = jsonl(tmp_path / "tools.jsonl", [{**VERL, "agent_name": "tool_agent"}])
+    args = (path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())
+    assert len(load_prompts(*args, runs_tools=True)[0]) == 1
+    with pytest.raises(DataError, match="agent_name 'tool_agent'"):
+        load_prompts(*args)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_prompt_stands_before_messages_that_have_none(role: str) -> None:
+    system = {"role": "system", "content": "Be terse."}
+    assert read(VERL, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
+    assert read(PLAIN, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
+    own = [{"role": role, "content": "Be kind."}, *MESSAGES]
+    assert read({**VERL, "prompt": own}, system_prompt="Be terse.")[0].messages == own
+    assert read(VERL)[0].messages == MESSAGES
+
+
+@pytest.mark.parametrize("in_column", [True, False])
+def test_a_row_says_how_it_is_sampled(in_column: bool) -> None:
+    asked = {"sampling": {"temperature": 0.5, "top_p": None, "top_k": 20.0, "max_response_tokens": 64}, "max_turns": 3}
+    fields, _ = read({**VERL, **asked} if in_column else {**VERL, "extra_info": asked})
+    assert fields.sampling == {"temperature": 0.5, "top_k": 20, "max_response_tokens": 64}
+    assert type(fields.sampling["top_k"]) is int
+    assert fields.max_turns == 3
+    assert read(VERL)[0].sampling is read({**VERL, "sampling": {"top_k": None}})[0].sampling is None
+
+
+def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
+    fields, _ = read({**PLAIN, "sampling": '{"top_p": 0.9}', "max_turns": " 4 "})
+    assert (fields.sampling, fields.max_turns) == ({"top_p": 0.9}, 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"sampling": {"temperatur": 1}}, "sampling has 'temperatur'; did you mean temperature"),
+        ({"sampling": {"temperature": -0.1}}, r"sampling\.temperature is -0\.1, but must be 0 or more"),
+        ({"sampling": {"top_p": 0}}, r"sampling\.top_p is 0, but must be above 0"),
+        ({"sampling": {"top_k": 1.5}}, r"sampling\.top_k is 1\.5, not a whole number"),
+        ({"sampling": {"temperature": float("nan")}}, "not a finite number"),
+        ({"sampling": {"temperature": True}}, "is True, not a number"),
+        ({"sampling": {"temperature": "1"}}, "is '1', not a number"),
+        ({"sampling": {"max_response_tokens": 513}}, r"above rollout\.max_response_tokens=512, .*raise rollout\."),
+        ({"sampling": {"max_response_tokens": 0}}, "but must be at least 1"),
+        ({"sampling": [1]}, "sampling is list, not an object"),
+        ({"sampling": {"top_k": 1}, "extra_info": {"sampling": {"top_k": 1}}}, "both as a column and in extra_info"),
+        ({"max_turns": 0}, "max_turns is 0, not a whole number above 0"),
+        ({"max_turns": 2.5}, r"max_turns is 2\.5, not"),
+        ({"max_turns": "many"}, "max_turns is 'many', not"),
+        ({"max_turns": float("nan")}, "max_turns is nan, not"),
+        ({"max_turns": True}, "max_turns is True, not"),
+    ],
+)
+def test_what_a_row_may_not_ask_for_is_named_by_its_line(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1.*{message}"):
+        read({**VERL, **row})
 
 
 def test_a_csv_without_a_header_says_so(tmp_path: Path, tokenizer_file: Path) -> None:

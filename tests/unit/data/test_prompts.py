@@ -224,7 +224,7 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
     torn.write_bytes(torn.read_bytes()[:-20])
     for name, message in [
         ("missing.jsonl", "there is no file"),
-        ("directory.jsonl", "is not a file"),
+        ("directory.jsonl", "holds no .jsonl, .parquet or .csv file"),
         ("prompts.json", "neither .jsonl nor .parquet nor .csv"),
         ("prompts.csv", "has no rows"),
         ("empty.jsonl", "has no rows"),
@@ -252,3 +252,54 @@ def test_gsm8k_and_verls_copy_of_it_are_the_same_problems(tokenizer):
         assert b.text.startswith(a.text)
         assert a.ground_truth.split("#### ")[1].replace(",", "") == b.ground_truth
     assert tokenizer.decode(verl[1318].token_ids) == verl[1318].text
+
+
+SYSTEM = "Be terse."
+
+
+def test_a_system_prompt_is_rendered_by_either_template(tmp_path, chat_tokenizer):
+    path = jsonl(tmp_path, [PLAIN[0], VERL])
+    prompts, _ = load(path, chat_tokenizer, system_prompt=SYSTEM)
+    assert prompts[0].text == "<system>Be terse.</system><user>1+1=</user><assistant>"
+    assert prompts[1].text == "<system>Be terse.</system><user>1+1?</user><assistant>"
+    assert load(path, chat_tokenizer, system_prompt=SYSTEM, template="plain")[0][0].text == "Be terse.\n\n1+1="
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHAT_TEMPLATE.replace("'tool'", "'system'"), "refuses the prompt: no tools here; set data.system_prompt=null"),
+        (CHAT_TEMPLATE.replace("in messages", "in messages if m.role != 'system'"), "does not write it"),
+    ],
+)
+def test_a_chat_template_without_system_messages_is_refused(tmp_path, chat_tokenizer, template, message):
+    path = jsonl(tmp_path, PLAIN)
+    chat_tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=rf"^data\.system_prompt: .*{message}"):
+        load(path, chat_tokenizer, system_prompt=SYSTEM)
+    assert len(load(path, chat_tokenizer)[0]) == 2
+
+
+def test_several_files_are_one_set_and_each_is_counted(tmp_path, tokenizer):
+    sizes = {"a": (5, 9, 8), "b": (20,), "c": (3, 4)}
+    for name, lengths in sizes.items():
+        rows = [{"question": "x" * n, "answer": f"{name}{n}"} for n in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = [str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]
+    prompts, report = load(names, tokenizer, limit=8)
+    assert prompts.ground_truths == ["c3", "c4", "a5", "a8"]
+    assert (report.of_files, report.dropped) == ((2, 2, 0), 2)
+    assert str(report).startswith(f"data.train: 4 rows from 3 files ({tmp_path}/c.jsonl, ")
+    assert report.notes == (f"no row kept of {tmp_path}/b.jsonl",)
+    config = RolloutConfig(max_prompt_tokens=8)
+    prompts, report = load_prompts(names, tokenizer, DataConfig(), config, max_prompts=3)
+    assert (prompts.ground_truths, report.of_files) == (["c3", "c4", "a5"], (2, 1, 0))
+
+
+def test_each_file_has_its_own_columns_and_overrides_reach_the_set(tmp_path, tokenizer):
+    asked = {**VERL, "sampling": {"temperature": 0.5}, "max_turns": 2}
+    names = [jsonl(tmp_path, PLAIN), parquet(tmp_path, [asked])]
+    prompts, _ = load(names, tokenizer)
+    assert [prompts[i].sampling for i in range(3)] == [None, None, {"temperature": 0.5}]
+    assert prompts.take([2])[0].max_turns == 2
+    assert pickle.loads(pickle.dumps(prompts))[2].sampling == {"temperature": 0.5}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config
+from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.preflight import check_run, has_gpu
 
@@ -52,6 +53,9 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
             r"^rollout\.engine=sglang runs on.* cluster\.device=cuda needs",
         ),
         (["data.val=nowhere.jsonl"], r"^data\.val: there is no file nowhere\.jsonl"),
+        (["data.weights={nowhere.jsonl: 2}"], r"^data\.weights: there is no file nowhere\.jsonl"),
+        (["data.weights={'*.md': 2}", "data.curriculum=mine.py:order"], r"^data\.weights has no effect beside"),
+        (["data.workers=0"], r"^data\.workers=0 must be at least 1"),
         (["cluster.nodes=2"], r"^cluster\.address must name the Ray cluster"),
         (
             ["cluster.nodes=2", "cluster.address=a:1", "cluster.placement=disaggregated", "rollout.num_engines=3"],
@@ -98,3 +102,17 @@ def test_other_processes_find_every_file(base: str, tmp_path: Path, monkeypatch:
     check_run(config)
     assert config.model.hf_path == config.judge.hf_path == str(tmp_path / "model")
     assert config.judge.template == "{prompt} {response}"
+
+
+def test_lists_globs_and_weights_of_relative_paths_stay_what_they_name(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shards").mkdir()
+    for name in ("a", "b"):
+        Path("shards", f"{name}.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    config = load_config(base, ["data.train=[t.jsonl, 'shards/*.jsonl']", "data.weights={'shards/[b]*': 2}"])
+    check_run(config)
+    monkeypatch.chdir("/")
+    assert [path.name for path in find_files(config.data.train, "data.train")] == ["t.jsonl", "a.jsonl", "b.jsonl"]
+    assert file_weights(config.data.weights, config.data.train) == (1, 1, 2)

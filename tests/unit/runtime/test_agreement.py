@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Config:
     (tmp_path / "run").mkdir()
     made.run.dir, made.model.hf_path = str(tmp_path / "run"), str(tmp_path / "model")
     made.reward.function = f"{tmp_path / 'reward.py'}:grade"
-    made.data.train = str(tmp_path / "train.jsonl")  # of the driver's host alone
+    made.data.train = [str(tmp_path / "train.jsonl")]  # of the driver's host alone
     return made
 
 

@@ -1,0 +1,97 @@
+"""Rows of parquet files, and of the directories that `datasets` saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.data.json_text import parse_json
+from mcore_rl.data.sources.paths import STATE_FILE
+from mcore_rl.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
+_PARQUET_BATCH_ROWS = 1024
+
+
+def read_parquet(path: Path, key: str) -> Rows:
+    """Rows with their places, as files.read_rows.
+
+    Raises: DataError.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+                for row in _to_rows(batch, path, key, number):
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{key}: {path} is not a readable parquet file (after row {number}): {error}") from error
+
+
+def read_saved_dataset(path: Path, key: str) -> Rows:
+    """Rows of a directory that `datasets` saved, with their places in it, counted from 1 over all of its files.
+
+    They are as `datasets` gives them, but that nothing is decoded: a class label is its number.
+
+    Raises: DataError.
+    """
+    import pyarrow
+    import pyarrow.ipc
+
+    names, columns = _described(path, key)
+    number = 0
+    for name in names:
+        file = path / name
+        try:
+            with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+                for batch in stream:
+                    shown = batch if columns is None else batch.select(columns)
+                    for row in _to_rows(shown, path, key, number):
+                        number += 1
+                        yield f"{path}, row {number}", row
+        except (pyarrow.ArrowException, OSError, KeyError) as error:
+            raise DataError(
+                f"{key}: {file} is not a readable file of a saved set (after row {number}): {error}; save it again"
+            ) from error
+
+
+def _described(path: Path, key: str) -> tuple[list[str], list[str] | None]:
+    """Files of a saved set in their order, and the columns that it shows; None: all."""
+    file = path / STATE_FILE
+    try:
+        state = parse_json(file.read_text(encoding="utf-8"), f"{key}: {file}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{key}: {file} cannot be read: {error}") from error
+    try:
+        names, columns = [str(each["filename"]) for each in state["_data_files"]], state.get("_format_columns")
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(f"{key}: {file} does not list files as `datasets` does; save the set again") from None
+    if state.get("_indices_data_files") or state.get("_indices_files"):  # before version 2, selections were kept apart
+        raise DataError(
+            f"{key}: {path} is a selection that an old version saved; save it again with `datasets` 2 or later"
+        )
+    return names, None if columns is None else [str(column) for column in columns]
+
+
+def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            for column in batch.schema.names:
+                try:
+                    batch.column(column)[index].as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{key}: {path}, row {before + index + 1}: column {column!r} is not UTF-8 ({error.reason});"
+                        " write the file again with text"
+                    ) from None
+        raise

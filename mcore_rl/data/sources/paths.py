@@ -1,0 +1,117 @@
+"""The files that data.train or data.val names: paths, globs, directories of shards, what `datasets` saved.
+
+Imports nothing heavy: a run that names no file is refused in its first second.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mcore_rl.errors import ConfigError, DataError
+
+KINDS = (".jsonl", ".parquet", ".csv")
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+_KINDS = ".jsonl, .parquet or .csv"
+_SPLIT = re.compile(r"(train|training|test|testing|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_NAMED_FILES = 5
+
+Names = str | Path | Sequence[str | Path]
+"""One path or glob, or several."""
+
+
+def find_files(names: Names, key: str) -> tuple[Path, ...]:
+    """Every file that `names` stands for, in their order: of a glob, and of a directory of shards, by name. A directory
+    that `datasets` saved counts as one file. `key` is the configuration key that errors name.
+
+    Raises: DataError for a name without a file, a file of another kind, and one that is named twice.
+    """
+    listed = [names] if isinstance(names, str | Path) else names
+    if not listed:
+        raise DataError(f"{key} is an empty list; set it to a {_KINDS} file")
+    files: dict[Path, str | Path] = {}
+    for name in listed:
+        for path in _expand(name, key):
+            if path in files:
+                raise DataError(
+                    f"{key} names {path} twice, by {files[path]} and by {name}; name it once, and set data.weights if "
+                    "its rows are to be drawn more often"
+                )
+            files[path] = name
+    return tuple(files)
+
+
+def file_weights(weights: Mapping[str, float], names: Names) -> tuple[float, ...] | None:
+    """The weight of each file of data.train=`names`; None where data.weights is empty.
+
+    Raises: ConfigError for a weight of what is not in data.train, or of what has another weight too.
+    """
+    if not weights:
+        return None
+    files = find_files(names, "data.train")
+    found: dict[Path, tuple[str, float]] = {}
+    for name, weight in weights.items():
+        told = f"data.weights: {name}: {weight:g}"
+        for path in _expand(name, "data.weights"):
+            if path not in files:
+                raise ConfigError(f"{told}: {path} is not in data.train; the keys are paths or globs that are")
+            if path in found:
+                raise ConfigError(f"{told}: {path} has a weight by {found[path][0]} already; leave one of the two out")
+            found[path] = name, weight
+    return tuple(found[path][1] if path in found else 1.0 for path in files)
+
+
+def shown(files: Sequence[Path]) -> str:
+    """For a message: the file, or how many there are and the first of them."""
+    if len(files) == 1:
+        return str(files[0])
+    return f"{len(files)} files ({', '.join(map(str, files[:_NAMED_FILES]))}{', ...' if files[_NAMED_FILES:] else ''})"
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `datasets` saved a set (not several splits) in this directory."""
+    return (path / STATE_FILE).is_file() and (path / "dataset_info.json").is_file()
+
+
+def _expand(name: str | Path, key: str) -> list[Path]:
+    path = Path(name)
+    if path.exists() or not glob.has_magic(str(name)):
+        return _files_of(path, key)
+    if not (matches := sorted(glob.glob(str(name), recursive=True))):
+        raise DataError(f"{key}: there is no file {name}; set {key} to a {_KINDS} file, or to a glob that matches some")
+    return [file for match in matches for file in _files_of(Path(match), key)]
+
+
+def _files_of(path: Path, key: str) -> list[Path]:
+    if not path.exists():
+        several = " (several are a list: '[a.jsonl, b.jsonl]')" if "," in str(path) else ""
+        raise DataError(f"{key}: there is no file {path}; set {key} to a {_KINDS} file{several}")
+    if path.is_dir():
+        return [path] if is_saved_dataset(path) else _shards(path, key)
+    if not path.is_file():
+        raise DataError(f"{key}: {path} is not a file; set {key} to a {_KINDS} file")
+    if path.suffix not in KINDS:
+        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet nor .csv; convert it, set {key} to the result")
+    return [path]
+
+
+def _shards(path: Path, key: str) -> list[Path]:
+    """The files right in a directory. One that holds several splits is refused: training on the rows of the test shows
+    nowhere."""
+    if (path / SPLITS_FILE).is_file():
+        splits = sorted(part.name for part in path.iterdir() if is_saved_dataset(part))
+        raise DataError(f"{key}: {path} holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+    files = sorted(each for each in path.iterdir() if each.suffix in KINDS and each.name[0] not in "._")
+    if not files:
+        below = sorted({file.parent for kind in KINDS for file in path.glob(f"*/*{kind}")})
+        hint = f"; such files are in {', '.join(map(str, below[:_NAMED_FILES]))}" if below else ""
+        raise DataError(f"{key}: {path} holds no {_KINDS} file, nor a set that `datasets` saved{hint}")
+    splits = sorted({match[1].lower() for file in files if (match := _SPLIT.match(file.name))})
+    if len(splits) > 1:
+        raise DataError(
+            f"{key}: {path} holds files of several splits ({', '.join(splits)}); name those of one by a glob, such as "
+            f"{path}/{splits[-1]}*"
+        )
+    return files

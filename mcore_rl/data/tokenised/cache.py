@@ -1,0 +1,169 @@
+"""Tokenised files, kept in data.cache_dir for later starts: one Arrow file each, `<digest>-<CRC-32>.arrow`.
+
+The digest is of all that the content depends on, so that a file is either right or not found; the CRC-32 is of the file
+itself. Token ids are read memory-mapped; what rows hold besides is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.tokenised.blocks import BlockTokeniser
+from mcore_rl.data.tokenised.digest import Stamp, digest, stamp
+from mcore_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_REPORT = b"mcore_rl.report"
+_TEXTS, _ROWS = "texts", "rows"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is kept of a set of N rows.
+
+    Shapes: ragged, by name: values int32 [sum], offsets int64 [N + 1].
+    """
+
+    ragged: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    texts: list[str]
+    rows: list[dict[str, Any]]
+    report: dict[str, Any]
+
+
+@dataclass
+class TokenCache:
+    """Where the tokenised form of some files is, or will be; `notes` are what a user should know of it."""
+
+    directory: Path
+    files: Sequence[Path]
+    name: str
+    stamp: Stamp
+    notes: list[str]
+
+    def load(self) -> Entry | None:
+        """None where there is none yet; a damaged one is removed, and noted."""
+        for path in sorted(self.directory.glob(f"{self.name}-*.arrow")):
+            if f"{file_crc32(path).value:08x}" == path.stem.rpartition("-")[2]:
+                self.notes.append("read from data.cache_dir")
+                return _read(path)
+            path.unlink(missing_ok=True)
+            self.notes.append(f"{path} was damaged, and is made anew")
+        return None
+
+    def save(self, entry: Entry) -> None:
+        """Unless a value of a row is none of JSON's, or a file has changed since its digest was taken: that is noted.
+
+        Raises: ConfigError where the directory cannot be written to.
+        """
+        texts = _json_lines(entry.rows)
+        if isinstance(texts, str):
+            self.notes.append(f"not kept in data.cache_dir: {texts}")
+            return
+        if stamp(self.files) != self.stamp:
+            self.notes.append("not kept in data.cache_dir: a file changed while it was read")
+            return
+        temporary = self.directory / f".{self.name}.{os.getpid()}.partial"
+        try:
+            _write(temporary, entry, texts)
+            os.replace(temporary, self.directory / f"{self.name}-{file_crc32(temporary).value:08x}.arrow")
+            _sync(self.directory)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _cannot_write(self.directory, error) from error
+
+
+def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None = None) -> TokenCache | None:
+    """The cache of data.cache_dir; None where it is not set.
+
+    Raises: ConfigError where it cannot be used.
+    """
+    if tokeniser.data_config.cache_dir is None:
+        return None
+    if not tokeniser.tokenizer.is_fast:
+        raise ConfigError(
+            f"data.cache_dir: {type(tokeniser.tokenizer).__name__} has no tokenizer.json to recognise it by; set "
+            "data.cache_dir=null"
+        )
+    directory = Path(tokeniser.data_config.cache_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        before = stamp(files)
+        return TokenCache(directory, files, digest(files, tokeniser, max_prompts), before, [])
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+
+
+def _json_lines(rows: list[dict[str, Any]]) -> list[str] | str:
+    """A line for each row, or what keeps one from being written: a set must come back as it was."""
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        for name, value in row.items():
+            try:
+                same = json.loads(json.dumps(value)) == value
+            except (TypeError, ValueError):
+                same = False
+            if not same:
+                return f"{name} of the {number}. prompt is nothing that JSON holds"
+        lines.append(json.dumps(row, ensure_ascii=False))
+    return lines
+
+
+def _write(path: Path, entry: Entry, lines: list[str]) -> None:
+    import pyarrow
+
+    columns: dict[str, pyarrow.Array] = {
+        name: pyarrow.LargeListArray.from_arrays(
+            pyarrow.array(offsets, pyarrow.int64()), pyarrow.array(values, pyarrow.int32())
+        )
+        for name, (values, offsets) in entry.ragged.items()
+    }
+    columns[_TEXTS] = pyarrow.array(entry.texts, pyarrow.large_string())
+    columns[_ROWS] = pyarrow.array(lines, pyarrow.large_string())
+    schema = pyarrow.schema(
+        [(name, column.type) for name, column in columns.items()], metadata={_REPORT: json.dumps(entry.report).encode()}
+    )
+    batch = pyarrow.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+    with path.open("wb") as file:
+        with pyarrow.ipc.new_file(file, schema) as writer:
+            writer.write_batch(batch)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> Entry:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_file(source) as file:
+        batch, report = file.get_batch(0), json.loads(file.schema.metadata[_REPORT])
+    ragged = {
+        name: (batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy())
+        for name in batch.schema.names
+        if name not in (_TEXTS, _ROWS)
+    }
+    rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
+    return Entry(ragged, batch.column(_TEXTS).to_pylist(), rows, report)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"data.cache_dir={directory}: {error.strerror} ({error.filename or directory}); set it to a directory that can "
+        "be written to, or to null"
+    )

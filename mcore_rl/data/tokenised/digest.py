@@ -1,0 +1,80 @@
+"""What a tokenised file depends on, as one digest: bytes of the files, the tokenizer, keys, versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from mcore_rl.data.sources.paths import is_saved_dataset
+from mcore_rl.data.tokenised.blocks import BlockTokeniser
+
+FORMAT = 1
+"""Of the cached files. To be raised whenever the same rows would be read, rendered or written otherwise."""
+_DATA_KEYS = ("prompt_key", "answer_key", "template", "plain_template", "system_prompt", "long_prompts")
+_ROLLOUT_KEYS = ("max_prompt_tokens", "max_response_tokens")
+_PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
+_BLOCK_BYTES = 1 << 22
+_OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def digest(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None) -> str:
+    """32 hexadecimal digits. Where the files lie does not matter, what is in them does.
+
+    Raises: OSError.
+    """
+    facts = {
+        "format": FORMAT,
+        "packages": [metadata.version(package) for package in _PACKAGES],
+        "files": [(path.suffix, [_content(part) for part in _parts(path)]) for path in files],
+        "tokenizer": _tokenizer_facts(tokeniser),
+        "data": {name: getattr(tokeniser.data_config, name) for name in _DATA_KEYS},
+        "rollout": {name: getattr(tokeniser.rollout_config, name) for name in _ROLLOUT_KEYS},
+        "runs_tools": tokeniser.runs_tools,
+        "tools": [dict(tool) for tool in tokeniser.tools],
+        "targets": tokeniser.with_targets,
+        "max_prompts": max_prompts,
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def stamp(files: Sequence[Path]) -> Stamp:
+    """Changes when a file is written to: names, sizes and times of all that is read.
+
+    Raises: OSError.
+    """
+    stats = [(part, part.stat()) for path in files for part in _parts(path)]
+    return tuple((str(part), found.st_size, found.st_mtime_ns) for part, found in stats)
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    yield from sorted(each for each in path.iterdir() if each.is_file()) if is_saved_dataset(path) else [path]
+
+
+def _content(path: Path) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            content.update(block)
+    return content.hexdigest()
+
+
+def _tokenizer_facts(tokeniser: BlockTokeniser) -> list[str]:
+    """All that decides what it writes: not its files, which need not be where it was loaded from."""
+    tokenizer = tokeniser.tokenizer
+    template = json.dumps(tokenizer.chat_template)
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_ITS_PLACE}
+    return [
+        hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest(),
+        type(tokenizer).__name__,
+        json.dumps(settings, sort_keys=True, default=str),
+        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
+        template,
+        # Some templates write the day.
+        time.strftime("%Y-%m-%d") if "strftime" in template else "",
+    ]

@@ -1,0 +1,215 @@
+"""A cached set is the set that would be made anew, or is not used."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
+from mcore_rl.data.supervised import load_supervised
+from mcore_rl.data.tokenised import cache as cache_module
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError
+
+HIT = "read from data.cache_dir"
+ROWS: list[dict[str, Any]] = [
+    {"question": "1+1=", "answer": "2"},
+    {"question": "é😀", "answer": ["a", 1, 0.1, None, {"b": True}], "extra_info": {"index": 3}, "max_turns": 2},
+    {"question": "x" * 40, "answer": "too long"},
+    {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "4"}, "sampling": {"top_k": 5}},
+]
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    return written(tmp_path / "rows.jsonl", ROWS)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer_file: Path) -> Any:
+    tokenizer = load_tokenizer(tokenizer_file)
+
+    def loaded(path: Any, limit: int = 30, *, tokenizer: Any = tokenizer, cached: bool = True, **data: Any) -> Any:
+        options = {name: data.pop(name) for name in ("max_prompts", "runs_tools") if name in data}
+        config = DataConfig(cache_dir=str(tmp_path / "cache") if cached else None, **data)
+        return load_prompts(path, tokenizer, config, RolloutConfig(max_prompt_tokens=limit), **options)
+
+    loaded.tokenizer = tokenizer
+    return loaded
+
+
+def same(one: tuple[PromptSet, LoadReport], other: tuple[PromptSet, LoadReport]) -> bool:
+    """Also in the types of what rows hold: 1, 1.0 and True are equal."""
+    (mine, my_report), (theirs, their_report) = one, other
+    arrays = all(
+        np.array_equal(getattr(mine, name), getattr(theirs, name))
+        and getattr(mine, name).dtype == getattr(theirs, name).dtype
+        for name in ("tokens", "offsets")
+    )
+    lists = [
+        [list(map(repr, value)) for value in vars(each).values() if isinstance(value, list)] for each in (mine, theirs)
+    ]
+    counted = [
+        (r.kept, r.dropped, r.truncated, r.longest_tokens, r.limits, r.of_files) for r in (my_report, their_report)
+    ]
+    return arrays and lists[0] == lists[1] and counted[0] == counted[1]
+
+
+def test_a_cached_set_is_the_same_set(rows_file: Path, load: Any) -> None:
+    plain, first, second = load(rows_file, cached=False), load(rows_file), load(rows_file)
+    assert same(plain, first)
+    assert same(plain, second)
+    assert HIT not in first[1].notes
+    assert HIT in second[1].notes
+    assert second[0][1].token_ids.tolist() == load.tokenizer("é😀", add_special_tokens=False)["input_ids"]
+
+
+def test_files_without_a_kept_row_are_named_from_a_cache_too(tmp_path: Path, rows_file: Path, load: Any) -> None:
+    names = [rows_file, written(tmp_path / "empty.jsonl", [])]
+    for _ in range(2):
+        report = load(names)[1]
+        assert report.of_files == (3, 0)
+        assert f"no row kept of {tmp_path}/empty.jsonl" in report.notes
+    assert HIT in report.notes
+
+
+def test_token_ids_are_mapped_and_not_read(rows_file: Path, load: Any) -> None:
+    load(rows_file)
+    tokens = load(rows_file)[0].tokens
+    assert not tokens.flags.owndata
+    assert not tokens.flags.writeable
+
+
+def test_a_cached_set_is_found_wherever_its_files_are(tmp_path: Path, rows_file: Path, load: Any) -> None:
+    load(rows_file)
+    (tmp_path / "elsewhere").mkdir()
+    moved = rows_file.rename(tmp_path / "elsewhere" / "other.jsonl")
+    report = load(moved)[1]
+    assert HIT in report.notes
+    assert report.path == str(moved)
+
+
+def test_other_content_of_the_same_size_and_time_is_not_taken_for_the_old(rows_file: Path, load: Any) -> None:
+    load(rows_file)
+    times = rows_file.stat().st_atime_ns, rows_file.stat().st_mtime_ns
+    rows_file.write_text(rows_file.read_text().replace("1+1=", "1+2="))
+    os.utime(rows_file, ns=times)
+    prompts, report = load(rows_file)
+    assert prompts.texts[0] == "1+2="
+    assert HIT not in report.notes
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"limit": 31},
+        {"plain_template": "{prompt}\n"},
+        {"system_prompt": "Be terse."},
+        {"long_prompts": "truncate_left"},
+        {"answer_key": "answer"},
+        {"max_prompts": 2},
+        {"runs_tools": True},
+    ],
+)
+def test_every_key_that_matters_makes_another_set(rows_file: Path, load: Any, changed: dict[str, Any]) -> None:
+    load(rows_file)
+    prompts, report = load(rows_file, **changed)
+    assert HIT not in report.notes
+    assert same((prompts, report), load(rows_file, cached=False, **changed))
+    assert HIT in load(rows_file, **changed)[1].notes
+
+
+def test_another_tokenizer_or_chat_template_makes_another_set(
+    rows_file: Path, load: Any, bos_tokenizer_file: Path, tokenizer_file: Path
+) -> None:
+    load(rows_file)
+    other = load_tokenizer(bos_tokenizer_file)
+    assert same(load(rows_file, tokenizer=other), load(rows_file, tokenizer=other, cached=False))
+    chat = load_tokenizer(tokenizer_file)
+    for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!", "{{ strftime_now('%Y') }}"):
+        chat.chat_template = template
+        assert HIT not in load(rows_file, tokenizer=chat)[1].notes
+    assert HIT in load(rows_file, tokenizer=chat)[1].notes
+
+
+def test_a_template_that_writes_the_day_makes_a_set_for_each(
+    rows_file: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load.tokenizer.chat_template = "{{ strftime_now('%d') }}"
+    load(rows_file)
+    monkeypatch.setattr("mcore_rl.data.tokenised.digest.time", SimpleNamespace(strftime=lambda form: "2001-01-01"))
+    assert HIT not in load(rows_file)[1].notes
+
+
+@pytest.mark.parametrize("damage", ["byte", "short", "empty"])
+def test_a_damaged_set_is_made_anew_and_said(tmp_path: Path, rows_file: Path, load: Any, damage: str) -> None:
+    plain = load(rows_file)
+    (path,) = (tmp_path / "cache").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes({"byte": content, "short": content[:-7], "empty": b""}[damage])
+    again = load(rows_file)
+    assert f"{path} was damaged, and is made anew" in again[1].notes
+    assert same(plain, again)
+    assert HIT in load(rows_file)[1].notes
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [path.name]
+
+
+def test_what_json_does_not_hold_is_not_kept(tmp_path: Path, load: Any) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"question": ["a", "b"], "answer": pa.array([b"1", b"2"], pa.binary())}), path)
+    for _ in range(2):
+        prompts, report = load(path)
+        assert prompts.ground_truths == [b"1", b"2"]
+        assert "not kept in data.cache_dir: ground_truths of the 1. prompt is nothing that JSON holds" in report.notes
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(
+    rows_file: Path, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = cache_module.digest
+
+    def then_written(*args: Any) -> str:
+        found = digest(*args)
+        written(rows_file, [*ROWS, ROWS[0]])
+        return found
+
+    monkeypatch.setattr(cache_module, "digest", then_written)
+    prompts, report = load(rows_file)
+    assert len(prompts) == 4
+    assert "not kept in data.cache_dir: a file changed while it was read" in report.notes
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path, rows_file: Path, load: Any) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir=.*cache: File exists .*set it to a directory"):
+        load(rows_file)
+
+
+def test_targets_are_kept_too(tmp_path: Path, tokenizer_file: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", [{"question": "a", "answer": "bc"}, {"question": "d", "answer": "e" * 99}])
+    tokenizer, limits = load_tokenizer(tokenizer_file), RolloutConfig(max_response_tokens=50)
+    config = DataConfig(cache_dir=str(tmp_path / "cache"))
+    first, second = (load_supervised(path, tokenizer, config, limits) for _ in range(2))
+    plain = load_supervised(path, tokenizer, DataConfig(), limits)
+    for made, report in (first, second):
+        assert np.array_equal(made.target_tokens, plain[0].target_tokens)
+        assert np.array_equal(made.target_offsets, plain[0].target_offsets)
+        assert same((made.prompts, report), (plain[0].prompts, plain[1]))
+    assert HIT in second[1].notes
+    assert HIT not in load_prompts(path, tokenizer, config, limits)[1].notes  # which need no targets

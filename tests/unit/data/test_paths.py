@@ -1,0 +1,181 @@
+"""Which files a key names, in which order, and what is refused before a row is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+
+from mcore_rl.data.files import read_rows
+from mcore_rl.data.sources.paths import file_weights, find_files
+from mcore_rl.errors import ConfigError, DataError
+
+SAVED = Path(__file__).with_name("saved_dataset")
+"""Written by Dataset.save_to_disk(num_shards=2) of `datasets` 5.2.0, from the rows that `saved_rows` gives."""
+
+
+def saved_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{i}+1?"}],
+            "reward_model": {"ground_truth": str(i + 1), "style": "rule"},
+            "data_source": "sums",
+            "extra_info": {"index": i, "none": None},
+        }
+        for i in range(7)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.jsonl", "a.jsonl", "c.csv", "x/d.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(
+            json.dumps({"question": name}) if name.endswith("jsonl") else f"question\n{name}\n"
+        )
+    return tmp_path
+
+
+def names_of(names: Any, folder: Path) -> list[str]:
+    listed = [names] if isinstance(names, str) else names
+    return [str(path.relative_to(folder)) for path in find_files([f"{folder}/{name}" for name in listed], "data.val")]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("b.jsonl", ["b.jsonl"]),
+        (["b.jsonl", "a.jsonl"], ["b.jsonl", "a.jsonl"]),
+        ("*.jsonl", ["a.jsonl", "b.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "b.jsonl", "x/d.jsonl"]),
+        ("", ["a.jsonl", "b.jsonl", "c.csv"]),  # the directory itself
+        (["x", "[ab].jsonl"], ["x/d.jsonl", "a.jsonl", "b.jsonl"]),
+    ],
+)
+def test_names_stand_for_files_in_their_order_and_globs_by_name(folder: Path, names: Any, found: list[str]) -> None:
+    assert names_of(names, folder) == found
+
+
+def test_a_name_that_exists_is_no_glob(folder: Path) -> None:
+    (folder / "[ab].jsonl").write_text('{"question": "brackets"}\n')
+    assert names_of("[ab].jsonl", folder) == ["[ab].jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "^data.val is an empty list"),
+        (["z*.jsonl"], r"there is no file .*z\*\.jsonl; set data\.val to a .*glob that matches"),
+        (["a.jsonl,b.jsonl"], r"there is no file .*several are a list: '\[a\.jsonl, b\.jsonl\]'"),
+        (["*.md"], r"README\.md is neither \.jsonl nor"),
+        (["*.jsonl", "a.jsonl"], r"names .*a\.jsonl twice, by .*\*\.jsonl and by .*a\.jsonl; .*data\.weights"),
+    ],
+)
+def test_what_names_no_prompts_is_refused(folder: Path, names: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        find_files([f"{folder}/{name}" for name in names], "data.val")
+
+
+def test_a_directory_of_several_splits_is_refused(folder: Path) -> None:
+    for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"):
+        (folder / "x" / name).write_text("{}\n")
+    with pytest.raises(
+        DataError, match=r"several splits \(test, train\); name those of one by a glob, such as .*train\*"
+    ):
+        names_of("x", folder)
+    assert len(names_of("x/train*", folder)) == 2
+    (folder / "above").mkdir()
+    shutil.move(folder / "x", folder / "above" / "x")
+    with pytest.raises(DataError, match=r"^data\.val: .* holds no .* such files are in .*/x$"):
+        names_of("above", folder)
+
+
+def test_rows_of_several_files_follow_one_another_with_their_places(folder: Path) -> None:
+    rows = list(read_rows([folder / "b.jsonl", folder / "c.csv"], "data.train"))
+    assert rows == [
+        (f"{folder}/b.jsonl, line 1", {"question": "b.jsonl"}),
+        (f"{folder}/c.csv, line 2", {"question": "c.csv"}),
+    ]
+
+
+def test_a_set_that_datasets_saved_gives_its_rows() -> None:
+    rows = list(read_rows(SAVED, "data.train"))
+    assert [row for _, row in rows] == saved_rows()
+    assert rows[6][0] == f"{SAVED}, row 7"  # counted over both of its files
+
+
+def test_a_saved_set_shows_the_columns_that_were_chosen(tmp_path: Path) -> None:
+    shutil.copytree(SAVED, tmp_path / "set")
+    state = json.loads((SAVED / "state.json").read_text())
+    (tmp_path / "set" / "state.json").write_text(json.dumps(state | {"_format_columns": ["prompt"]}))
+    assert [row for _, row in read_rows(tmp_path / "set", "data.train")] == [
+        {"prompt": row["prompt"]} for row in saved_rows()
+    ]
+
+
+def test_of_saved_splits_one_has_to_be_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        shutil.copytree(SAVED, tmp_path / "set" / split)
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"set holds the splits test, train; name one, such as .*set/test"):
+        find_files(tmp_path / "set", "data.train")
+    assert find_files(tmp_path / "set" / "train", "data.train") == (tmp_path / "set" / "train",)
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "state", "selection"])
+def test_a_damaged_saved_set_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "set"
+    shutil.copytree(SAVED, path)
+    second, state = path / "data-00001-of-00002.arrow", path / "state.json"
+    if damage == "gone":
+        second.unlink()
+    elif damage == "torn":
+        second.write_bytes(second.read_bytes()[:-600])
+    elif damage == "state":
+        state.write_text('{"_data_files": [1]}')
+    else:
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"_indices_data_files": [{"filename": "i.arrow"}]}))
+    message = {
+        "gone": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
+        "torn": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
+        "state": r"state\.json does not list files",
+        "selection": "is a selection that an old version saved",
+    }[damage]
+    with pytest.raises(DataError, match=rf"^data\.train: .*{message}"):
+        list(read_rows(path, "data.train"))
+
+
+def test_saved_shards_of_several_batches_are_read_whole(tmp_path: Path) -> None:
+    table = pa.table({"question": [str(i) for i in range(2500)]})
+    with pa.ipc.new_stream(tmp_path / "data.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert [row["question"] for _, row in read_rows(tmp_path, "data.train")] == [str(i) for i in range(2500)]
+
+
+def test_weights_are_found_by_path_and_glob(folder: Path) -> None:
+    names = [f"{folder}/c.csv", f"{folder}/*.jsonl"]
+    assert file_weights({}, names) is None
+    assert file_weights({f"{folder}/[b-z].jsonl": 0.5}, names) == (1.0, 1.0, 0.5)
+    assert file_weights({f"{folder}/*.jsonl": 2, f"{folder}/c.csv": 3}, names) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"x/d.jsonl": 2}, r"data\.weights: .*d\.jsonl: 2: .* is not in data\.train"),
+        ({"nowhere.jsonl": 2}, r"data\.weights: there is no file"),
+        ({"a.jsonl": 2, "*.jsonl": 3}, r"a\.jsonl has a weight by .*a\.jsonl already"),
+    ],
+)
+def test_weights_of_nothing_and_of_the_same_twice_are_refused(
+    folder: Path, weights: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        file_weights({f"{folder}/{name}": weight for name, weight in weights.items()}, f"{folder}/*.jsonl")

@@ -1,0 +1,130 @@
+"""Several tokenising processes do what one does, and are gone when it is done."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
+from mcore_rl.data.tokenised.processes import tokenise_in_processes
+from mcore_rl.data.tokenised.progress import RowProgress
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError, WorkerDiedError
+
+BAD_ROW, BAD_LINE = 2100, "{torn"
+"""A row of the third block that has no prompt; the line behind it, in the same block, is not JSON."""
+
+
+def load(names: list[str], tokenizer_file: Path, workers: int) -> PromptSet:
+    config = DataConfig(workers=workers, plain_template="Q: {prompt}")
+    return load_prompts(names, load_tokenizer(tokenizer_file), config, RolloutConfig(max_prompt_tokens=9))[0]
+
+
+def write(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def rows(count: int, name: str) -> list[str]:
+    return [json.dumps({"question": f"{name}{i}", "answer": i, "extra_info": {"i": [i]}}) for i in range(count)]
+
+
+def test_rows_and_their_order_are_those_of_one_process(tmp_path: Path, tokenizer_file: Path) -> None:
+    names = [
+        write(tmp_path / f"{name}.jsonl", rows(count, name)) for name, count in (("a", 3000), ("b", 5), ("c", 1500))
+    ]
+    one, three = (load(names, tokenizer_file, workers) for workers in (1, 3))
+    assert len(one) == 4505
+    for name, value in vars(one).items():
+        other = getattr(three, name)
+        assert np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_what_needs_only_the_first_rows_ends_the_processes_early(tmp_path: Path, tokenizer_file: Path) -> None:
+    lines = rows(6000, "a")
+    lines[5000] = BAD_LINE  # which one process would not come to
+    path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
+    prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
+    assert prompts.ground_truths == list(range(7))
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize("torn_block", [2, 3])
+def test_the_first_malformed_row_is_named_whichever_is_found_first(
+    tmp_path: Path, tokenizer_file: Path, torn_block: int
+) -> None:
+    lines = rows(5000, "a")
+    lines[BAD_ROW], lines[torn_block * 1024 + 100] = '{"other": 1}', BAD_LINE
+    names, messages = [write(tmp_path / "rows.jsonl", lines)], []
+    for workers in (1, 2):
+        with pytest.raises(DataError) as caught:
+            load(names, tokenizer_file, workers)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    # A block is read whole before any of its rows is tokenised.
+    assert ("line 2149 is not valid JSON" if torn_block == 2 else "line 2101 has no prompt") in messages[0]
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_process_that_dies_is_an_error_and_not_an_end_of_data(tmp_path: Path, tokenizer_file: Path) -> None:
+    tokeniser = BlockTokeniser(load_tokenizer(tokenizer_file), DataConfig(workers=1), RolloutConfig(), "data.train")
+
+    def blocks():  # type: ignore[no-untyped-def]
+        for number in range(3):
+            yield RawBlock(0, tmp_path / "a.jsonl", [("a place", json.loads(rows(1, "a")[0]))])
+            if number == 0:
+                (child,) = psutil.Process().children()
+                child.kill()
+
+    with pytest.raises(WorkerDiedError, match=r"data\.workers.* exit code -9"):
+        list(tokenise_in_processes(blocks(), tokeniser))
+    assert psutil.Process().children(recursive=True) == []
+
+
+HOST = """
+import sys, time, psutil
+from pathlib import Path
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
+from mcore_rl.data.tokenised.processes import tokenise_in_processes
+from mcore_rl.data.tokenizer import load_tokenizer
+def blocks():
+    yield RawBlock(0, Path("a.jsonl"), [("a place", {"question": "a", "answer": "b"})])
+    print(psutil.Process().children()[0].pid, flush=True)
+    time.sleep(600)
+tokeniser = BlockTokeniser(load_tokenizer(sys.argv[1]), DataConfig(), RolloutConfig(), "data.train")
+list(tokenise_in_processes(blocks(), tokeniser))
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tokenizer_file: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOST, str(tokenizer_file)], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        child = psutil.Process(int(host.stdout.readline()))
+        host.kill()
+    child.wait(timeout=60)
+
+
+def test_only_what_takes_long_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("mcore_rl.data.tokenised.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stream = io.StringIO()
+    with RowProgress("data.train", [Path("a.jsonl"), Path("b.jsonl")], stream) as progress:
+        for seconds, file in ((0.5, 0), (1.9, 0), (2.5, 1), (10.0, 1), (40.0, 1)):
+            now[0] = seconds
+            progress.advance(1000, file)
+    assert stream.getvalue().splitlines() == [
+        "data.train: 3,000 rows tokenised (file 2 of 2, b.jsonl)  1,200 rows/s",
+        "data.train: 5,000 rows tokenised (file 2 of 2, b.jsonl)  125 rows/s",
+    ]
