@@ -105,8 +105,8 @@ def load_prompts(
     """Reads, renders and tokenises the prompts of all files that `names` stands for, one file after the other.
 
     Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
-    max_prompts, reading ends when so many are kept. With runs_tools rows may be for episodes with tools; `tools` are the
-    OpenAI schemas that the chat template shows.
+    max_prompts, reading ends when so many are kept. With runs_tools rows may be for episodes with tools; `tools` are
+    the OpenAI schemas that the chat template shows.
 
     Raises: DataError naming file and row for a malformed row, or `key` for files without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
