@@ -39,6 +39,8 @@ class Domain:
 
     def demand(self, value: Any) -> str | None:
         """What `value` would have to be and is not; None where it may stay."""
+        if isinstance(value, dict) and self.choices:
+            return next((demand for item in value.values() if (demand := self.demand(item)) is not None), None)
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
@@ -104,13 +106,17 @@ class Leaf:
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every key of a dataclass of the schema and of the sections in it; keys begin with `prefix`."""
+    """Every key of a dataclass of the schema and of the sections in it, also of those in lists; keys begin with
+    `prefix`."""
     for each in fields(section):
         value = getattr(section, each.name)
         if is_dataclass(value):
             yield from leaves(value, f"{prefix}{each.name}.")
         else:
             yield Leaf(f"{prefix}{each.name}", section, each.name, each.metadata.get(DOMAIN, Domain()))
+            if isinstance(value, list) and all(map(is_dataclass, value)):
+                for number, item in enumerate(value):
+                    yield from leaves(item, f"{prefix}{each.name}[{number}].")
 
 
 def check_domains(section: Any, prefix: str = "") -> None:
@@ -125,5 +131,7 @@ def make_paths_absolute(section: Any) -> None:
     for leaf in leaves(section):
         if leaf.domain.path and leaf.value:
             setattr(leaf.section, leaf.name, os.path.abspath(leaf.value))
+        elif leaf.domain.function and isinstance(leaf.value, dict):
+            setattr(leaf.section, leaf.name, {key: absolute_spec(value) for key, value in leaf.value.items()})
         elif leaf.domain.function and leaf.value:
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))

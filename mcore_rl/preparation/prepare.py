@@ -27,7 +27,7 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
-from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.spec.costs import sequence_cost
@@ -90,6 +90,7 @@ def prepare(config: Config) -> Prepared:
                     path, tokenizer, config.data, config.rollout, f"data.{name}", max_prompts=limit
                 )
                 reports.append(report)
+                check_data_sources(config.reward, f"data.{name}", path, prompts[name].data_sources)
         if reward_model is not None:
             inputs = RewardInputs(config)
             for name, loaded in prompts.items():

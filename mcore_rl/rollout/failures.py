@@ -26,7 +26,7 @@ class GradingFailures:
         errors = [message for scalars in graded for _, message in scalars.errors]
         if not errors:
             return
-        told, responses = f"reward.function={self.config.function}", sum(len(scalars.rewards) for scalars in graded)
+        told, responses = self.config.chosen, sum(len(scalars.rewards) for scalars in graded)
         if not self._shown:
             self._shown = True
             traceback = next((scalars.traceback for scalars in graded if scalars.traceback), None)

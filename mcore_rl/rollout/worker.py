@@ -74,7 +74,15 @@ class RolloutWorker:
             completions[index] = completion
             ended()
             texts[index] = self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-            self._rewarder.submit(keys[index], prompts[index // samples], texts[index], len(completion.token_ids))
+            group = keys[index - index % samples :][:samples]
+            self._rewarder.submit(
+                keys[index],
+                prompts[index // samples],
+                texts[index],
+                len(completion.token_ids),
+                group=group,
+                task=keys,
+            )
 
         started = time.perf_counter()
         drawn = _drawn_before(task, requests)

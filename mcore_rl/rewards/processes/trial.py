@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from mcore_rl.config.reward import NO_RULE, RewardConfig
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.functions import BUILTIN, KEY, Sample
+from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score
 
@@ -21,7 +22,8 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
     Returns a warning if only the empty response could be graded; a run counts such a response as 0.
     Raises: ConfigError with the function's own traceback if neither could.
     """
-    if config.function in (BUILTIN, NO_RULE):
+    specs = [entry.function for entry in config.entries] + list(config.functions.values())
+    if not any(map(names_function, specs)):
         return None
     pool = GradingPool(replace(config, workers=1))
     try:
@@ -31,7 +33,7 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
         empty = _graded(pool, prompt, "")
     finally:
         pool.shutdown()
-    told, shown = f"{KEY}={config.function}", f"\n{right.traceback}" if right.traceback else ""
+    told, shown = config.chosen, f"\n{right.traceback}" if right.traceback else ""
     if empty.error is None:
         return (
             f"warning: {told}: called with the ground truth of the first prompt of data.train as the response, "
@@ -45,7 +47,7 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
 
 
 def _graded(pool: GradingPool, prompt: Prompt, response: str) -> Score:
-    pool.submit(0, Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info))
+    pool.submit({0: Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info)})
     return pool.collect([0])[0]
 
 

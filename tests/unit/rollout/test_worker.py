@@ -15,7 +15,7 @@ from mcore_rl.data.records import add_fields, amend_part
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
-from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.journal import Journal, read_journal
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker
@@ -40,7 +40,7 @@ class LengthRewarder:
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
         parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
@@ -50,7 +50,7 @@ class LengthRewarder:
 
 
 class HalfEmojiRewarder(LengthRewarder):
-    def submit(self, key: int, *_: Any) -> None:
+    def submit(self, key: int, *_: Any, **batch: Any) -> None:
         self.scores[key] = Score(0.0, 0.0, "not an answer: \ud83d")
 
 
