@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 
-from mcore_rl.rewards.processes.process import Task
+from mcore_rl.rewards.processes.messages import Task
 from mcore_rl.types import Score
 
 

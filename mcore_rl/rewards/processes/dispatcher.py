@@ -19,8 +19,9 @@ from typing import Any
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rewards.processes.memory import MIB, resident_bytes
-from mcore_rl.rewards.processes.process import GradingProcess, Task
-from mcore_rl.rewards.processes.worker import FLUSH_SECONDS, Ready, Refused
+from mcore_rl.rewards.processes.messages import Ready, Refused, Task
+from mcore_rl.rewards.processes.process import GradingProcess
+from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 

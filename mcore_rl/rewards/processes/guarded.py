@@ -11,7 +11,7 @@ from mcore_rl.config.functions import describe
 from mcore_rl.rewards.functions import Grader, Sample
 from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
 from mcore_rl.rewards.processes.event_loop import EventLoop
-from mcore_rl.rewards.processes.process import Task
+from mcore_rl.rewards.processes.messages import Task
 from mcore_rl.rewards.processes.tracebacks import traceback_of
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score

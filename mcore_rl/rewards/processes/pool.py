@@ -13,7 +13,7 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.dispatcher import Dispatcher
-from mcore_rl.rewards.processes.process import Task
+from mcore_rl.rewards.processes.messages import Task
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 

@@ -9,25 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from multiprocessing import Pipe
 
 from mcore_rl.config.reward import RewardConfig
-
-
-@dataclass(frozen=True)
-class Task:
-    """Samples that are graded together, a pickled list of them, and their keys. alone: the process may grade nothing
-    else meanwhile."""
-
-    keys: tuple[int, ...]
-    pickled: bytes
-    alone: bool = False
-
-    @property
-    def number(self) -> int:
-        """By which an answer names it."""
-        return self.keys[0]
+from mcore_rl.rewards.processes.messages import Task
 
 
 class GradingProcess:

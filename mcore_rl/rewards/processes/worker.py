@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import NAIVE, RewardConfig
@@ -21,26 +21,12 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
 from mcore_rl.rewards.processes.concurrent import ConcurrentCalls
 from mcore_rl.rewards.processes.guarded import Guarded
-from mcore_rl.rewards.processes.process import Task
+from mcore_rl.rewards.processes.messages import Ready, Refused, Task
 from mcore_rl.types import Score
 
 FLUSH_SECONDS = 0.1
 """A finished score waits at most this long (and until the sample that is being graded is done)."""
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The grader is loaded; max_calls: tasks that are graded side by side."""
-
-    max_calls: int
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The configuration names no grader that loads."""
-
-    cause: str
 
 
 def main() -> None:

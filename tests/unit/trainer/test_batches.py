@@ -14,7 +14,7 @@ from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError, NonFiniteError
-from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rewards.results import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
 from mcore_rl.types import RolloutScalars
 
