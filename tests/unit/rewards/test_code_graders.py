@@ -1,4 +1,4 @@
-"""Graders of code: what of a response is run, with what, and what its output is worth. Programs are ours, so they run."""
+"""Graders of code: what of a response is run, with what, and what its output is worth. The programs are ours."""
 
 from __future__ import annotations
 
