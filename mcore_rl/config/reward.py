@@ -70,7 +70,7 @@ class RewardConfig:
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function."""
+    """Extra keyword arguments of a user's function; with by_data_source, of all those in reward.functions."""
     correct: float = 1.0
     """Reward of the built-in grader for a right answer."""
     incorrect: float = 0.0

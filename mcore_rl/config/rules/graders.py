@@ -20,7 +20,17 @@ def check_graders(config: Config) -> None:
                 raise ConfigError(f"{key}={value} has no effect beside reward.weighted; leave it at {default}")
     else:
         refuse_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
+    _check_kwargs(reward)
     _check_manager(reward)
+
+
+def _check_kwargs(reward: RewardConfig) -> None:
+    """Built-in graders take no arguments."""
+    for number, entry in enumerate(reward.entries):
+        given = reward.functions.values() if entry.function == BY_DATA_SOURCE else [entry.function]
+        if entry.kwargs and not any(map(names_function, given)):
+            key = f"reward.weighted[{number}].kwargs" if reward.weighted else "reward.kwargs"
+            raise ConfigError(f"{key}={entry.kwargs} has no effect: {entry.function} takes none; leave {key} at {{}}")
 
 
 def _check_manager(reward: RewardConfig) -> None:

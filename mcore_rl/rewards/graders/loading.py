@@ -71,7 +71,7 @@ def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, runner:
     if entry.function == NO_RULE:
         return Rule(lambda sample: Score(0.0, 0.0))
     if entry.function == BY_DATA_SOURCE:
-        return _by_data_source(config, runner)
+        return _by_data_source(entry.kwargs, config, runner)
     return _named(key, entry.function, entry.kwargs, config, runner)
 
 
@@ -97,9 +97,9 @@ def _math(config: RewardConfig) -> Rule:
     return Rule(grade)
 
 
-def _by_data_source(config: RewardConfig, runner: CodeRunner | None) -> Rule:
+def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
     users = {
-        spec: user_rule(f"reward.functions.{source}", spec, {})
+        spec: user_rule(f"reward.functions.{source}", spec, kwargs)
         for source, spec in config.functions.items()
         if names_function(spec)
     }

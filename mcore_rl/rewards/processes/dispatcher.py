@@ -8,6 +8,7 @@ guilty one. "Sample" stands for a batch here, where a function sees whole batche
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
@@ -87,8 +88,11 @@ class Dispatcher:
     def _next_batch(self, worker: GradingProcess) -> list[Task]:
         if self._queue[0].alone:
             return [self._queue.popleft()] if worker.idle else []
-        # Large enough to pay for the message, small enough that all processes end at about the same time.
-        size = min(worker.room(MAX_BATCH), max(1, len(self._queue) // (2 * self._config.workers)))
+        if worker.max_calls > 1:
+            share = math.ceil(len(self._queue) / self._config.workers)
+        else:  # large enough to pay for the message, small enough that all processes end at about the same time
+            share = max(1, len(self._queue) // (2 * self._config.workers))
+        size = min(worker.room(MAX_BATCH), share)
         batch: list[Task] = []
         while len(batch) < size and self._queue and not self._queue[0].alone:
             batch.append(self._queue.popleft())

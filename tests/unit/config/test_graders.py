@@ -73,6 +73,8 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
             ["reward.function=by_data_source", "reward.functions={a: maths}"],
             r"^reward\.functions=.*maths.* must be one of math, gsm8k, ",
         ),
+        (["reward.kwargs.a=1"], r"^reward\.kwargs=\{'a': '1'\} has no effect: math takes none; leave reward\.kwargs"),
+        (["reward.weighted=[{function: gsm8k, kwargs: {a: b}}]"], r"^reward\.weighted\[0\]\.kwargs=.* has no effect"),
         (["reward.manager=fast"], r"^reward\.manager=fast must be one of naive, batch, prime, dapo"),
         (["reward.reward_manager=dapo"], r"unknown key reward\.reward_manager; did you mean reward\.manager"),
     ],
