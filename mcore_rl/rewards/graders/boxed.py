@@ -9,7 +9,6 @@ What is the same expression: rewards.math_grader.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from mcore_rl.rewards.answers import last_box
@@ -17,7 +16,6 @@ from mcore_rl.rewards.math_grader import reference_answer, same_answer
 from mcore_rl.types import Score
 
 FORM_WEIGHT = 0.1
-_THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def grade_math_boxed(response: str, ground_truth: Any) -> Score:
@@ -28,8 +26,15 @@ def grade_math_boxed(response: str, ground_truth: Any) -> Score:
 
 def grade_geometry3k(response: str, ground_truth: Any) -> Score:
     """Between 0 and 1; what is right is the answer alone, and the form is a part."""
-    right, form = _in_box(response, ground_truth), float(_THOUGHT_THEN_BOX.fullmatch(response) is not None)
+    right, form = _in_box(response, ground_truth), float(_thinks_first(response))
     return Score((1 - FORM_WEIGHT) * right + FORM_WEIGHT * form, right, parts={"format": form})
+
+
+def _thinks_first(response: str) -> bool:
+    """Whether it has the form `<think>...</think>...\\boxed{...}...`."""
+    thought, ended, rest = response.partition("</think>")
+    _, box, content = rest.partition("\\boxed{")
+    return thought.startswith("<think>") and bool(ended and box) and "}" in content
 
 
 def _in_box(response: str, ground_truth: Any) -> float:

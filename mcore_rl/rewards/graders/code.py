@@ -25,8 +25,8 @@ MAX_TESTS = 10
 MAX_TEST_SECONDS = 10.0
 SHARE_OF_TIME = 0.9
 """Of a response's seconds for all that runs; what is left is for starting and comparing."""
-_BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_PYTHON = ("python", "python3", "py")
+_FENCE = "```"
+_PYTHON = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\r?\n", re.IGNORECASE)
 
 
 class CodeOutcome(NamedTuple):
@@ -94,9 +94,11 @@ class CodeGrader:
 
 def extract_program(response: str) -> str | None:
     """The last fenced block in Python, or the last one of any language; None where there is none."""
-    blocks = _BLOCK.findall(response)
-    python = [text for language, text in blocks if language.lower() in _PYTHON]
-    return (python or [text for _, text in blocks] or [None])[-1]
+    starts = [match.end() for match in _PYTHON.finditer(response)]
+    if starts:
+        return response[starts[-1] :].partition(_FENCE)[0]
+    blocks = [piece.partition("\n")[2] for piece in response.split(_FENCE)[1::2] if "\n" in piece]
+    return blocks[-1] if blocks else None
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -15,18 +15,28 @@ from typing import Any
 from mcore_rl.types import Score
 
 MAX_TAGS = 10
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def grade_search_qa(response: str, ground_truth: Any) -> Score:
     """1, 0.25 or 0. ground_truth: {"target": one or more answers}, or those alone."""
-    answers = _ANSWER.findall(response)
-    if not answers or _normal(answers[-1]) not in map(_normal, _targets(ground_truth)):
+    answer = _last_answer(response)
+    if answer is None or _normal(answer) not in map(_normal, _targets(ground_truth)):
         return Score(0.0, 0.0)
     guesses = max(response.count("<answer>"), response.count("</answer>")) > MAX_TAGS
     return Score(0.25 if guesses else 1.0, 1.0)
+
+
+def _last_answer(response: str) -> str | None:
+    """From the first <answer> behind the answer before it, up to the next </answer>."""
+    answer, rest = None, response
+    while True:
+        _, opened, rest = rest.partition("<answer>")
+        content, closed, rest = rest.partition("</answer>")
+        if not opened or not closed:
+            return answer
+        answer = content
 
 
 def _targets(ground_truth: Any) -> list[str]:

@@ -210,4 +210,5 @@ def test_a_ground_truth_without_tests_is_an_error_and_no_verdict(grade, truth):
 def test_blocks_of_other_languages_are_programs_only_without_python():
     assert extract_program("```cpp\nint x;\n```") == "int x;\n"
     assert extract_program("```py\na\n```\n```bash\nb\n```") == "a\n"
-    assert extract_program("none") is None
+    assert extract_program("Fences are ``` here:\n```Python\na\n```") == "a\n"
+    assert extract_program("none, not even `this` or ```that```") is None
