@@ -16,6 +16,8 @@ from mcore_rl.rewards.results import TAKEN, failed
 from mcore_rl.types import Score
 
 KEY = "reward.function"
+UNNAMED = "unknown"
+"""What rows without a data_source have as theirs (data.columns)."""
 NO_RUNNER = "it needs a sandbox to run code in, and there is none here"
 
 
@@ -39,8 +41,9 @@ def check_data_sources(
     for source, name in without_grader(data_sources, config.functions, runner).items():
         rows = sum(each == source for each in data_sources)
         cause = f"has no grader with {KEY}={BY_DATA_SOURCE}" if name is None else f"is graded by {name}: {NO_RUNNER}"
+        told = f"{source!r} (rows without one have it)" if source == UNNAMED else repr(source)
         raise ConfigError(
-            f"{key}={path}: the data_source {source!r} of {rows} rows {cause}; set reward.functions to "
+            f"{key}={path}: the data_source {told} of {rows} rows {cause}; set reward.functions to "
             f"{{{source}: module_or_file.py:function}}, or to one of {', '.join(GRADERS)}"
         )
 

@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.reward import BY_DATA_SOURCE, RewardConfig
+from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import grader_of
 from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score
+
+BATCH_SIZE = 2
+"""Responses that a function of batches is tried on: one compares nothing."""
 
 
 def rows_to_try(config: RewardConfig, data_sources: Sequence[str]) -> list[int]:
@@ -37,10 +40,11 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
         return None
     pool = GradingPool(replace(config, workers=1))
     try:
-        right = _graded(pool, prompt, _as_text(prompt.ground_truth))
+        count = BATCH_SIZE if config.manager == BATCH else 1
+        right = _graded(pool, prompt, _as_text(prompt.ground_truth), count)
         if right.error is None:
             return None
-        empty = _graded(pool, prompt, "")
+        empty = _graded(pool, prompt, "", count)
     finally:
         pool.shutdown()
     which = "the first prompt of data.train"
@@ -59,9 +63,10 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
     )
 
 
-def _graded(pool: GradingPool, prompt: Prompt, response: str) -> Score:
-    pool.submit({0: Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info)})
-    return pool.collect([0])[0]
+def _graded(pool: GradingPool, prompt: Prompt, response: str, count: int) -> Score:
+    sample = Sample(prompt.data_source, response, prompt.ground_truth, prompt.extra_info)
+    pool.submit(dict.fromkeys(range(count), sample))
+    return pool.collect(range(count))[0]
 
 
 def _as_text(ground_truth: Any) -> str:

@@ -16,7 +16,7 @@ from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.types import Prompt
 
 FUNCTIONS = """
-import asyncio, time
+import asyncio, statistics, time
 import numpy as np
 
 def ranks(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
@@ -36,6 +36,9 @@ def ranks(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     if "7" in solution_strs:
         results[solution_strs.index("7")] = float("nan")
     return results
+
+def spread(data_sources, solution_strs, ground_truths, extra_infos):
+    return [statistics.stdev(map(len, solution_strs))] * len(solution_strs)
 
 async def array(data_sources, solution_strs, ground_truths, extra_infos, bonus):
     await asyncio.sleep(0)
@@ -157,5 +160,6 @@ def test_what_takes_single_responses_cannot_be_called_with_batches(tmp_path):
 
 def test_a_function_of_batches_is_tried_before_a_run(config):
     assert try_reward_function(config(), prompt("5")) is None
+    assert try_reward_function(config("spread"), prompt("5")) is None  # of one response there is none
     with pytest.raises(ConfigError, match="cannot grade the first prompt"):
         try_reward_function(config("array", kwargs={"bonus": "much"}), prompt("5"))
