@@ -1,4 +1,4 @@
-r"""NuminaMath as PRIME grades it: the last box, or what follows `the answer is` or `answer:`; a decimal may be rounded.
+r"""NuminaMath as PRIME grades it: the last box, or what follows `answer is` or `answer:`; a decimal may be rounded.
 
 Source: Cui et al., arXiv 2502.01456, and the comparison of Hendrycks et al. that it begins with. Where the reference is
 a number, an answer within a relative 1e-4 of it is right, and so is one of its hundredth or its hundredfold, which
@@ -16,7 +16,7 @@ from mcore_rl.rewards.math_grader import reference_answer, same_answer, value_of
 from mcore_rl.types import Score
 
 TOLERANCE = Fraction(1, 10_000)
-_MARK = re.compile(r"(?i)\b(?:the\s+(?:final\s+)?answer\s+is\s*:?|answer\s*:)\s*")
+_MARK = re.compile(r"(?i)\b(?:answer\s+is\s*:?|answer\s*:)\s*")
 
 
 def grade_prime_math(response: str, ground_truth: Any) -> Score:

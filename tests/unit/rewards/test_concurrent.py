@@ -46,7 +46,21 @@ async def grade(solution_str, **_):
     if solution_str == "die":
         os._exit(3)
     await asyncio.sleep(0.01)
-    return float(solution_str)
+    return {"score": float(solution_str), "pid": os.getpid()}
+
+async def steady(solution_str, **_):
+    if solution_str != "stubborn":
+        await asyncio.sleep(0.1)
+        return {"score": 1.0, "pid": os.getpid()}
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+
+def plain(**_):
+    time.sleep(0.1)
+    return {"score": 1.0, "pid": os.getpid()}
 
 def eat(solution_str, **_):
     if solution_str == "child":
@@ -71,6 +85,11 @@ def functions(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _quick_to_give_up(monkeypatch):
     monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+
+
+def pids(scores):
+    """Processes that graded them."""
+    return {score.parts["pid"] for score in scores if score.error is None}
 
 
 def graded(config, texts):
@@ -99,7 +118,9 @@ def test_one_by_one_no_call_meets_another(functions, more):
 def test_the_time_limit_holds_for_each_call(functions):
     config = RewardConfig(function=f"{functions}:grade", max_concurrent_calls=8, timeout_seconds=0.5)
     texts = ["wait" if number % 5 == 0 else str(number) for number in range(40)]
-    for text, score in zip(texts, graded(config, texts), strict=True):
+    scores = graded(config, texts)
+    assert len(pids(scores)) == 1  # no call of another took the process with it
+    for text, score in zip(texts, scores, strict=True):
         if text == "wait":
             assert score.error == "the grader did not finish within reward.timeout_seconds=0.5"
             assert "in grade\n    await asyncio.sleep(1000)" in score.traceback
@@ -125,6 +146,19 @@ def test_one_that_cannot_be_cancelled_is_found_among_those_beside_it(functions, 
     assert message in scores[5].error
     assert [score.reward for score in scores] == [float(text) if text.isdecimal() else 0.0 for text in texts]
     assert [number for number, score in enumerate(scores) if score.error is not None] == [5]
+
+
+def test_answers_of_others_do_not_put_off_the_end_of_one_that_cannot_be_cancelled(functions):
+    config = RewardConfig(function=f"{functions}:steady", max_concurrent_calls=2, timeout_seconds=0.5)
+    scores = graded(config, ["stubborn", *["1"] * 25])  # beside it 2.5 seconds, one by one
+    assert [number for number, score in enumerate(scores) if score.error is not None] == [0]
+    assert len(pids(scores)) > 1
+
+
+def test_the_time_limit_is_that_of_one_response_however_many_are_handed_over(functions):
+    scores = graded(RewardConfig(function=f"{functions}:plain", timeout_seconds=0.7), ["1"] * 30)
+    assert len(pids(scores)) == 1
+    assert [score.reward for score in scores] == [1.0] * 30
 
 
 @linux
