@@ -125,8 +125,21 @@ class Rewarder(Protocol):
     """Grades responses outside the calling process; a grader that raises or hangs yields Score.error. Any thread may
     call it."""
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
-        """Starts grading under a key of its own; returns at once."""
+    def submit(
+        self,
+        key: int,
+        prompt: Prompt,
+        response_text: str,
+        response_tokens: int,
+        *,
+        group: Collection[int] = (),
+        task: Collection[int] = (),
+    ) -> None:
+        """Starts grading under a key of its own; returns at once. group, task: keys of the responses to the same prompt
+        and of the whole task, its own among them, for graders that see them together."""
+
+    def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
+        """Says that a response will be neither submitted nor collected, so that nothing waits for it."""
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         """Waits for the scores of `keys`, which were submitted; by key. Others may be waited for meanwhile."""

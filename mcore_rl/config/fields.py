@@ -111,13 +111,17 @@ class Leaf:
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every key of a dataclass of the schema and of the sections in it; keys begin with `prefix`."""
+    """Every key of a dataclass of the schema and of the sections in it, also of those in lists; keys begin with
+    `prefix`."""
     for each in fields(section):
         value = getattr(section, each.name)
         if is_dataclass(value):
             yield from leaves(value, f"{prefix}{each.name}.")
         else:
             yield Leaf(f"{prefix}{each.name}", section, each.name, each.metadata.get(DOMAIN, Domain()))
+            if isinstance(value, list) and all(map(is_dataclass, value)):
+                for number, item in enumerate(value):
+                    yield from leaves(item, f"{prefix}{each.name}[{number}].")
 
 
 def check_domains(section: Any, prefix: str = "") -> None:
@@ -130,7 +134,9 @@ def check_domains(section: Any, prefix: str = "") -> None:
 def make_paths_absolute(section: Any) -> None:
     """Of every path and every user's file, as other processes need not run in this one's directory."""
     for leaf in leaves(section):
-        if leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
+        if leaf.domain.function and isinstance(leaf.value, dict):
+            setattr(leaf.section, leaf.name, {key: absolute_spec(value) for key, value in leaf.value.items()})
+        elif leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
         elif leaf.domain.path and leaf.value:
             setattr(leaf.section, leaf.name, _absolute(leaf.value))

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.fields import setting
+from omegaconf import MISSING
+
+from mcore_rl.config.fields import DOMAIN, Domain, setting
 
 NO_RULE = "none"
 """Value of reward.function where reward models alone give rewards."""
+BY_DATA_SOURCE = "by_data_source"
+"""Value of reward.function where each row's data_source names its grader."""
+GRADERS = (
+    *("math", "gsm8k", "math_boxed", "math_dapo", "prime_math", "geometry3k", "search_qa", "code_outputs"),
+    "code_asserts",
+)
+"""Graders that are built in, by name (docs/rewards.md)."""
+NAIVE, BATCH, PRIME, DAPO = "naive", "batch", "prime", "dapo"
+"""Values of reward.manager, with verl's names."""
 
 
 @dataclass
 class OverlongConfig:
     """DAPO's soft overlong punishment: 0 up to max_response_tokens - buffer_tokens, then linearly to -penalty."""
 
-    enable: bool = False
-    """Whether long responses are punished."""
+    enable: bool | None = None
+    """Whether long responses are punished; null: where reward.manager=dapo."""
     buffer_tokens: int = setting(128, minimum=1)
     """Length of the stretch before the limit in which the punishment grows."""
     penalty: float = setting(1.0, minimum=0)
@@ -23,26 +34,77 @@ class OverlongConfig:
 
 
 @dataclass
+class WeightedFunctionConfig:
+    """One of several functions whose weighted sum is the reward."""
+
+    function: str = setting(MISSING, choices=(BY_DATA_SOURCE, *GRADERS), function=True)
+    """As reward.function."""
+    weight: float = 1.0
+    """Of its score in the sum."""
+    name: str | None = None
+    """Of its score in records and metrics; null: the function's own."""
+    kwargs: dict[str, str] = field(default_factory=dict)
+    """Extra keyword arguments of a user's function."""
+
+
+@dataclass
 class RewardConfig:
-    function: str = setting("math", choices=("math", NO_RULE), function=True)
-    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number),
-    `module_or_file.py:function` with verl's signature, or none: reward models alone."""
+    function: str = setting("math", choices=("math", BY_DATA_SOURCE, *GRADERS[1:], NO_RULE), function=True)
+    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number), by_data_source (each row's
+    data_source names its grader, with verl's names), one of those graders for all rows, `module_or_file.py:function`
+    with verl's signature, or none: reward models alone."""
+    functions: dict[str, str] = field(default_factory=dict, metadata={DOMAIN: Domain(choices=GRADERS, function=True)})
+    """With by_data_source: graders of data sources that have none, or another; names may be patterns ("aime*"), and
+    the first that fits counts."""
+    weighted: list[WeightedFunctionConfig] = field(default_factory=list)
+    """Several functions in the place of reward.function: a list of {function, weight, name, kwargs}. The weighted sum
+    of their scores is the reward; each score stands by its name in records and metrics."""
+    accuracy_of: str | None = None
+    """Name of the one of reward.weighted that says what is right; null: the first."""
+    manager: str = setting(PRIME, choices=(NAIVE, BATCH, PRIME, DAPO))
+    """verl's names. prime: many responses at a time; naive: one after the other; dapo: as prime, with reward.overlong
+    on; batch: a user's function f(data_sources, solution_strs, ground_truths, extra_infos, **reward.kwargs) sees the
+    responses of a reward.batch together and returns as many numbers or dicts."""
+    batch: str = setting("group", choices=("group", "task"))
+    """What reward.manager=batch hands over together: the responses to one prompt, or all of an engine's task."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function."""
+    """Extra keyword arguments of a user's function; with by_data_source, of all those in reward.functions."""
     correct: float = 1.0
     """Reward of the built-in grader for a right answer."""
     incorrect: float = 0.0
     """Rewards of the built-in grader (DAPO's paper: 1 and -1)."""
     timeout_seconds: float = setting(10.0, above=0)
-    """Of one response; a function that takes longer has failed."""
+    """Of one response, or of one batch; a function that takes longer has failed."""
     workers: int = setting(1, minimum=1, unit="processes")
     """Grading processes beside each engine."""
+    max_concurrent_calls: int = setting(16, minimum=1, unit="calls")
+    """Calls of an async function that one grading process has under way together."""
+    memory_mib: int | None = setting(4096, minimum=1)
+    """Resident memory of one grading process and all that it starts; one that takes more is killed, and what it graded
+    has failed. null: no limit."""
     max_error_fraction: float = setting(1.0, minimum=0, maximum=1)
     """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
     too long, died, or returned no number. 0: any."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+    @property
+    def punishes_overlong(self) -> bool:
+        """Whether long responses are punished."""
+        return self.manager == DAPO if self.overlong.enable is None else self.overlong.enable
+
+    @property
+    def entries(self) -> list[WeightedFunctionConfig]:
+        """The functions that grade: those of reward.weighted, or reward.function alone."""
+        return self.weighted or [WeightedFunctionConfig(self.function, kwargs=self.kwargs)]
+
+    @property
+    def chosen(self) -> str:
+        """What grades, for messages: the key with its value."""
+        if not self.weighted:
+            return f"reward.function={self.function}"
+        return f"reward.weighted ({', '.join(entry.function for entry in self.weighted)})"
 
 
 @dataclass

@@ -34,9 +34,9 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
-from mcore_rl.rewards.functions import check_reward_function
+from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function
 from mcore_rl.rewards.model_inputs import RewardInputs
-from mcore_rl.rewards.processes.trial import try_reward_function
+from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.spec.costs import sequence_cost
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
@@ -151,6 +151,7 @@ def _load_prompts(
                 tools=tools,
             )
             reports.append(report)
+            check_data_sources(config.reward, f"data.{name}", report.path, prompts[name].data_sources)
     return prompts, reports
 
 
@@ -182,6 +183,9 @@ def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
 
 
 def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
-    """Warnings of a call of the reward function, if responses will be graded."""
-    warning = try_reward_function(config.reward, prompts["train"][0]) if prompts else None
-    return [] if warning is None else [warning]
+    """Warnings of calls of the reward functions, if responses will be graded."""
+    if not prompts:
+        return []
+    rows = rows_to_try(config.reward, prompts["train"].data_sources)
+    warnings = [try_reward_function(config.reward, prompts["train"][row]) for row in rows]
+    return [warning for warning in warnings if warning is not None]

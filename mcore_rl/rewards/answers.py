@@ -47,6 +47,12 @@ def last_boxed(text: str) -> str | None:
     return _last_boxes(text)[0]
 
 
+def last_box(text: str) -> str | None:
+    r"""Content of the last complete \boxed{...}, or of `\boxed 5`, by itself."""
+    contents = (_braced(text, match.end())[0] for match in reversed(list(_BOX.finditer(text))[-MAX_BOX_CANDIDATES:]))
+    return next((content.strip() for content in contents if content is not None), None)
+
+
 def after_hashes(text: str) -> str | None:
     """What follows the last `####` on its line; None where there is nothing."""
     _, hashes, rest = text.rpartition("####")

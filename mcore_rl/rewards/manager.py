@@ -1,4 +1,5 @@
-"""The Rewarder of a rollout process: grades responses beside it, and adds the overlong punishment."""
+"""The Rewarder of a rollout process: grades responses beside it, one by one or in batches, and adds the overlong
+punishment."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from types import TracebackType
 
-from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward import BATCH, RewardConfig
+from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.overlong import SoftOverlong
 from mcore_rl.rewards.processes.pool import GradingPool
@@ -21,8 +23,10 @@ class RewardManager:
     """
 
     def __init__(self, config: RewardConfig, *, max_response_tokens: int) -> None:
-        self._overlong = SoftOverlong.of(config.overlong, max_response_tokens)
+        self._overlong = SoftOverlong.of(config, max_response_tokens)
         self._weight = config.weight
+        self._batches = Batches() if config.manager == BATCH else None
+        self._whole_tasks = config.batch == "task"
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config)
 
@@ -36,12 +40,35 @@ class RewardManager:
         """Waits until every grading process has loaded its grader."""
         self._pool.wait_ready()
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
-        """Starts grading; returns at once. `key` must not wait for its collect already."""
+    def submit(
+        self,
+        key: int,
+        prompt: Prompt,
+        response_text: str,
+        response_tokens: int,
+        *,
+        group: Collection[int] = (),
+        task: Collection[int] = (),
+    ) -> None:
+        """Starts grading; returns at once. `key` must not wait for its collect already. With reward.manager=batch it
+        starts when all responses of its reward.batch have come; group, task: their keys."""
         if key in self._response_tokens:
             raise ValueError(f"key {key} was submitted before and has not been collected")
-        self._pool.submit(key, Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info))
+        sample = Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info)
+        if self._batches is None:
+            self._pool.submit({key: sample})
+        else:
+            whole = self._batches.add(key, sample, self._members(key, group, task))
+            if whole is not None:
+                self._pool.submit(whole)
         self._response_tokens[key] = response_tokens
+
+    def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
+        """A response will not come and is not collected: those that are graded with it wait no longer."""
+        if self._batches is not None:
+            whole = self._batches.withdraw(key, self._members(key, group, task))
+            if whole is not None:
+                self._pool.submit(whole)
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         """Waits for the scores of `keys`, which were submitted; by key. reward.weight and the overlong punishment are
@@ -52,6 +79,9 @@ class RewardManager:
     def shutdown(self) -> None:
         """Ends the grading processes; what is pending is lost. May be called again."""
         self._pool.shutdown()
+
+    def _members(self, key: int, group: Collection[int], task: Collection[int]) -> Collection[int]:
+        return (task if self._whole_tasks else group) or (key,)
 
     def _shaped(self, score: Score, response_tokens: int) -> Score:
         if score.error is not None:

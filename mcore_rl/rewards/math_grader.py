@@ -22,7 +22,7 @@ from mcore_rl.rewards.numbers import FORMULA, number_in_words, parse_decimal_com
 from mcore_rl.rewards.spelling import elements, normalise
 
 MAX_ELEMENTS = 12
-__all__ = ["is_correct", "reference_answer", "same_answer", "warm_up"]
+__all__ = ["is_correct", "reference_answer", "same_answer", "value_of", "warm_up"]
 
 # every space but one between digits: "1 2" is not 12
 _INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
@@ -76,6 +76,11 @@ def same_answer(answer: str, reference: str) -> bool:
     if not given or given.replace(" ", "").isalpha():
         return False
     return within_limits(lambda: _same_in_parts(given, expected, value))
+
+
+def value_of(answer: str) -> Fraction | None:
+    """The number that an answer is, exactly, if it is one; of a percentage, its hundredfold."""
+    return _value(normalise(answer)[0])
 
 
 def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.reward import OverlongConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -23,13 +23,14 @@ class SoftOverlong:
     penalty: float
 
     @classmethod
-    def of(cls, config: OverlongConfig, max_response_tokens: int) -> SoftOverlong | None:
+    def of(cls, reward: RewardConfig, max_response_tokens: int) -> SoftOverlong | None:
         """None where it is switched off.
 
         Raises: ConfigError.
         """
-        if not config.enable:
+        if not reward.punishes_overlong:
             return None
+        config = reward.overlong
         if not 0 < config.buffer_tokens <= max_response_tokens:
             raise ConfigError(
                 f"reward.overlong.buffer_tokens={config.buffer_tokens} must be between 1 and "

@@ -42,4 +42,4 @@ class GradingFailures:
             )
 
     def _told(self, error: str) -> str:
-        return "rollout.episode" if error.startswith(FAILED_EPISODE) else f"reward.function={self.config.function}"
+        return "rollout.episode" if error.startswith(FAILED_EPISODE) else self.config.chosen

@@ -65,9 +65,8 @@ class RolloutWorker:
         def grade(place: int, outcome: EpisodeOutcome) -> None:
             outcomes[place] = outcome
             ended()
-            if outcome.reward is None and outcome.error is None:
+            if self._submit(keys, place, attempts[place], outcome, task.samples_per_prompt):
                 graded_here.append(keys[place])
-                self._submit(keys[place], attempts[place], outcome)
 
         started = time.perf_counter()
         drawn = _drawn_before(task, attempts)
@@ -115,12 +114,18 @@ class RolloutWorker:
             for i, seed in enumerate(seeds)
         ]
 
-    def _submit(self, key: int, attempt: Attempt, outcome: EpisodeOutcome) -> None:
+    def _submit(self, keys: Sequence[int], place: int, attempt: Attempt, outcome: EpisodeOutcome, samples: int) -> bool:
+        """Hands a response to the graders, unless its episode failed or has a reward of its own; whether it did."""
+        group = keys[place - place % samples :][:samples]
+        if outcome.reward is not None or outcome.error is not None:
+            self._rewarder.withdraw(keys[place], group=group, task=keys)
+            return False
         prompt = attempt.prompt
         if outcome.extra:
             prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
         tokens = sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
-        self._rewarder.submit(key, prompt, outcome.text, tokens)
+        self._rewarder.submit(keys[place], prompt, outcome.text, tokens, group=group, task=keys)
+        return True
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
         """Of the whole response: what graders or the episode itself say, and the rewards of turns."""

@@ -141,6 +141,21 @@ def test_reward_file_that_does_not_import(refused: Callable[..., str], tmp_path:
     assert cause in message
 
 
+def test_rows_that_name_no_grader(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = rows(
+        tmp_path,
+        '{"question": "1+1=", "answer": "2", "data_source": "openai/gsm8k"}\n'
+        '{"question": "1+2=", "answer": "3", "data_source": "sums"}\n'
+        '{"question": "1+3=", "answer": "4"}\n',
+    )
+    assert refused("reward.function=by_data_source", f"data.train={path}").startswith(
+        f"error: data.train={path}: the data_source 'sums' of 1 rows has no grader with "
+        "reward.function=by_data_source; set reward.functions to {sums: module_or_file.py:function}, or to one of"
+    )
+    message = refused("reward.function=by_data_source", "reward.functions.sums=math", f"data.train={path}")
+    assert "the data_source 'unknown' (rows without one have it) of 1 rows has no grader" in message
+
+
 def test_reward_function_that_grades_nothing_is_refused_with_its_line(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.names import role_key, role_keys
 from mcore_rl.config.rules.available import check_sglang_model
 from mcore_rl.config.rules.episodes import check_episodes
+from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
@@ -65,6 +66,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_replay,
         check_reference,
         check_rewards,
+        check_graders,
         check_lora,
         check_tool_keys,
         _check_run_dir,
@@ -137,7 +139,7 @@ def _check_batches(config: Config) -> None:
 
 def _check_lengths(config: Config) -> None:
     rollout, overlong = config.rollout, config.reward.overlong
-    if overlong.enable and not 0 < overlong.buffer_tokens <= rollout.max_response_tokens:
+    if config.reward.punishes_overlong and not 0 < overlong.buffer_tokens <= rollout.max_response_tokens:
         raise ConfigError(
             f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be between 1 and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}"

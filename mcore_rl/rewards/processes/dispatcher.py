@@ -1,23 +1,29 @@
 """Hands samples to grading processes and finds the one at fault when a process hangs or dies.
 
-An idle process gets a batch and a deadline for its next answer. One that misses it or dies is replaced; of its batch,
-what is unanswered is graded again, one sample at a time, and a sample that ends a process alone is the guilty one.
+An idle process gets a batch and a deadline for its next answer; one that calls async functions gets as many samples as
+it may have calls under way, each with its own deadline. One that misses a deadline, takes too much memory or dies is
+replaced; what it has not answered is graded again, one sample at a time, and a sample that ends a process alone is the
+guilty one. "Sample" stands for a batch here, where a function sees whole batches.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
-from mcore_rl.rewards.functions import failed
-from mcore_rl.rewards.processes.process import GradingProcess, Task
-from mcore_rl.rewards.processes.worker import FLUSH_SECONDS, READY
+from mcore_rl.rewards.processes.memory import MIB, resident_bytes
+from mcore_rl.rewards.processes.messages import Ready, Refused, Task
+from mcore_rl.rewards.processes.process import GradingProcess
+from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
+from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
 MAX_BATCH = 64
@@ -26,6 +32,7 @@ GRACE_SECONDS = 1.0
 START_SECONDS = 300.0
 MAX_FAILED_STARTS = 3
 DEATH_CHECK_SECONDS = 0.5
+MEMORY_CHECK_SECONDS = 0.1
 
 
 class Dispatcher:
@@ -44,6 +51,7 @@ class Dispatcher:
         self._answer_seconds = config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
         self._workers: list[GradingProcess] = []
         self._failed_starts = 0
+        self._memory_check_due = 0.0
 
     @property
     def num_ready(self) -> int:
@@ -54,10 +62,10 @@ class Dispatcher:
             self._workers.append(GradingProcess(self._config, START_SECONDS))
 
     def feed(self) -> None:
-        """Gives every idle process a batch, as far as the queue reaches."""
+        """Gives every process what it has room for, as far as the queue reaches."""
         for worker in self._workers:
-            if worker.idle and self._queue:
-                worker.give(self._next_batch(), self._answer_seconds)
+            if self._queue and (batch := self._next_batch(worker)):
+                worker.give(batch, self._answer_seconds)
 
     def await_answers(self, wake: int) -> bool:
         """Waits for an answer, a death, a deadline or file descriptor `wake`; whether `wake` is readable."""
@@ -68,17 +76,25 @@ class Dispatcher:
                 self._receive(by_connection[connection])
         for worker in list(self._workers):
             self._check_alive(worker)
+        if self._config.memory_mib is not None and time.monotonic() >= self._memory_check_due:
+            self._check_memory(self._config.memory_mib)
+            self._memory_check_due = time.monotonic() + MEMORY_CHECK_SECONDS
         return wake in readable
 
     def kill_all(self) -> None:
         while self._workers:
             self._workers.pop().kill()
 
-    def _next_batch(self) -> list[Task]:
-        # Large enough to pay for the message, small enough that all processes end at about the same time.
-        size = min(MAX_BATCH, max(1, len(self._queue) // (2 * self._config.workers)))
-        batch = [self._queue.popleft()]
-        while not batch[0].alone and len(batch) < size and not self._queue[0].alone:
+    def _next_batch(self, worker: GradingProcess) -> list[Task]:
+        if self._queue[0].alone:
+            return [self._queue.popleft()] if worker.idle else []
+        if worker.max_calls > 1:
+            share = math.ceil(len(self._queue) / self._config.workers)
+        else:  # large enough to pay for the message, small enough that all processes end at about the same time
+            share = max(1, len(self._queue) // (2 * self._config.workers))
+        size = min(worker.room(MAX_BATCH), share)
+        batch: list[Task] = []
+        while len(batch) < size and self._queue and not self._queue[0].alone:
             batch.append(self._queue.popleft())
         return batch
 
@@ -86,7 +102,8 @@ class Dispatcher:
         waiting = [worker.deadline for worker in self._workers if not worker.idle]
         if not waiting:
             return None
-        return min(DEATH_CHECK_SECONDS, max(0.0, min(waiting) - time.monotonic()))
+        check = DEATH_CHECK_SECONDS if self._config.memory_mib is None else MEMORY_CHECK_SECONDS
+        return min(check, max(0.0, min(waiting) - time.monotonic()))
 
     def _receive(self, worker: GradingProcess) -> None:
         try:
@@ -94,14 +111,15 @@ class Dispatcher:
         except (EOFError, OSError):
             self._replace(worker, None)
             return
-        if message == READY:
-            worker.ready = True
+        if isinstance(message, Ready):
+            worker.max_calls = message.max_calls
             self._failed_starts = 0
-        elif isinstance(message, list):
-            worker.answered(len(message), self._answer_seconds)
-            self._on_scores(message)
+        elif isinstance(message, Refused):
+            raise ConfigError(message.cause)
         else:
-            raise ConfigError(message[1])
+            for number, scores in message:
+                task = worker.answered(number, self._answer_seconds)
+                self._on_scores(list(zip(task.keys, scores, strict=True)))
 
     def _check_alive(self, worker: GradingProcess) -> None:
         if worker.idle or worker.connection.poll():
@@ -113,6 +131,11 @@ class Dispatcher:
             limit = f"reward.timeout_seconds={self._config.timeout_seconds:g}"
             self._replace(worker, f"the grader did not finish within {limit} and could not be interrupted")
 
+    def _check_memory(self, limit_mib: int) -> None:
+        for worker in list(self._workers):
+            if worker.given and resident_bytes(worker.pid) > limit_mib * MIB:
+                self._replace(worker, f"the grader took more memory than reward.memory_mib={limit_mib}")
+
     def _replace(self, worker: GradingProcess, cause: str | None) -> None:
         self._workers.remove(worker)
         code = worker.kill()
@@ -121,11 +144,11 @@ class Dispatcher:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise WorkerDiedError(f"grading processes cannot start: {cause}; its own output says why")
-        unanswered = list(worker.given)
+        unanswered = list(worker.given.values())
         if len(unanswered) == 1:
-            self._on_scores([(unanswered[0].key, failed(cause))])
+            self._on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
-        self._queue.extendleft(Task(task.key, task.pickled, alone=True) for task in reversed(unanswered))
+        self._queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))
 
 
 def _how(code: int) -> str:

@@ -6,14 +6,15 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
-from mcore_rl.rewards.functions import Sample, failed
+from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.dispatcher import Dispatcher
-from mcore_rl.rewards.processes.process import Task
+from mcore_rl.rewards.processes.messages import Task
+from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
 
@@ -47,13 +48,14 @@ class GradingPool:
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
         self._thread.start()
 
-    def submit(self, key: int, sample: Sample) -> None:
-        """Queues a sample; returns at once."""
+    def submit(self, samples: Mapping[int, Sample]) -> None:
+        """Queues samples, by key, that are graded together; returns at once."""
+        keys = tuple(samples)
         try:
-            task = Task(key, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL))
+            task = Task(keys, pickle.dumps(list(samples.values()), pickle.HIGHEST_PROTOCOL))
         except Exception as error:  # whatever the user's extra_info raises
-            with self._changed:
-                self._scores[key] = failed(f"the sample cannot be sent to a grader: {error}")
+            score = failed(f"the sample cannot be sent to a grader: {error}")
+            self._finish([(key, score) for key in keys])
             return
         with self._changed:
             self._check_usable()

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass
 from multiprocessing import Pipe
 
 from mcore_rl.config.reward import RewardConfig
-
-
-@dataclass(frozen=True)
-class Task:
-    """A pickled Sample. alone: to be graded in a batch of its own."""
-
-    key: int
-    pickled: bytes
-    alone: bool = False
+from mcore_rl.rewards.processes.messages import Task
 
 
 class GradingProcess:
@@ -43,29 +34,53 @@ class GradingProcess:
                 env=_environment(),
                 process_group=0,
             )
-        self.ready = False
-        self.given: deque[Task] = deque()
-        self.deadline = time.monotonic() + start_seconds
+        self.max_calls = 0
+        """Tasks that it has under way together; 0: it is not ready."""
+        self.given: dict[int, Task] = {}
+        self._due: dict[int, float] = {}
+        self._start_due = time.monotonic() + start_seconds
         # One that ended already is found out when its connection is read.
         with contextlib.suppress(BrokenPipeError):
             self.connection.send(config)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        return self.max_calls > 0
+
+    @property
     def idle(self) -> bool:
         return self.ready and not self.given
 
-    def give(self, tasks: list[Task], answer_seconds: float) -> None:
-        """Sends a batch; the first answer is due in `answer_seconds`."""
-        self.given.extend(tasks)
-        self.deadline = time.monotonic() + answer_seconds
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send([(task.key, task.pickled) for task in tasks])
+    @property
+    def deadline(self) -> float:
+        """When the next answer is due, or the process has to be ready."""
+        return min(self._due.values(), default=math.inf) if self.ready else self._start_due
 
-    def answered(self, count: int, answer_seconds: float) -> None:
-        """Notes that the first `count` samples are graded; the next answer is due in `answer_seconds`."""
-        for _ in range(count):
-            self.given.popleft()
-        self.deadline = time.monotonic() + answer_seconds
+    def room(self, max_batch: int) -> int:
+        """How many tasks it takes now: a batch when it has none, or as many calls as it has not under way."""
+        if not self.ready or any(task.alone for task in self.given.values()):
+            return 0
+        if self.max_calls > 1:
+            return self.max_calls - len(self.given)
+        return 0 if self.given else max_batch
+
+    def give(self, tasks: list[Task], answer_seconds: float) -> None:
+        """Sends tasks; the first answer is due in `answer_seconds`, and with concurrent calls each of them is."""
+        self.given |= {task.number: task for task in tasks}
+        self._due |= dict.fromkeys((task.number for task in tasks), time.monotonic() + answer_seconds)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(tasks)
+
+    def answered(self, number: int, answer_seconds: float) -> Task:
+        """Notes that a task is graded; of a batch the next answer is due in `answer_seconds`."""
+        del self._due[number]
+        if self.max_calls == 1:
+            self._due = dict.fromkeys(self._due, time.monotonic() + answer_seconds)
+        return self.given.pop(number)
 
     def ended(self) -> bool:
         """Whether the process is gone. It stays a zombie, so that its group's number is not given away."""

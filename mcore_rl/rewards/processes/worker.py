@@ -1,7 +1,7 @@
 """A grading process: `python -m mcore_rl.rewards.processes.worker FD PARENT_PID`, started and fed by rewards.pool.
 
-Messages, one pickled object each. In: the RewardConfig; then lists of (key, pickled Sample). Out: READY or
-(REFUSED, cause); then lists of (key, Score), in the order of the samples.
+Messages, one pickled object each. In: the RewardConfig; then lists of Tasks. Out: Ready or Refused; then lists of
+(number of a task, its scores).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -17,16 +16,14 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from mcore_rl.config.functions import describe
-from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward import NAIVE, RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.functions import BUILTIN, Grader, failed, load_grader
-from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
-from mcore_rl.rewards.processes.tracebacks import traceback_of
+from mcore_rl.rewards.graders.loading import load_grader, needs_math
+from mcore_rl.rewards.processes.concurrent import ConcurrentCalls
+from mcore_rl.rewards.processes.guarded import Guarded
+from mcore_rl.rewards.processes.messages import Ready, Refused, Task
 from mcore_rl.types import Score
 
-READY = "ready"
-REFUSED = "refused"
 FLUSH_SECONDS = 0.1
 """A finished score waits at most this long (and until the sample that is being graded is done)."""
 PR_SET_PDEATHSIG = 1
@@ -44,45 +41,43 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Grades batches until the other end closes. Raises: EOFError."""
+    """Grades tasks until the other end closes. Raises: EOFError."""
     config: RewardConfig = connection.recv()
     try:
         grader = load_grader(config)
     except ConfigError as error:
-        connection.send((REFUSED, str(error)))
+        connection.send(Refused(str(error)))
         return
-    if config.function == BUILTIN:
+    if needs_math(config):
         from mcore_rl.rewards.math_grader import warm_up
 
         warm_up()
-    deadline = Deadline(config.timeout_seconds)
-    connection.send(READY)
+    together = grader.is_async and config.manager != NAIVE
+    max_calls = config.max_concurrent_calls if together else 1
+    guarded = Guarded(grader, config.timeout_seconds)
+    calls = ConcurrentCalls(connection, guarded.grade_beside_others)
+    connection.send(Ready(max_calls))
     while True:
-        _grade_batch(connection, grader, deadline, connection.recv())
+        tasks: list[Task] = connection.recv()
+        if max_calls > 1 and not tasks[0].alone:
+            guarded.loop.run(calls.serve(tasks))
+        else:
+            _grade_batch(connection, guarded, tasks)
 
 
-def _grade_batch(connection: Connection, grader: Grader, deadline: Deadline, batch: list[tuple[int, bytes]]) -> None:
-    finished: list[tuple[int, Score]] = []
-    flushed = time.monotonic()
-    for key, pickled in batch:
+def _grade_batch(connection: Connection, guarded: Guarded, tasks: list[Task]) -> None:
+    finished: list[tuple[int, list[Score]]] = []
+    flushed, shown = time.monotonic(), False
+    for task in tasks:
         if finished and time.monotonic() - flushed > FLUSH_SECONDS:
             connection.send(finished)
-            finished, flushed = [], time.monotonic()
-        score = _grade(grader, deadline, pickled)
-        if score.traceback and any(before.traceback for _, before in finished):
-            score = replace(score, traceback=None)  # one is enough, of the many that a broken grader would send
-        finished.append((key, score))
+            finished, flushed, shown = [], time.monotonic(), False
+        scores = guarded.grade(task)
+        if shown:
+            scores = [replace(score, traceback=None) for score in scores]  # one is enough of those of a broken grader
+        shown = shown or any(score.traceback for score in scores)
+        finished.append((task.number, scores))
     connection.send(finished)
-
-
-def _grade(grader: Grader, deadline: Deadline, pickled: bytes) -> Score:
-    try:
-        return deadline.call(lambda: grader(pickle.loads(pickled)))
-    except DeadlineExceeded as error:
-        limit = f"reward.timeout_seconds={deadline.seconds:g}"
-        return failed(f"the grader did not finish within {limit}", traceback_of(error))
-    except BaseException as error:  # a grader's SystemExit too costs its sample only
-        return failed(f"the grader raised {describe(error)}", traceback_of(error))
 
 
 def _die_with(parent: int) -> None:

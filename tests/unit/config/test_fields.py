@@ -92,7 +92,7 @@ def test_no_key_takes_a_number_that_is_none(value: float) -> None:
             "grop",
             "algorithm.advantage=grop must be one of gae, reinforce_plus_plus, grpo, ",
         ),
-        ("reward.function", "maths", "reward.function=maths must be one of math, none, or module_or_file.py:function"),
+        ("reward.function", "maths", "reward.function=maths must be one of math, by_data_source, gsm8k, "),
     ],
 )
 def test_a_bad_value_is_refused_by_its_full_key(key: str, value: object, message: str) -> None:

@@ -9,11 +9,19 @@ import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.functions import Sample, check_reward_function, load_grader, score_of
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.graders.loading import check_reward_function, load_grader
 from mcore_rl.rewards.overlong import SoftOverlong
+from mcore_rl.rewards.processes.event_loop import EventLoop
+from mcore_rl.rewards.results import score_of
 from mcore_rl.types import Score
 
 SAMPLE = Sample("gsm8k", "the answer is 72", "72", {"index": 3})
+
+
+def graded(config, sample=SAMPLE):
+    (score,) = load_grader(config).grade([sample])
+    return score
 
 
 def written(tmp_path, body, name="mine.py"):
@@ -30,14 +38,14 @@ def test_a_function_gets_what_verl_would_give_it(tmp_path):
         "    assert kwargs == {'bonus': '0.5'}\n"
         "    return {'score': float(kwargs['bonus']), 'acc': ground_truth in solution_str}\n",
     )
-    score = load_grader(RewardConfig(function=f"{path}:f", kwargs={"bonus": "0.5"}))(SAMPLE)
+    score = graded(RewardConfig(function=f"{path}:f", kwargs={"bonus": "0.5"}))
     assert (score.reward, score.accuracy, score.error) == (0.5, 1.0, None)
 
 
 def test_a_module_on_the_path_is_found_by_name(tmp_path, monkeypatch):
     written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return len(solution_str)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_grader(RewardConfig(function="mine:f"))(SAMPLE).reward == 16.0
+    assert graded(RewardConfig(function="mine:f")).reward == 16.0
 
 
 def test_dataclasses_in_a_reward_file_work(tmp_path):
@@ -47,7 +55,7 @@ def test_dataclasses_in_a_reward_file_work(tmp_path):
         "@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
         "def f(data_source, solution_str, ground_truth, extra_info=None): return A().x\n",
     )
-    assert load_grader(RewardConfig(function=f"{path}:f"))(SAMPLE).reward == 1.0
+    assert graded(RewardConfig(function=f"{path}:f")).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -162,33 +170,45 @@ def test_an_async_function_keeps_what_belongs_to_its_loop(tmp_path):
         "    home.append(asyncio.get_running_loop())\n"
         "    return {'score': float(home[0] is home[-1]), 'calls': len(home)}\n",
     )
-    grade = load_grader(RewardConfig(function=f"{path}:f"))
-    assert [(score.reward, score.parts["calls"]) for score in (grade(SAMPLE), grade(SAMPLE))] == [(1, 1), (1, 2)]
+    grader, loop = load_grader(RewardConfig(function=f"{path}:f")), EventLoop()
+    scores = [loop.run(grader.grade([SAMPLE]))[0] for _ in range(2)]
+    assert grader.is_async
+    assert [(score.reward, score.parts["calls"]) for score in scores] == [(1, 1), (1, 2)]
 
 
 def test_the_builtin_gives_the_configured_rewards_and_plain_accuracy():
-    grade = load_grader(RewardConfig(correct=1.0, incorrect=-1.0))
-    assert (grade(SAMPLE).reward, grade(SAMPLE).accuracy) == (1.0, 1.0)
-    wrong = grade(Sample("gsm8k", "it is 71", "72", {}))
+    config = RewardConfig(correct=1.0, incorrect=-1.0)
+    assert (graded(config).reward, graded(config).accuracy) == (1.0, 1.0)
+    wrong = graded(config, Sample("gsm8k", "it is 71", "72", {}))
     assert (wrong.reward, wrong.accuracy) == (-1.0, 0.0)
 
 
 def test_without_a_rule_nothing_is_said_of_a_response():
-    assert load_grader(RewardConfig(function="none"))(SAMPLE) == Score(0.0, 0.0)
+    assert graded(RewardConfig(function="none")) == Score(0.0, 0.0)
+
+
+def of(max_response_tokens, manager="prime", **settings):
+    return SoftOverlong.of(RewardConfig(manager=manager, overlong=OverlongConfig(**settings)), max_response_tokens)
+
+
+def test_verls_dapo_manager_is_the_overlong_punishment():
+    assert of(10, manager="dapo", buffer_tokens=5).reward(10) == -1.0
+    assert of(10, buffer_tokens=5) is None
+    assert of(10, manager="dapo", enable=False) is None
 
 
 def test_overlong_punishment_has_dapos_three_pieces():
     # the paper's own sizes: L_max 20,480, L_cache 4,096
-    shape = SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=4096, penalty=1.0), 20480)
+    shape = of(20480, enable=True, buffer_tokens=4096, penalty=1.0)
     assert [shape.reward(n) for n in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert shape.reward(16385) == pytest.approx(-1 / 4096)
-    half = SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=10, penalty=0.5), 10)
+    half = of(10, enable=True, buffer_tokens=10, penalty=0.5)
     assert [half.reward(n) for n in (0, 5, 10)] == [0.0, -0.25, -0.5]
 
 
 def test_overlong_settings_that_mean_nothing_are_refused():
-    assert SoftOverlong.of(OverlongConfig(enable=False, buffer_tokens=0), 10) is None
+    assert of(10, enable=False, buffer_tokens=0) is None
     with pytest.raises(ConfigError, match=r"reward\.overlong\.buffer_tokens=11"):
-        SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=11), 10)
+        of(10, enable=True, buffer_tokens=11)
     with pytest.raises(ConfigError, match=r"reward\.overlong\.penalty"):
-        SoftOverlong.of(OverlongConfig(enable=True, buffer_tokens=5, penalty=-1.0), 10)
+        of(10, enable=True, buffer_tokens=5, penalty=-1.0)

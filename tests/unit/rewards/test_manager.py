@@ -225,6 +225,34 @@ def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):
         assert manager.collect([1])[1].reward == 4.0
 
 
+def test_a_reward_file_of_verls_documentation_runs_as_it_is(tmp_path):
+    """Its form: a function compute_score with four arguments, or with the reward manager's keywords too."""
+    path = tmp_path / "my_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if data_source != 'test':\n"
+        "        raise NotImplementedError(data_source)\n"
+        "    answer = solution_str.split('####')[-1].strip()\n"
+        "    if extra_info['index'] == 0:\n"
+        "        return 1.0 if answer == ground_truth else 0.0\n"
+        "    return {'score': 1.0 if answer == ground_truth else -1.0, 'acc': answer == ground_truth, 'pred': answer}\n"
+        "def compute_score_with(data_source, solution_str, ground_truth, extra_info, threshold, **kwargs):\n"
+        "    return len(solution_str) > int(threshold)\n"
+    )
+    with RewardManager(RewardConfig(function=f"{path}:compute_score"), max_response_tokens=10) as manager:
+        for key, text in enumerate(["so #### 72", "so #### 71"]):
+            manager.submit(key, prompt("72", index=0), text, 1)
+            manager.submit(key + 2, prompt("72", index=1), text, 1)
+        scores = manager.collect(range(4))
+    assert [(scores[key].reward, scores[key].accuracy) for key in range(4)] == [(1, 1), (0, 0), (1, 1), (-1, 0)]
+    assert [scores[key].parts for key in range(4)] == [{}, {}, {"pred": "72"}, {"pred": "71"}]
+    config = RewardConfig(function=f"{path}:compute_score_with", kwargs={"threshold": "3"})
+    with RewardManager(config, max_response_tokens=10) as manager:
+        for key, text in enumerate(["long", "not"]):
+            manager.submit(key, prompt(), text, 1)
+        assert [score.reward for score in manager.collect([0, 1]).values()] == [1.0, 0.0]
+
+
 def test_what_a_dead_grader_forked_dies_with_it(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:

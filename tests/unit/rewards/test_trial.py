@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.processes import dispatcher
-from mcore_rl.rewards.processes.trial import try_reward_function
+from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.types import Prompt
 
 FUNCTIONS = """
@@ -84,3 +84,19 @@ def test_one_that_only_some_responses_break_is_warned_about(tried):
     assert warning.startswith("warning: reward.function=")
     assert "ZeroDivisionError: division by zero; with an empty one it works" in warning
     assert "in strict" in warning
+
+
+def test_of_rows_that_choose_their_graders_each_function_of_the_users_is_tried(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    mine = {name: f"{tmp_path}/mine.py:{name}" for name in ("right", "broken")}
+    config = RewardConfig(function="by_data_source", functions={"sums": mine["right"], "other*": mine["broken"]})
+    sources = ["openai/gsm8k", "sums", "sums", "other/a", "other/b", "sums"]
+    assert rows_to_try(config, sources) == [1, 3]
+    assert rows_to_try(config, ["openai/gsm8k"]) == []
+    assert rows_to_try(RewardConfig(), sources) == [0]
+    assert try_reward_function(config, PROMPT) is None
+    other = Prompt(3, PROMPT.token_ids, "q", "other/a", "1")
+    with pytest.raises(
+        ConfigError, match=r"by_data_source cannot grade the first prompt of data\.train with data_source"
+    ):
+        try_reward_function(config, other)

@@ -39,7 +39,7 @@ class ParityRewarder:
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
         right = int(response_text[-1]) % 2 == 0
         parts = {f"of_row_{prompt.row}": float(key), "right": float(right)}
         self.scores[key] = Score(1.0 if right else -1.0, float(right), parts=parts)

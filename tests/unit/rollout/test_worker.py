@@ -15,7 +15,7 @@ from mcore_rl.data.records import add_fields, amend_part
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
-from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal, read_journal
 from mcore_rl.rollout.trajectories import pack_trajectories
@@ -41,7 +41,7 @@ class LengthRewarder:
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int) -> None:
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
         parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
@@ -50,8 +50,20 @@ class LengthRewarder:
         return {key: self.scores.pop(key) for key in keys}
 
 
+class GroupRewarder(LengthRewarder):
+    """Notes which responses are graded together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[int, list[int], list[int]]] = {}
+
+    def submit(self, key: int, prompt: Prompt, *rest: Any, **batch: Any) -> None:
+        self.seen[key] = prompt.row, list(batch["group"]), list(batch["task"])
+        super().submit(key, prompt, *rest)
+
+
 class HalfEmojiRewarder(LengthRewarder):
-    def submit(self, key: int, *_: Any) -> None:
+    def submit(self, key: int, *_: Any, **batch: Any) -> None:
         self.scores[key] = Score(0.0, 0.0, "not an answer: \ud83d")
 
 
@@ -76,6 +88,18 @@ def run(
         "train", np.array(rows), np.array(group_ids), samples, SamplingOptions(4), 1, str(tmp_path / "records")
     )
     return worker.run(task)
+
+
+def test_responses_to_one_prompt_are_a_group_and_all_of_them_a_task(tmp_path: Path) -> None:
+    rewarder = GroupRewarder()
+    run(tmp_path, rows=[2, 0, 1], group_ids=[10, 11, 12], samples=3, rewarder=rewarder)
+    rows: dict[int, set[int]] = {}
+    for key, (row, group, task) in rewarder.seen.items():
+        rows.setdefault(row, set()).add(key)
+        assert key in group
+        assert sorted(task) == sorted(rewarder.seen)
+    for key, (row, group, _) in rewarder.seen.items():
+        assert (set(group), len(group)) == (rows[row], 3), key
 
 
 def test_buffers_and_scalars_follow_the_prompts_whatever_finishes_first(tmp_path: Path) -> None:

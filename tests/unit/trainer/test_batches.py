@@ -16,7 +16,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.data.batching import of_episodes, places_in_groups
 from mcore_rl.errors import ConfigError, NonFiniteError
-from mcore_rl.rewards.functions import TAKEN
+from mcore_rl.rewards.results import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
 from mcore_rl.types import RolloutScalars
 

@@ -1,0 +1,55 @@
+"""Which keys of the rewards go together."""
+
+from __future__ import annotations
+
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, NAIVE, RewardConfig
+from mcore_rl.config.rules.unused import changed, refuse_unless_default
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+
+def check_graders(config: Config) -> None:
+    """Raises: ConfigError for a key without effect, and for keys that contradict each other."""
+    reward = config.reward
+    if all(entry.function != BY_DATA_SOURCE for entry in reward.entries):
+        refuse_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
+    if reward.weighted:
+        for key, value, default in changed("reward", reward):
+            if key == "reward.function" or key.startswith("reward.kwargs"):
+                raise ConfigError(f"{key}={value} has no effect beside reward.weighted; leave it at {default}")
+    else:
+        refuse_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
+    _check_kwargs(reward)
+    _check_manager(reward)
+
+
+def _check_kwargs(reward: RewardConfig) -> None:
+    """Built-in graders take no arguments."""
+    for number, entry in enumerate(reward.entries):
+        given = reward.functions.values() if entry.function == BY_DATA_SOURCE else [entry.function]
+        if entry.kwargs and not any(map(names_function, given)):
+            key = f"reward.weighted[{number}].kwargs" if reward.weighted else "reward.kwargs"
+            raise ConfigError(f"{key}={entry.kwargs} has no effect: {entry.function} takes none; leave {key} at {{}}")
+
+
+def _check_manager(reward: RewardConfig) -> None:
+    if reward.manager == NAIVE and reward.workers > 1:
+        raise ConfigError(
+            f"reward.manager={NAIVE} grades one response after the other, and reward.workers={reward.workers}; set "
+            "reward.workers=1 or reward.manager=prime"
+        )
+    if reward.manager == NAIVE:
+        refuse_unless_default("reward", reward, "set reward.manager=prime", ["max_concurrent_calls"])
+    if reward.manager == DAPO and reward.overlong.enable is False:
+        raise ConfigError(
+            f"reward.manager={DAPO} is reward.overlong.enable=true, which is false; leave it at null, or set "
+            "reward.manager=prime"
+        )
+    if reward.manager != BATCH:
+        refuse_unless_default("reward", reward, f"set reward.manager={BATCH}", ["batch"])
+    elif reward.weighted or not names_function(reward.function):
+        raise ConfigError(
+            f"reward.manager={BATCH} hands responses over together, which {reward.chosen} does not take; set "
+            "reward.function=module_or_file.py:function"
+        )

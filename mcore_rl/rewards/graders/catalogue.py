@@ -1,0 +1,83 @@
+"""Which grader a row's data_source has, with verl's names; the user's map comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mcore_rl.config.functions import names_function
+from mcore_rl.rewards.graders.boxed import grade_geometry3k, grade_math_boxed
+from mcore_rl.rewards.graders.code import CodeGrader, CodeRunner
+from mcore_rl.rewards.graders.gsm8k import grade_gsm8k
+from mcore_rl.rewards.graders.math_dapo import grade_math_dapo
+from mcore_rl.rewards.graders.prime_math import grade_prime_math
+from mcore_rl.rewards.graders.search_qa import grade_search_qa
+from mcore_rl.types import Score
+
+Grade = Callable[[str, Any], Score]
+"""From a response and its ground truth."""
+
+PURE: dict[str, Grade] = {
+    "gsm8k": grade_gsm8k,
+    "math_boxed": grade_math_boxed,
+    "math_dapo": grade_math_dapo,
+    "prime_math": grade_prime_math,
+    "geometry3k": grade_geometry3k,
+    "search_qa": grade_search_qa,
+}
+"""Graders by name, without `math`, which is configured, and without those that run code."""
+RUN_CODE: dict[str, Callable[[CodeGrader], Grade]] = {
+    "code_outputs": lambda grader: grader.grade_outputs,
+    "code_asserts": lambda grader: grader.grade_asserts,
+}
+
+SOURCES = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math_boxed",
+    "DigitalLearningGmbH/MATH-lighteval": "math_boxed",
+    "HuggingFaceH4/MATH-500": "math_boxed",
+    "math": "math_dapo",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_*": "prime_math",
+    "hiyouga/geometry3k": "geometry3k",
+    "searchR1_*": "search_qa",
+    "codecontests": "code_outputs",
+    "apps": "code_outputs",
+    "codeforces": "code_outputs",
+    "taco": "code_outputs",
+    "*humaneval*": "code_asserts",
+    "*mbpp*": "code_asserts",
+}
+"""Data sources, or patterns of them -> grader."""
+
+
+def grader_of(data_source: str, functions: Mapping[str, str]) -> str | None:
+    """What grades a data source: a grader's name or, from `functions` (reward.functions), a user's function. A whole
+    name comes before a pattern, and of patterns the first that fits counts; None where nothing does."""
+    return next((table[key] for table in (functions, SOURCES) if (key := _key(data_source, table)) is not None), None)
+
+
+def without_grader(
+    data_sources: Iterable[str], functions: Mapping[str, str], runner: CodeRunner | None
+) -> dict[str, str | None]:
+    """Data sources whose responses cannot be graded: those without a grader (None), and those whose grader, by name,
+    needs a CodeRunner where there is none."""
+    chosen = {source: grader_of(source, functions) for source in dict.fromkeys(data_sources)}
+    return {s: name for s, name in chosen.items() if name is None or (runner is None and name in RUN_CODE)}
+
+
+def build(name: str, runner: CodeRunner | None, seconds: float) -> Grade | None:
+    """A grader by name; None for one that needs a CodeRunner where there is none. seconds: for one response."""
+    assert not names_function(name)
+    if name in PURE:
+        return PURE[name]
+    return None if runner is None else RUN_CODE[name](CodeGrader(runner, seconds))
+
+
+def _key(data_source: str, table: Mapping[str, str]) -> str | None:
+    if data_source in table:
+        return data_source
+    return next((pattern for pattern in table if fnmatchcase(data_source, pattern)), None)

@@ -1,0 +1,177 @@
+"""The grader that the section `reward` configures: one function, one by data source, or a weighted sum of several."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, RewardConfig, WeightedFunctionConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
+from mcore_rl.rewards.graders.catalogue import build, grader_of, without_grader
+from mcore_rl.rewards.graders.code import CodeRunner
+from mcore_rl.rewards.results import TAKEN, failed
+from mcore_rl.types import Score
+
+KEY = "reward.function"
+UNNAMED = "unknown"
+"""What rows without a data_source have as theirs (data.columns)."""
+NO_RUNNER = "it needs a sandbox to run code in, and there is none here"
+
+
+def check_reward_function(config: RewardConfig) -> None:
+    """Loads what `reward` names, as the grading processes will.
+
+    Raises: ConfigError naming the key and the cause.
+    """
+    load_grader(config)
+
+
+def check_data_sources(
+    config: RewardConfig, key: str, path: str, data_sources: Collection[str], runner: CodeRunner | None = None
+) -> None:
+    """Whether every row can be graded, where rows choose their graders; `key=path` is the file that they are from.
+
+    Raises: ConfigError naming data source, file and remedy.
+    """
+    if all(entry.function != BY_DATA_SOURCE for entry in config.entries):
+        return
+    for source, name in without_grader(data_sources, config.functions, runner).items():
+        rows = sum(each == source for each in data_sources)
+        cause = f"has no grader with {KEY}={BY_DATA_SOURCE}" if name is None else f"is graded by {name}: {NO_RUNNER}"
+        told = f"{source!r} (rows without one have it)" if source == UNNAMED else repr(source)
+        raise ConfigError(
+            f"{key}={path}: the data_source {told} of {rows} rows {cause}; set reward.functions to "
+            f"{{{source}: module_or_file.py:function}}, or to one of {', '.join(GRADERS)}"
+        )
+
+
+def needs_math(config: RewardConfig) -> bool:
+    """Whether answers may be compared as expressions, for which much has to be imported."""
+    named = {entry.function for entry in config.entries} | set(config.functions.values())
+    return bool(named & {BY_DATA_SOURCE, *GRADERS})
+
+
+def load_grader(config: RewardConfig, runner: CodeRunner | None = None) -> Grader:
+    """The grader that `reward` configures; `runner` runs what graders of code are given.
+
+    Raises: ConfigError naming the key and the cause.
+    """
+    if config.manager == BATCH:
+        return user_batch_grader(KEY, config.function, config.kwargs)
+    rule = _weighted(config, runner) if config.weighted else _rule(KEY, config.entries[0], config, runner)
+
+    def grade(samples: Sequence[Sample]) -> list[Score] | Awaitable[list[Score]]:
+        (sample,) = samples
+        return then(rule.grade(sample), lambda score: [score])
+
+    return Grader(grade, rule.is_async)
+
+
+def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, runner: CodeRunner | None) -> Rule:
+    if entry.function == NO_RULE:
+        return Rule(lambda sample: Score(0.0, 0.0))
+    if entry.function == BY_DATA_SOURCE:
+        return _by_data_source(entry.kwargs, config, runner)
+    return _named(key, entry.function, entry.kwargs, config, runner)
+
+
+def _named(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
+    """Of a user's function, or of a built-in grader."""
+    if names_function(name) or name not in GRADERS:  # the latter is refused with the form of a function's name
+        return user_rule(key, name, kwargs)
+    if name == BUILTIN:
+        return _math(config)
+    grade = build(name, runner, config.timeout_seconds)
+    if grade is None:
+        raise ConfigError(f"{key}={name}: {NO_RUNNER}; set it to a function of yours, module_or_file.py:function")
+    return Rule(lambda sample: grade(sample.response, sample.ground_truth))
+
+
+def _math(config: RewardConfig) -> Rule:
+    from mcore_rl.rewards.math_grader import is_correct
+
+    def grade(sample: Sample) -> Score:
+        right = is_correct(sample.response, sample.ground_truth)
+        return Score(config.correct if right else config.incorrect, float(right))
+
+    return Rule(grade)
+
+
+def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
+    users = {
+        spec: user_rule(f"reward.functions.{source}", spec, kwargs)
+        for source, spec in config.functions.items()
+        if names_function(spec)
+    }
+    rules: dict[str, Rule] = {}
+
+    def rule_of(source: str) -> Rule:
+        name = grader_of(source, config.functions)
+        if name is None:  # check_data_sources has refused it
+            return Rule(lambda sample: failed(f"the data_source {source!r} has no grader"))
+        return users[name] if name in users else _named(f"reward.functions.{source}", name, {}, config, runner)
+
+    def grade(sample: Sample) -> Score | Awaitable[Score]:
+        if sample.data_source not in rules:
+            rules[sample.data_source] = rule_of(sample.data_source)
+        return rules[sample.data_source].grade(sample)
+
+    return Rule(grade, any(rule.is_async for rule in users.values()))
+
+
+def _weighted(config: RewardConfig, runner: CodeRunner | None) -> Rule:
+    names = _names(config)
+    rules = [_rule(f"reward.weighted[{i}].function", entry, config, runner) for i, entry in enumerate(config.weighted)]
+    weights = [entry.weight for entry in config.weighted]
+    accurate = names.index(config.accuracy_of) if config.accuracy_of is not None else 0
+
+    def joined(scores: Sequence[Score]) -> Score:
+        for name, score in zip(names, scores, strict=True):
+            if score.error is not None:
+                return failed(f"{name}: {score.error}", score.traceback)
+        parts: dict[str, float | str] = {}
+        for name, score in zip(names, scores, strict=True):
+            parts |= {name: score.reward, **{f"{name}_{part}": value for part, value in score.parts.items()}}
+        reward = sum(weight * score.reward for weight, score in zip(weights, scores, strict=True))
+        return Score(reward, scores[accurate].accuracy, parts=parts)
+
+    def grade(sample: Sample) -> Score | Awaitable[Score]:
+        return then(_together([rule.grade(sample) for rule in rules]), joined)
+
+    return Rule(grade, any(rule.is_async for rule in rules))
+
+
+def _together(scores: list[Score | Awaitable[Score]]) -> list[Score] | Awaitable[list[Score]]:
+    if not any(inspect.isawaitable(score) for score in scores):
+        return [score for score in scores if isinstance(score, Score)]
+
+    async def gathered() -> list[Score]:
+        tasks = [asyncio.ensure_future(_awaited(score)) for score in scores]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # where another has raised
+
+    return gathered()
+
+
+async def _awaited(score: Score | Awaitable[Score]) -> Score:
+    return score if isinstance(score, Score) else await score
+
+
+def _names(config: RewardConfig) -> list[str]:
+    """Of reward.weighted's functions. Raises: ConfigError for one that is taken, or twice there."""
+    names = [entry.name or entry.function.rpartition(":")[2] for entry in config.weighted]
+    for index, name in enumerate(names):
+        if name in TAKEN or name in names[:index]:
+            whose = "is one of the record's own" if name in TAKEN else "another has already"
+            raise ConfigError(
+                f"reward.weighted[{index}].name={name} {whose}; set reward.weighted[{index}].name to another"
+            )
+    if config.accuracy_of is not None and config.accuracy_of not in names:
+        raise ConfigError(f"reward.accuracy_of={config.accuracy_of} must be one of {', '.join(names)}")
+    return names

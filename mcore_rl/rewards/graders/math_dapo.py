@@ -1,0 +1,26 @@
+"""DAPO's mathematics: what follows the last `Answer:` on its line, in the last 300 characters of a response.
+
+Source: Yu et al., arXiv 2503.14476, whose prompt asks for such a line and whose rewards are 1 and -1; the form is that
+of Lewkowycz et al., arXiv 2206.14858. What is the same answer: rewards.math_grader.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mcore_rl.rewards.math_grader import reference_answer, same_answer
+from mcore_rl.types import Score
+
+TAIL_CHARS = 300
+MISSING_ANSWER = "[INVALID]"
+"""verl's word for the prediction of a response without one."""
+_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+
+
+def grade_math_dapo(response: str, ground_truth: Any) -> Score:
+    """1 or -1; `pred` is the answer as it stands in the response."""
+    answers = _ANSWER.findall(response[-TAIL_CHARS:])
+    prediction = answers[-1].strip() if answers else MISSING_ANSWER
+    right = bool(answers) and same_answer(prediction, reference_answer(ground_truth))
+    return Score(1.0 if right else -1.0, float(right), parts={"pred": prediction})

@@ -1,0 +1,96 @@
+"""What a reward function returned, as scores: a number, or a dict with `score`, perhaps `acc`, and parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from mcore_rl.types import Score
+
+MAX_MESSAGE_CHARS = 300
+MAX_PART_CHARS = 2000
+METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
+FIELDS = (
+    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
+    *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards"),
+)
+TAKEN = frozenset((*METRICS, *FIELDS))
+"""Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""
+
+
+def score_of(result: Any) -> Score:
+    """A Score from what a user's function returned: a number, or a dict with `score`, perhaps `acc`, and parts.
+
+    A result that is neither, or is not finite, becomes Score.error.
+    """
+    if not isinstance(result, Mapping):
+        reward = _number(result)
+        if reward is None:
+            return failed(f"the reward function returned {_shown(result)} instead of a finite number or a dict")
+        return Score(reward, reward)
+    if "score" not in result:
+        return failed(f"the reward function returned a dict without score: {_shown(result)}")
+    reward = _number(result["score"])
+    if reward is None:
+        return failed(f"the reward function returned score {_shown(result['score'])} instead of a finite number")
+    if result.get("acc") is None:
+        return Score(reward, reward, parts=_parts(result))
+    accuracy = _number(result["acc"])
+    if accuracy is None:
+        return failed(f"the reward function returned acc {_shown(result['acc'])} instead of a finite number")
+    return Score(reward, accuracy, parts=_parts(result))
+
+
+def scores_of(results: Any, count: int) -> list[Score]:
+    """Scores from what a function of a batch returned for `count` responses. Where that is no sequence of as many, all
+    of them are errors."""
+    values = results.tolist() if hasattr(results, "tolist") else results
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [failed(f"the reward function returned {_shown(results)} instead of a list of {count} results")] * count
+    if len(values) != count:
+        return [failed(f"the reward function returned {len(values)} results for {count} responses")] * count
+    return [score_of(value) for value in values]
+
+
+def failed(message: str, traceback: str | None = None) -> Score:
+    """The score of a sample that could not be graded."""
+    return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS], traceback)
+
+
+def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
+    """What else a dict holds: numbers, where they are finite, and everything else as text; None is no part."""
+    parts: dict[str, float | str] = {}
+    for key, value in result.items():
+        if key in ("score", "acc") or value is None:
+            continue
+        name, number = _as_text(key), _number(value)
+        parts[f"{name}_part" if name in TAKEN else name] = _as_text(value) if number is None else number
+    return parts
+
+
+def _as_text(value: Any) -> str:
+    """Any value, shortened, and without lone surrogates, which no file in UTF-8 can hold."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+    return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _number(value: Any) -> float | None:
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        value = value.item()  # numpy scalars and 0-dimensional arrays
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:80]}" if value is not None else "None"

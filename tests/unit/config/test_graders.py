@@ -1,0 +1,103 @@
+"""Keys of rewards that have no effect, or contradict each other, are refused with what to set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import load_config
+from mcore_rl.config.fields import check_domains, make_paths_absolute
+from mcore_rl.config.load import write_resolved
+from mcore_rl.config.rules.graders import check_graders
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+SEVERAL = "reward.weighted=[{function: math, weight: 2}, {function: mine.py:short, name: brief, kwargs: {limit: '3'}}]"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {dir: run}\nmodel: {hf_path: model}\ndata: {train: t.jsonl}\n")
+    return str(path)
+
+
+def checked(base: str, overrides: list[str]) -> Config:
+    config = load_config(base, overrides)
+    check_domains(config)
+    check_graders(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["reward.manager=naive"],
+        ["reward.manager=dapo"],
+        ["reward.manager=dapo", "reward.overlong.enable=true"],
+        ["reward.manager=batch", "reward.function=mine.py:f", "reward.batch=task", "reward.workers=4"],
+        ["reward.function=by_data_source", "reward.functions={aime*: math, own/data: mine.py:f}"],
+        [SEVERAL, "reward.accuracy_of=brief"],
+        ["reward.weighted=[{function: by_data_source}]", "reward.functions={mine: gsm8k}"],
+    ],
+)
+def test_what_goes_together(base: str, overrides: list[str]) -> None:
+    checked(base, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["reward.manager=naive", "reward.workers=2"],
+            r"^reward\.manager=naive .* set reward\.workers=1 or reward\.ma",
+        ),
+        (["reward.manager=naive", "reward.max_concurrent_calls=4"], r"^reward\.max_concurrent_calls=4 has no effect"),
+        (["reward.manager=dapo", "reward.overlong.enable=false"], r"^reward\.manager=dapo is reward\.overlong\.enable"),
+        (["reward.manager=batch"], r"^reward\.manager=batch .* reward\.function=math does not take; set reward\.fun"),
+        (["reward.manager=batch", SEVERAL], r"^reward\.manager=batch .* reward\.weighted \(math, mine\.py:short\)"),
+        (["reward.batch=task"], r"^reward\.batch=task has no effect; set reward\.manager=batch"),
+        (["reward.functions={a: math}"], r"^reward\.functions=.* has no effect; set reward\.function=by_data_source"),
+        (["reward.accuracy_of=a"], r"^reward\.accuracy_of=a has no effect; set reward\.weighted"),
+        ([SEVERAL, "reward.function=gsm8k"], r"^reward\.function=gsm8k has no effect beside reward\.weighted"),
+        ([SEVERAL, "reward.kwargs.a=1"], r"^reward\.kwargs=.* has no effect beside reward\.weighted"),
+        (
+            ["reward.weighted=[{function: none}]"],
+            r"^reward\.weighted\[0\]\.function=none must be one of by_data_source, ",
+        ),
+        (["reward.weighted=[{weight: 2}]"], r"^reward\.weighted\[0\]\.function must be set"),
+        (["reward.weighted=[{function: math, wait: 2}]"], r"wait"),
+        (
+            ["reward.function=by_data_source", "reward.functions={a: maths}"],
+            r"^reward\.functions=.*maths.* must be one of math, gsm8k, ",
+        ),
+        (["reward.kwargs.a=1"], r"^reward\.kwargs=\{'a': '1'\} has no effect: math takes none; leave reward\.kwargs"),
+        (["reward.weighted=[{function: gsm8k, kwargs: {a: b}}]"], r"^reward\.weighted\[0\]\.kwargs=.* has no effect"),
+        (["reward.manager=fast"], r"^reward\.manager=fast must be one of naive, batch, prime, dapo"),
+        (["reward.reward_manager=dapo"], r"unknown key reward\.reward_manager; did you mean reward\.manager"),
+    ],
+)
+def test_what_is_refused_and_in_which_words(base: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        checked(base, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_file_is_absolute_for_other_processes_and_stays_so(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    several = load_config(base, [SEVERAL, "reward.functions={a/b: sub/mine.py:f, c: pack.mine:g, d: math}"])
+    make_paths_absolute(several)
+    assert [entry.function for entry in several.reward.weighted] == ["math", f"{tmp_path}/mine.py:short"]
+    assert several.reward.functions == {"a/b": f"{tmp_path}/sub/mine.py:f", "c": "pack.mine:g", "d": "math"}
+    write_resolved(several, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml")).reward == several.reward
+
+
+def test_dapo_is_the_punishment_of_long_responses_unless_that_is_set(base: str) -> None:
+    cases = {"prime": False, "dapo": True}
+    assert {m: checked(base, [f"reward.manager={m}"]).reward.punishes_overlong for m in cases} == cases
+    assert checked(base, ["reward.overlong.enable=true"]).reward.punishes_overlong

@@ -1,0 +1,165 @@
+"""Functions that see whole batches: what they are handed, when, and what an error of theirs costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.batches import Batches
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.graders.loading import check_reward_function
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.processes import dispatcher
+from mcore_rl.rewards.processes.trial import try_reward_function
+from mcore_rl.types import Prompt
+
+FUNCTIONS = """
+import asyncio, statistics, time
+import numpy as np
+
+def ranks(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert set(data_sources) == {"test"} and len(extra_infos) == len(ground_truths) == len(solution_strs)
+    if "none" in solution_strs:
+        return None
+    if "short" in solution_strs:
+        return [0.0] * (len(solution_strs) - 1)
+    if "text" in solution_strs:
+        return "x" * len(solution_strs)
+    if "raise" in solution_strs:
+        raise LookupError("a key")
+    if "hang" in solution_strs:
+        time.sleep(1000)
+    order = sorted(solution_strs, key=int)
+    results = [{"score": order.index(text), "seen": "".join(solution_strs)} for text in solution_strs]
+    if "7" in solution_strs:
+        results[solution_strs.index("7")] = float("nan")
+    return results
+
+def spread(data_sources, solution_strs, ground_truths, extra_infos):
+    return [statistics.stdev(map(len, solution_strs))] * len(solution_strs)
+
+async def array(data_sources, solution_strs, ground_truths, extra_infos, bonus):
+    await asyncio.sleep(0)
+    return np.array([float(text) + float(bonus) for text in solution_strs])
+"""
+
+
+def prompt(truth="0"):
+    return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, {})
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("graders") / "mine.py"
+    path.write_text(FUNCTIONS)
+    return lambda name="ranks", **more: RewardConfig(
+        **{"function": f"{path}:{name}", "manager": "batch", "timeout_seconds": 5.0, **more}
+    )
+
+
+def test_a_group_is_graded_as_a_whole_in_its_order_whatever_order_it_comes_in(config):
+    with RewardManager(config(workers=2), max_response_tokens=10) as manager:
+        groups = {group: range(3 * group, 3 * group + 3) for group in range(40)}
+        texts = {key: str(100 + (key * 7) % 120) for keys in groups.values() for key in keys}
+        for key in sorted(texts, key=lambda key: (key % 3, -key)):
+            manager.submit(key, prompt(), texts[key], 1, group=groups[key // 3], task=range(120))
+        scores = manager.collect(texts)
+    for keys in groups.values():
+        order = sorted(texts[key] for key in keys)
+        assert [scores[key].reward for key in keys] == [order.index(texts[key]) for key in keys]
+        assert {scores[key].parts["seen"] for key in keys} == {"".join(texts[key] for key in keys)}
+
+
+def test_a_whole_task_can_be_the_batch(config):
+    with RewardManager(config(batch="task"), max_response_tokens=10) as manager:
+        for key in (3, 0, 2, 1):
+            manager.submit(key, prompt(), str(19 - key), 1, group=[key & 2, (key & 2) + 1], task=range(4))
+        scores = manager.collect(range(4))
+    assert [scores[key].reward for key in range(4)] == [3, 2, 1, 0]
+
+
+def test_without_a_group_a_response_is_a_batch_of_one(config):
+    with RewardManager(config(), max_response_tokens=10) as manager:
+        manager.submit(0, prompt(), "5", 1)
+        assert manager.collect([0])[0].parts["seen"] == "5"
+
+
+def test_an_error_costs_its_group_and_no_other(config, monkeypatch):
+    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+    bad = {
+        "none": "returned None instead of a list of 2 results",
+        "short": "returned 1 results for 2 responses",
+        "text": "returned str 'xx' instead of a list of 2 results",
+        "raise": "LookupError: a key",
+        "hang": "did not finish within reward.timeout_seconds=0.5",
+    }
+    with RewardManager(config(timeout_seconds=0.5), max_response_tokens=10) as manager:
+        texts = [text for word in bad for text in (word, "1", "2", "3")]
+        for key, text in enumerate(texts):
+            first = key - key % 2
+            manager.submit(key, prompt(), text, 1, group=[first, first + 1])
+        scores = manager.collect(range(len(texts)))
+    for number, message in enumerate(bad.values()):
+        for key in (4 * number, 4 * number + 1):
+            assert message in scores[key].error
+            assert scores[key].reward == 0.0
+        assert [(scores[key].reward, scores[key].error) for key in (4 * number + 2, 4 * number + 3)] == [
+            (0, None),
+            (1, None),
+        ]
+
+
+def test_a_result_that_is_no_number_costs_its_response_only(config):
+    with RewardManager(config(), max_response_tokens=10) as manager:
+        for key, text in enumerate(["6", "7", "8"]):
+            manager.submit(key, prompt(), text, 1, group=range(3))
+        scores = manager.collect(range(3))
+    assert [scores[key].reward for key in (0, 2)] == [0.0, 2.0]
+    assert "nan instead of a finite number" in scores[1].error
+
+
+def test_an_async_function_of_batches_and_its_arguments(config):
+    with RewardManager(config("array", kwargs={"bonus": "0.5"}), max_response_tokens=10) as manager:
+        for key in range(40):
+            manager.submit(key, prompt(), str(key), 1, group=range(key - key % 4, key - key % 4 + 4))
+        scores = manager.collect(range(40))
+    assert [scores[key].reward for key in range(40)] == [key + 0.5 for key in range(40)]
+
+
+def test_those_who_wait_for_a_response_that_will_not_come_wait_no_longer(config):
+    with RewardManager(config(), max_response_tokens=10) as manager:
+        manager.submit(0, prompt(), "5", 1, group=range(3))
+        manager.withdraw(1, group=range(3))
+        manager.submit(2, prompt(), "4", 1, group=range(3))
+        scores = manager.collect([0, 2])
+        assert [scores[key].parts["seen"] for key in (0, 2)] == ["54", "54"]
+        manager.withdraw(3, group=(3,))
+        manager.withdraw(4, group=(4, 5))
+        manager.submit(5, prompt(), "1", 1, group=(4, 5))
+        assert manager.collect([5])[5].parts["seen"] == "1"
+
+
+def test_a_key_outside_its_batch_is_refused_and_whole_batches_are_forgotten():
+    batches, sample = Batches(), Sample("test", "x", "y", {})
+    with pytest.raises(ValueError, match="key 5 is not among those of its batch"):
+        batches.add(5, sample, range(3))
+    for _ in range(2):  # the same keys again
+        assert batches.add(1, sample, range(2)) is None
+        assert list(batches.add(0, sample, range(2))) == [0, 1]
+
+
+def test_what_takes_single_responses_cannot_be_called_with_batches(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1\n")
+    with pytest.raises(
+        ConfigError, match=r"cannot be called as f\(data_sources, solution_strs, ground_truths, extra_infos"
+    ):
+        check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:f", manager="batch"))
+
+
+def test_a_function_of_batches_is_tried_before_a_run(config):
+    assert try_reward_function(config(), prompt("5")) is None
+    assert try_reward_function(config("spread"), prompt("5")) is None  # of one response there is none
+    with pytest.raises(ConfigError, match="cannot grade the first prompt"):
+        try_reward_function(config("array", kwargs={"bonus": "much"}), prompt("5"))

@@ -1,0 +1,214 @@
+"""Graders of code: what of a response is run, with what, and what its output is worth. The programs are ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mcore_rl.rewards.graders.code import CodeGrader, CodeOutcome, extract_program, same_output
+
+DOUBLE = "```python\nprint(2 * int(input()))\n```"
+DOUBLES = {"inputs": ["1\n", "20\n", "-3\n"], "outputs": ["2\n", "40", "-6\n"]}
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+HUMANEVAL = {
+    "prompt": 'def add(a, b):\n    """The sum."""\n',
+    "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(-1, 1) == 0\n",
+    "entry_point": "add",
+}
+MBPP = {
+    "test_list": ["assert add(2, 3) == 5", "assert math.isclose(add(0.1, 0.2), 0.3)"],
+    "test_imports": ["import math"],
+}
+
+
+class Interpreter:
+    """A CodeRunner for programs that are trusted."""
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
+        self.runs.append((source, stdin, seconds))
+        command = [sys.executable, "-I", "-S", "-c", source]
+        try:
+            done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return CodeOutcome("", False)
+        return CodeOutcome(done.stdout, done.returncode == 0)
+
+
+class Fixed:
+    """A CodeRunner in which every program ends as it is told."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+
+    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
+        return self.outcomes.pop(0)
+
+
+def outputs(response, truth, runner=None):
+    return CodeGrader(runner or Interpreter(), 30.0).grade_outputs(response, truth)
+
+
+def asserts(response, truth):
+    return CodeGrader(Interpreter(), 30.0).grade_asserts(response, truth).reward
+
+
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        (DOUBLE, 1.0),
+        ("First try:\n```python\nprint(0)\n```\nBetter:\n" + DOUBLE, 1.0),
+        (DOUBLE + "\nIt prints:\n```\n2\n```", 1.0),  # a block that is not Python is no program beside one that is
+        ("```\nprint(2 * int(input()))\n```", 1.0),
+        (DOUBLE.removesuffix("```"), 1.0),  # cut off behind the program
+        ("```python\nprint(int(input()) ** 2 * 2)\n```", 1 / 3),
+        ("```python\nprint(abs(2 * int(input())))\n```", 2 / 3),
+        ("```python\nprint('2')\n```", 1 / 3),
+        ("```python\nprint(2 * int(input()), 'is the answer')\n```", 0.0),
+        ("```python\nprint(2 * int(input())); raise SystemExit(1)\n```", 0.0),  # it failed, whatever it printed
+        ("```python\nprint(2 * int(input())\n```", 0.0),
+        ("print(2 * int(input()))", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_score_is_the_share_of_tests_that_pass(response, share):
+    score = outputs(response, DOUBLES)
+    assert (score.reward, score.accuracy) == (pytest.approx(share), float(share == 1))
+    assert score.parts == {"tests_passed": round(3 * share), "tests": 3.0}
+
+
+def test_tests_come_as_verl_writes_them():
+    for truth in (json.dumps(DOUBLES), {key: np.array(value, object) for key, value in DOUBLES.items()}):
+        assert outputs(DOUBLE, truth).reward == 1.0
+    many = {"inputs": [f"{n}\n" for n in range(12)], "outputs": [str(2 * n) for n in range(10)] + ["wrong"] * 2}
+    runner = Interpreter()
+    assert outputs(DOUBLE, many, runner).parts["tests"] == 10
+    assert [stdin for _, stdin, _ in runner.runs] == many["inputs"][:10]
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "passes"),
+    [
+        ("def gap(a, b):\n    return [b - a]", [[3]], True),
+        ("def gap(a, b):\n    return b - a", 3, True),
+        ("def gap(a, b):\n    return b - a", [3], True),  # APPS wraps results
+        ("def gap(a, b):\n    return b - a", "3", True),
+        ("def gap(a, b):\n    return a - b", 3, False),
+        ("class Solution:\n    def gap(self, a, b):\n        return b - a", 3, True),
+        ("def gap(a, b):\n    print('working')\n    return b - a", 3, True),
+        ("def gap(a, b):\n    print(3)", 3, False),  # it printed, and returned nothing
+        ("def gap(a, b):\n    return (b, a)", [[7, 4]], True),  # JSON has no tuples
+        ("def other(a, b):\n    return b - a", 3, False),
+        ("def gap(a):\n    return 3", 3, False),
+    ],
+)
+def test_a_function_is_called_with_json_arguments(program, expected, passes):
+    for given in ("4\n7", [4, 7]):
+        truth = {"fn_name": "gap", "inputs": [given], "outputs": [expected]}
+        assert outputs(f"```python\n{program}\n```", truth).reward == float(passes)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2 \n3", "1 2\n3\n\n", True),
+        ("1 2 3", "1 2\n3", False),
+        ("0.333333333", "0.33333333333", True),
+        ("0.3333", "0.33333333", False),
+        ("1.0", "1", True),
+        ("10000001", "10000002", False),  # whole numbers are exact
+        ("yes", "YES", False),
+        ("a 1.5", "a 1.50", True),
+        ("a 1.5 b", "a 1.50", False),
+        ("", "", True),
+        ("x", "", False),
+        ("nan.", "0.0", False),
+    ],
+)
+def test_outputs_are_compared_line_by_line(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        (ADD, 1.0),
+        ("```python\n    return a + b\n```", 1.0),  # continues the prompt
+        ("```python\ndef add(a, b):\n    return a - b\n```", 0.0),
+        ("```python\ndef add(a, b):\n    return 5\n```", 0.0),
+        ("```python\nimport sys\nsys.exit(0)\n" + ADD.split("\n", 1)[1], 0.0),  # gone before an assertion fails
+        ("```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```", 0.0),
+        ("```python\ndef add(a, b):\n    raise SystemExit(0)\n```", 0.0),
+        ("no code at all", 0.0),
+    ],
+)
+def test_humaneval_is_right_where_every_assertion_was_reached_and_holds(response, right):
+    assert asserts(response, HUMANEVAL) == right
+    assert asserts(response, json.dumps(HUMANEVAL)) == right
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        (ADD, 1.0),
+        ("```python\ndef add(a, b):\n    return round(a) + round(b)\n```", 0.0),
+        ("```python\ndef plus(a, b):\n    return a + b\n```", 0.0),
+        ("```python\nprint('passed')\nquit()\n```", 0.0),
+    ],
+)
+def test_mbpp_too(response, right):
+    assert asserts(response, MBPP) == right
+    assert asserts(response, {**MBPP, "test_list": np.array(MBPP["test_list"], object)}) == right
+
+
+def test_all_tests_share_the_time_of_a_response():
+    runner = Interpreter()
+    slow = "```python\nimport time\ntime.sleep(60)\n```"
+    score = CodeGrader(runner, 1.0).grade_outputs(slow, DOUBLES)
+    assert (score.reward, score.parts["tests"]) == (0.0, 3.0)
+    assert sum(seconds for *_, seconds in runner.runs) <= 1.0
+
+
+def test_a_sandbox_that_fails_is_not_the_programs_fault():
+    class Broken:
+        def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
+            raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        outputs(DOUBLE, DOUBLES, Broken())
+
+
+def test_what_was_printed_before_the_time_was_over_does_not_count():
+    late = Fixed(CodeOutcome("2", True), CodeOutcome("40", False), CodeOutcome("-6", True))
+    assert outputs(DOUBLE, DOUBLES, late).reward == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("grade", "truth"),
+    [
+        ("grade_outputs", {"inputs": ["1"]}),
+        ("grade_outputs", {"inputs": ["1"], "outputs": []}),
+        ("grade_outputs", {"inputs": [], "outputs": []}),
+        ("grade_outputs", "[1]"),
+        ("grade_outputs", "no JSON"),
+        ("grade_asserts", {"test": "def check(c): pass"}),
+        ("grade_asserts", {"test_list": []}),
+    ],
+)
+def test_a_ground_truth_without_tests_is_an_error_and_no_verdict(grade, truth):
+    with pytest.raises(ValueError, match=r"ground truth|JSON|Expecting"):
+        getattr(CodeGrader(Interpreter(), 5.0), grade)(ADD, truth)
+
+
+def test_blocks_of_other_languages_are_programs_only_without_python():
+    assert extract_program("```cpp\nint x;\n```") == "int x;\n"
+    assert extract_program("```py\na\n```\n```bash\nb\n```") == "a\n"
+    assert extract_program("Fences are ``` here:\n```Python\na\n```") == "a\n"
+    assert extract_program("none, not even `this` or ```that```") is None

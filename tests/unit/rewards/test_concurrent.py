@@ -1,0 +1,186 @@
+"""Async functions with many calls under way, and graders that eat memory: each costs its own sample."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.processes import dispatcher
+from mcore_rl.rewards.processes.memory import resident_bytes
+from mcore_rl.types import Prompt
+
+FUNCTIONS = """
+import asyncio, os, subprocess, sys, time
+
+running, most, meeting = 0, 0, None
+
+async def meet(solution_str, **_):
+    '''Ends when as many calls are under way as the first says.'''
+    global running, most, meeting
+    running += 1
+    most = max(most, running)
+    meeting = meeting or asyncio.Event()
+    if running >= int(solution_str):
+        meeting.set()
+    await meeting.wait()
+    running -= 1
+    return {"score": 1.0, "most": most, "pid": os.getpid()}
+
+async def grade(solution_str, **_):
+    if solution_str == "wait":
+        await asyncio.sleep(1000)
+    if solution_str == "block":
+        time.sleep(1000)
+    if solution_str == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "die":
+        os._exit(3)
+    await asyncio.sleep(0.01)
+    return {"score": float(solution_str), "pid": os.getpid()}
+
+async def steady(solution_str, **_):
+    if solution_str != "stubborn":
+        await asyncio.sleep(0.1)
+        return {"score": 1.0, "pid": os.getpid()}
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+
+def plain(**_):
+    time.sleep(0.1)
+    return {"score": 1.0, "pid": os.getpid()}
+
+def eat(solution_str, **_):
+    if solution_str == "child":
+        code = "x = bytearray(b'1') * 2**29; import time; time.sleep(1000)"
+        subprocess.run([sys.executable, "-c", code])
+    if solution_str == "eat":
+        kept = []
+        while True:
+            kept.append(bytearray(b"1") * 2**24)
+    return float(solution_str)
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of other processes' memory")
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("graders") / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_give_up(monkeypatch):
+    monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
+
+
+def pids(scores):
+    """Processes that graded them."""
+    return {score.parts["pid"] for score in scores if score.error is None}
+
+
+def graded(config, texts):
+    with RewardManager(config, max_response_tokens=10) as manager:
+        manager.wait_ready()
+        for key, text in enumerate(texts):
+            manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "0", {}), text, 1)
+        scores = manager.collect(range(len(texts)))
+    return [scores[key] for key in range(len(texts))]
+
+
+def test_as_many_calls_are_under_way_as_are_allowed_and_no_more(functions):
+    config = RewardConfig(function=f"{functions}:meet", max_concurrent_calls=6, timeout_seconds=20.0)
+    scores = graded(config, ["6"] * 30)
+    assert [score.error for score in scores] == [None] * 30
+    assert max(score.parts["most"] for score in scores) == 6
+    assert len({score.parts["pid"] for score in scores}) == 1
+
+
+@pytest.mark.parametrize("more", [{"manager": "naive"}, {"max_concurrent_calls": 1}])
+def test_one_by_one_no_call_meets_another(functions, more):
+    config = RewardConfig(function=f"{functions}:meet", timeout_seconds=20.0, **more)
+    assert {score.parts["most"] for score in graded(config, ["1"] * 10)} == {1}
+
+
+def test_the_time_limit_holds_for_each_call(functions):
+    config = RewardConfig(function=f"{functions}:grade", max_concurrent_calls=8, timeout_seconds=0.5)
+    texts = ["wait" if number % 5 == 0 else str(number) for number in range(40)]
+    scores = graded(config, texts)
+    assert len(pids(scores)) == 1  # no call of another took the process with it
+    for text, score in zip(texts, scores, strict=True):
+        if text == "wait":
+            assert score.error == "the grader did not finish within reward.timeout_seconds=0.5"
+            assert "in grade\n    await asyncio.sleep(1000)" in score.traceback
+        else:
+            assert (score.reward, score.error) == (float(text), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block", "did not finish within reward.timeout_seconds=0.5"),
+        ("stubborn", "did not finish within reward.timeout_seconds=0.5"),
+        ("exit", "SystemExit: 3"),
+        ("die", "exit code 3"),
+        ("words", "ValueError: could not convert"),
+    ],
+)
+def test_one_that_cannot_be_cancelled_is_found_among_those_beside_it(functions, text, message):
+    config = RewardConfig(function=f"{functions}:grade", max_concurrent_calls=4, timeout_seconds=0.5)
+    texts = [str(number) for number in range(12)]
+    texts[5] = text
+    scores = graded(config, texts)
+    assert message in scores[5].error
+    assert [score.reward for score in scores] == [float(text) if text.isdecimal() else 0.0 for text in texts]
+    assert [number for number, score in enumerate(scores) if score.error is not None] == [5]
+
+
+def test_answers_of_others_do_not_put_off_the_end_of_one_that_cannot_be_cancelled(functions):
+    config = RewardConfig(function=f"{functions}:steady", max_concurrent_calls=2, timeout_seconds=0.5)
+    scores = graded(config, ["stubborn", *["1"] * 25])  # beside it 2.5 seconds, one by one
+    assert [number for number, score in enumerate(scores) if score.error is not None] == [0]
+    assert len(pids(scores)) > 1
+
+
+def test_the_time_limit_is_that_of_one_response_however_many_are_handed_over(functions):
+    scores = graded(RewardConfig(function=f"{functions}:plain", timeout_seconds=0.7), ["1"] * 30)
+    assert len(pids(scores)) == 1
+    assert [score.reward for score in scores] == [1.0] * 30
+
+
+@linux
+@pytest.mark.parametrize("text", ["eat", "child"])
+def test_a_grader_that_eats_memory_costs_its_own_sample(functions, text):
+    config = RewardConfig(function=f"{functions}:eat", memory_mib=400, timeout_seconds=60.0)
+    scores = graded(config, ["1", "2", text, "3", "4"])
+    assert scores[2].error == "the grader took more memory than reward.memory_mib=400"
+    assert [score.reward for score in scores] == [1, 2, 0, 3, 4]
+    assert [score.error for score in scores if score is not scores[2]] == [None] * 4
+
+
+@linux
+def test_memory_of_a_process_is_what_it_and_its_children_hold():
+    import os
+    import subprocess
+
+    code = "x = bytearray(b'1') * 2**26; print(flush=True); input()"
+    before = resident_bytes(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert resident_bytes(child.pid) > 2**26
+        assert resident_bytes(os.getpid()) > before + 2**26
+        child.stdin.close()
+    assert resident_bytes(child.pid) == 0

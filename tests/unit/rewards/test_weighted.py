@@ -1,0 +1,100 @@
+"""Several functions in one reward: the weighted sum, each part by its name, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig, WeightedFunctionConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.graders.loading import check_reward_function, load_grader
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.types import Prompt
+
+FUNCTIONS = """
+import asyncio
+
+def brevity(data_source, solution_str, ground_truth, extra_info=None, limit="10"):
+    return {"score": -len(solution_str) / float(limit), "acc": 0.25, "chars": len(solution_str)}
+
+async def polite(solution_str, **_):
+    await asyncio.sleep(0)
+    if solution_str == "raise":
+        raise LookupError("no manners")
+    return "please" in solution_str
+
+def nothing(**_):
+    return None
+"""
+
+
+@pytest.fixture
+def entry(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return lambda name, **more: WeightedFunctionConfig(f"{tmp_path}/mine.py:{name}", **more)
+
+
+def graded(config, response, truth="5"):
+    (score,) = load_grader(config).grade([Sample("aime25", response, truth, {})])
+    return score
+
+
+def test_the_weighted_sum_and_its_parts_by_name(entry):
+    functions = [WeightedFunctionConfig("math", 2.0, "right"), entry("brevity", weight=0.5, kwargs={"limit": "20"})]
+    score = graded(RewardConfig(weighted=functions), "It is 5.")
+    assert score.reward == pytest.approx(2.0 * 1.0 + 0.5 * -8 / 20)
+    assert score.accuracy == 1.0
+    assert score.parts == {"right": 1.0, "brevity": -0.4, "brevity_chars": 8.0}
+
+
+def test_accuracy_is_that_of_the_first_or_of_the_one_that_is_named(entry):
+    functions = [entry("brevity"), WeightedFunctionConfig("by_data_source", 0.0, "rule")]
+    assert graded(RewardConfig(weighted=functions), "Answer: 5").accuracy == 0.25
+    named = graded(RewardConfig(weighted=functions, accuracy_of="rule"), "Answer: 5")
+    assert (named.accuracy, named.parts["rule"], named.parts["rule_pred"]) == (1.0, 1.0, "5")
+    assert named.reward == pytest.approx(-0.9)
+
+
+def test_async_and_plain_ones_go_together_in_a_grading_process(entry):
+    config = RewardConfig(
+        weighted=[WeightedFunctionConfig("math"), entry("polite", weight=0.1)], max_concurrent_calls=4
+    )
+    texts = ["5", "please take 5", "please", "raise"] * 5
+    with RewardManager(config, max_response_tokens=10) as manager:
+        for key, text in enumerate(texts):
+            manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "5", {}), text, 1)
+        scores = manager.collect(range(len(texts)))
+    for key, text in enumerate(texts):
+        if text == "raise":
+            assert "LookupError: no manners" in scores[key].error
+        else:
+            assert scores[key].reward == pytest.approx(float("5" in text) + 0.1 * ("please" in text))
+            assert scores[key].parts["polite"] == float("please" in text)
+
+
+def test_an_error_of_one_is_an_error_of_all_and_says_whose(entry):
+    score = graded(RewardConfig(weighted=[WeightedFunctionConfig("math"), entry("nothing")]), "5")
+    assert score.error == "nothing: the reward function returned None instead of a finite number or a dict"
+    assert score.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "message"),
+    [
+        (("a", "a"), {}, r"^reward\.weighted\[1\]\.name=a another has already; set reward\.weighted\[1\]\.name"),
+        (("a", "mean"), {}, r"^reward\.weighted\[1\]\.name=mean is one of the record's own"),
+        ((None, None), {}, r"^reward\.weighted\[1\]\.name=math another has already"),
+        (("a", "b"), {"accuracy_of": "c"}, r"^reward\.accuracy_of=c must be one of a, b"),
+    ],
+)
+def test_names_that_mean_two_things_are_refused(names, more, message):
+    functions = [WeightedFunctionConfig("math", name=name) for name in names]
+    with pytest.raises(ConfigError, match=message):
+        check_reward_function(RewardConfig(weighted=functions, **more))
+
+
+def test_a_function_that_does_not_load_is_named_by_its_place():
+    functions = [WeightedFunctionConfig("math"), WeightedFunctionConfig("gone.py:f")]
+    with pytest.raises(ConfigError, match=r"^reward\.weighted\[1\]\.function=gone\.py:f: there is no file"):
+        check_reward_function(RewardConfig(weighted=functions))
