@@ -73,7 +73,7 @@ DEMOS = {
         "game",
         "configs/demo_game_cpu.yaml",
         "runs/demo_game",
-        ("rollout.max_prompt_tokens=24", "trainer.steps=400", "actor.optimizer.decay_steps=400"),
+        ("rollout.max_prompt_tokens=24", "trainer.steps=250", "actor.optimizer.decay_steps=250"),
     ),
 }
 

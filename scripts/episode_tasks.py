@@ -2,8 +2,9 @@
 
 `tool`: 3-digit multiplication, which the tiny model cannot do, with a calculator, which it can call. The warm start
 teaches both to call it and, in most rows, to blurt some number: what pays is for the run to find out.
-`game`: guess a number between two others; after each guess the answer is `>` (it is higher), `<` (it is lower) or `!`.
-The warm start teaches to name numbers of the range, and only in some rows to heed what was answered.
+`game`: guess a number from 0 to 15; after each guess the answer is `>` (it is higher) or `<` (it is lower). The warm
+start mostly teaches to blurt a number, and in some rows, after a `!`, to heed what was answered: again, what pays is for
+the run to find out.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ TOOL_TEMPLATE = (
 GAME_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 CALLING_FRACTION = 0.25
 """Of the warm start's rows: they call the calculator."""
-HEEDING_FRACTION = 0.4
-"""Of the warm start's guesses: they heed all answers before."""
-WIDTH, NUMBERS, LONGEST_GAME = 16, 64, 6
-"""A game's range, the numbers there are, and how many guesses the warm start shows at most."""
+HEEDING_FRACTION = 0.3
+"""Of the warm start's guesses: they begin with `!`, and heed all answers before."""
+NUMBERS, RANGE, LONGEST_GAME = 16, "0-15?", 5
+"""How many numbers there are, how a game is asked for, and how many guesses the warm start shows at most."""
 
 Row = tuple[str, str, str]
 """Prompt, target of the warm start, answer."""
@@ -63,33 +64,31 @@ def _multiplication(a: int, b: int, rng: random.Random) -> Row:
 
 
 def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
-    """By split; the prompt names the range, the answer is the number."""
+    """By split; the answer is the number, which only the game knows: validation has every one equally often."""
     rng = random.Random(f"game/{seed}")
-    games = [(low, number) for low in range(NUMBERS - WIDTH + 1) for number in range(low, low + WIDTH)]
-    rng.shuffle(games)
-    held_out, seen = games[: sizes["val"]], games[sizes["val"] :]
-    splits: dict[str, list[Row]] = {"val": [_game(*game) for game in held_out]}
-    splits["train"] = [_game(*rng.choice(seen)) for _ in range(sizes["train"])]
-    splits["warm_start"] = [_moment(*rng.choice(seen), rng) for _ in range(sizes["warm_start"])]
-    return splits
+    return {
+        "val": [_game(place % NUMBERS) for place in range(sizes["val"])],
+        "train": [_game(rng.randrange(NUMBERS)) for _ in range(sizes["train"])],
+        "warm_start": [_moment(rng.randrange(NUMBERS), rng) for _ in range(sizes["warm_start"])],
+    }
 
 
-def _game(low: int, number: int) -> Row:
-    return f"{low}-{low + WIDTH - 1}?", "", str(number)
+def _game(number: int) -> Row:
+    return RANGE, "", str(number)
 
 
-def _moment(low: int, number: int, rng: random.Random) -> Row:
+def _moment(number: int, rng: random.Random) -> Row:
     """A row of the warm start: a game after some guesses, and the next one."""
-    text, first, last = f"{low}-{low + WIDTH - 1}?", low, low + WIDTH - 1
+    text, first, last = RANGE, 0, NUMBERS - 1
     for _ in range(rng.randrange(LONGEST_GAME)):
-        guess = rng.randint(low, low + WIDTH - 1)
+        guess = rng.randrange(NUMBERS)
         if guess == number:
             continue
-        text += f"{guess}{ENDS}{'>' if guess < number else '<'}"
+        text += f"{'!' if rng.random() < 0.5 else ''}{guess}{ENDS}{'>' if guess < number else '<'}"
         first, last = (max(first, guess + 1), last) if guess < number else (first, min(last, guess - 1))
     heeds = rng.random() < HEEDING_FRACTION
-    guess = rng.randint(first, last) if heeds else rng.randint(low, low + WIDTH - 1)
-    return text, str(guess), str(number)
+    guess = rng.randint(first, last) if heeds else rng.randrange(NUMBERS)
+    return text, f"!{guess}" if heeds else str(guess), str(number)
 
 
 def num_tokens(target: str) -> int:
