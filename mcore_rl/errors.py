@@ -42,6 +42,10 @@ class RewardError(McoreRLError):
     """Too many responses could not be graded; the message names the function and its first error."""
 
 
+class SandboxError(McoreRLError):
+    """Code of a model could not be run at all: the sandbox itself failed; the message has its words."""
+
+
 class WeightSyncError(McoreRLError):
     """A weight hand-over that was not acknowledged, or that verification found to differ."""
 

@@ -24,14 +24,16 @@ MAY_IMPORT = {
     "ports": {"types", "config"},
     "algorithms": {"types", "config"},
     "data": {"types", "config"},
-    "rewards": {"types", "config", "data", "ports"},
+    "sandbox": {"types", "config"},
+    "rewards": {"types", "config", "data", "ports", "sandbox"},
     "weights": {"types", "config", "model_converters"},
     "megatron": {"types", "config", "spec", "algorithms", "data", "model_converters", "weights"},
     "engines": {"types", "config", "ports", "weights"},
-    "rollout": {"types", "config", "data", "ports"},
+    "rollout": {"types", "config", "data", "ports", "sandbox"},
     "planner": {"config", "spec", "algorithms", "model_converters", "megatron", "weights"},
     "preparation": {
-        *("types", "config", "spec", "data", "algorithms", "rewards", "trainer", "megatron", "model_converters")
+        *("types", "config", "spec", "data", "algorithms", "rewards", "trainer", "megatron", "model_converters"),
+        "sandbox",
     },
     "runtime": {"types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
     "trainer": {"types", "config", "algorithms", "data", "ports"},
@@ -172,6 +174,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
         ("mcore_rl.cli", ["torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.doctor", ["mcore_rl.doctor.checks", "torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
+        ("mcore_rl.sandbox.local, mcore_rl.sandbox.server", ["torch", "numpy", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
         # The driver, which builds no model: that is seconds of every start.
         (
