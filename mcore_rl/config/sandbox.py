@@ -15,7 +15,8 @@ class SandboxConfig:
     """Where code of a model runs and how much it may take; docs/sandbox.md says what is contained."""
 
     kind: str = setting(BUBBLEWRAP, choices=(BUBBLEWRAP, LANDLOCK))
-    """bubblewrap (namespaces of its own) | landlock, for containers that refuse namespaces: it contains less."""
+    """bubblewrap (namespaces of its own; `make sandbox` installs it) | landlock, for containers that refuse namespaces:
+    it contains less."""
     url: str | None = None
     """Address of a SandboxFusion server, such as http://host:8080, that runs whole programs instead; null: they run on
     the host that asks. Interpreters and shells of an episode always do."""

@@ -33,19 +33,22 @@ def check_sandbox(config: SandboxConfig) -> None:
 def check_local(config: SandboxConfig) -> None:
     """As check_sandbox, of this machine, where interpreters and shells run whatever sandbox.url says."""
     sandbox = LocalSandbox(config)
-    try:
-        outcome = sandbox.execute(["/usr/bin/true"])
-        words = "" if outcome.ok else f"`true` ended with {outcome.why} {outcome.return_code} {outcome.stderr}".strip()
-    except SandboxError as error:
-        words = str(error)
-    if words:
+    if words := _failure_of(sandbox, ["/usr/bin/true"]):
         raise ConfigError(f"sandbox.kind={config.kind}: {words}; {_remedy(config, words)}")
-    outcome = sandbox.execute([os.path.abspath(config.python), "-c", ""])
-    if not outcome.ok:
+    if words := _failure_of(sandbox, [os.path.abspath(config.python), "-c", ""]):
         raise ConfigError(
-            f"sandbox.python={config.python} does not run inside: {outcome.stderr.strip() or outcome.why}; set it to a "
+            f"sandbox.python={config.python} does not run inside: {words}; set it to a "
             "Python in /usr, or name its directories in sandbox.read_only (every user has to be able to read them)"
         )
+
+
+def _failure_of(sandbox: LocalSandbox, command: list[str]) -> str | None:
+    try:
+        outcome = sandbox.execute(command)
+    except SandboxError as error:
+        return str(error)
+    ended = f"{command[0]} ended with {outcome.return_code} ({outcome.why})"
+    return None if outcome.ok else outcome.stderr.strip() or ended
 
 
 def _remedy(config: SandboxConfig, words: str) -> str:

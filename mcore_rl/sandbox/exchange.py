@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from mcore_rl.sandbox.confinement.start import Confined
 from mcore_rl.sandbox.interface import Why
-from mcore_rl.sandbox.start import Confined
 
 _CHUNK_BYTES = 1 << 16
 _MEMORY_SECONDS = 0.05

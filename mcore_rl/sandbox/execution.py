@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping
 
 from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.descriptors import in_memory
+from mcore_rl.sandbox.confinement.limits import MIB, Limits
+from mcore_rl.sandbox.confinement.start import KILLED, Confined, Confinement
 from mcore_rl.sandbox.exchange import Budget, Exchange
 from mcore_rl.sandbox.interface import Outcome
-from mcore_rl.sandbox.limits import MIB, Limits
-from mcore_rl.sandbox.parcels import READY, RUN, check_path, in_memory, pack, unpack
-from mcore_rl.sandbox.start import KILLED, Confined, Confinement
+from mcore_rl.sandbox.parcels import READY, RUN, check_path, pack, unpack
 
 
 def execute(

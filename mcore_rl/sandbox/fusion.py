@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.start import KILLED
 from mcore_rl.sandbox.interface import Outcome, Program, Why
-from mcore_rl.sandbox.start import KILLED
 
 GATEWAY_TIMEOUT = 504
 ATTEMPTS = 3

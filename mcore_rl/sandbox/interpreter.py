@@ -12,10 +12,10 @@ from typing import Literal
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.start import Confined, Confinement
 from mcore_rl.sandbox.exchange import Budget, Exchange
 from mcore_rl.sandbox.interface import Why
-from mcore_rl.sandbox.limits import Limits
-from mcore_rl.sandbox.start import Confined, Confinement
 
 Ended = Why | Literal["gone"]
 DRIVER = Path(__file__).with_name("driver.py").read_text()

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.start import confinement_of
 from mcore_rl.sandbox.execution import execute
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 from mcore_rl.sandbox.languages import Language, filled, find_language
-from mcore_rl.sandbox.limits import Limits
-from mcore_rl.sandbox.start import confinement_of
 
 
 class LocalSandbox:

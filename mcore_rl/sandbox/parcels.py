@@ -4,7 +4,6 @@ opens a file that code could have made."""
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -25,15 +24,6 @@ exit $code
 """For bash inside: unpacks what descriptor $1 has, says so on descriptor $2, runs the command, and packs the $3 files
 whose names come before it."""
 READY = b"r"
-
-
-def in_memory(name: str, content: bytes) -> int:
-    """A descriptor from which `content` can be read, of no file."""
-    descriptor = os.memfd_create(name)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "observe": {"types", "config"},
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
-    "doctor": {"spec", "config"},
+    "doctor": {"spec", "config", "sandbox"},
 }
 """Folder or top-level module -> what it may import beside itself and errors. Modules of the command line, which put the
 parts together, are absent: they may import anything, and nothing above may import them."""

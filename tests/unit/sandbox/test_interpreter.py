@@ -53,7 +53,10 @@ def test_an_error_is_output_and_keeps_the_state(interpreter: Interpreter) -> Non
 
 
 def test_output_of_other_processes_comes_in_order(interpreter: Interpreter) -> None:
-    code = "import subprocess, sys\nprint('a')\nsubprocess.run(['echo', 'b'])\nprint('c', file=sys.stderr)\nsubprocess.run('echo d >&2', shell=True)"
+    code = (
+        "import subprocess, sys\nprint('a')\nsubprocess.run(['echo', 'b'])\nprint('c', file=sys.stderr)\n"
+        "subprocess.run('echo d >&2', shell=True)"
+    )
     assert interpreter.cell(code).output.startswith("a\nb\nc\nd\n")
     assert interpreter.cell("input()").output.strip().endswith("EOFError: EOF when reading a line")
 
@@ -91,7 +94,10 @@ def test_one_that_ends_itself_is_gone(interpreter: Interpreter) -> None:
 
 
 def test_memory_of_its_processes_together_is_limited(interpreter: Interpreter) -> None:
-    code = "import os, time\nfor i in range(6):\n  if os.fork() == 0:\n    x = bytearray(b'1') * (120 << 20)\n    time.sleep(30)\ntime.sleep(30)"
+    code = (
+        "import os, time\nfor i in range(6):\n  if os.fork() == 0:\n    x = bytearray(b'1') * (120 << 20)\n"
+        "    time.sleep(30)\ntime.sleep(30)"
+    )
     assert interpreter.cell(code).why == "memory"
 
 

@@ -51,7 +51,8 @@ def test_signals_to_the_host_are_refused(landlock: LocalSandbox) -> None:
     all_refused(
         answers(
             landlock,
-            f"{{'run': attempt(lambda: os.kill({os.getpid()}, 0)), 'launcher': attempt(lambda: os.kill(os.getppid(), 0)), "
+            f"{{'run': attempt(lambda: os.kill({os.getpid()}, 0)), "
+            "'launcher': attempt(lambda: os.kill(os.getppid(), 0)), "
             "'namespace': call(272, 0x10000000)}",
         )
     )
@@ -59,7 +60,8 @@ def test_signals_to_the_host_are_refused(landlock: LocalSandbox) -> None:
 
 def test_what_a_run_leaves_is_ended_with_its_files(landlock: LocalSandbox) -> None:
     code = (
-        "import os, time\nopen('left', 'w').write('x')\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(777)\n"
+        "import os, time\nopen('left', 'w').write('x')\nif os.fork() == 0:\n  os.setsid()\n"
+        "  if os.fork() == 0: time.sleep(777)\n"
         "  os._exit(0)\nprint(os.getcwd())"
     )
     outcome = landlock.run(Program(code, fetch=("left",)))
@@ -69,7 +71,10 @@ def test_what_a_run_leaves_is_ended_with_its_files(landlock: LocalSandbox) -> No
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_files(landlock: LocalSandbox) -> None:
-    code = "import os, time\nos.fork(); os.fork(); os.setsid() if os.getpid() != os.getsid(0) else 0\nprint(os.getcwd(), flush=True)\ntime.sleep(99)"
+    code = (
+        "import os, time\nos.fork(); os.fork(); os.setsid() if os.getpid() != os.getsid(0) else 0\n"
+        "print(os.getcwd(), flush=True)\ntime.sleep(99)"
+    )
     outcome = landlock.run(Program(code, seconds=1.5))
     assert outcome.why == "timeout"
     assert outcome.stdout
@@ -77,7 +82,10 @@ def test_a_run_that_takes_too_long_is_ended_with_its_files(landlock: LocalSandbo
 
 
 def test_processes_and_memory_have_limits(landlock: LocalSandbox) -> None:
-    code = "import os, time\nn = 0\ntry:\n  while n < 200:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n    n += 1\nexcept OSError: print(n)"
+    code = (
+        "import os, time\nn = 0\ntry:\n  while n < 200:\n"
+        "    if os.fork() == 0: time.sleep(60); os._exit(0)\n    n += 1\nexcept OSError: print(n)"
+    )
     assert int(landlock.run(Program(code)).stdout) < 16
     assert landlock.run(Program(MANY)).why == "memory"
 

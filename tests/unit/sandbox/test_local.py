@@ -54,7 +54,7 @@ def test_paths_that_lead_elsewhere_are_refused(sandbox: LocalSandbox, path: str)
 
 
 def test_files_that_do_not_fit_are_an_error_of_the_sandbox(sandbox: LocalSandbox) -> None:
-    with pytest.raises(SandboxError, match="did not start: .*File size limit exceeded"):
+    with pytest.raises(SandboxError, match=r"did not start: .*File size limit exceeded"):
         sandbox.run(Program("", files={"large": bytes(30 << 20)}))
 
 
@@ -88,7 +88,8 @@ def test_eight_at_once_stop_each_at_its_own_limit() -> None:
     sandbox = LocalSandbox(limited(max_running=8))
     barrier = threading.Barrier(8)
     bomb = (
-        "import os, time\nn = 0\ntry:\n  while n < 100:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n    n += 1\n"
+        "import os, time\nn = 0\ntry:\n  while n < 100:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n"
+        "    n += 1\n"
         "except OSError: print(n, flush=True)\ntime.sleep(1)"
     )
 
@@ -113,8 +114,10 @@ def test_no_more_run_at_once_than_may() -> None:
 
 def test_a_process_that_dies_takes_its_sandboxes_with_it() -> None:
     code = (
-        "import sys, threading\nfrom mcore_rl.config.sandbox import SandboxConfig\nfrom mcore_rl.sandbox.local import LocalSandbox\n"
-        "i = LocalSandbox(SandboxConfig(kind=sys.argv[1])).interpreter()\ni.cell('import os\\nif os.fork() == 0: os.setsid()')\n"
+        "import sys, threading\nfrom mcore_rl.config.sandbox import SandboxConfig\n"
+        "from mcore_rl.sandbox.local import LocalSandbox\n"
+        "i = LocalSandbox(SandboxConfig(kind=sys.argv[1])).interpreter()\ni.cell('import os\\n"
+        "if os.fork() == 0: os.setsid()')\n"
         "print('up', flush=True)\nthreading.Event().wait()"
     )
     for kind in ("bubblewrap", "landlock"):

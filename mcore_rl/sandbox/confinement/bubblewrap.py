@@ -16,10 +16,10 @@ from functools import cache
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.limits import MIB, Limits
-from mcore_rl.sandbox.parcels import in_memory
-from mcore_rl.sandbox.seccomp import filter_program
-from mcore_rl.sandbox.users import run_as, unused_uid
+from mcore_rl.sandbox.confinement.descriptors import in_memory
+from mcore_rl.sandbox.confinement.limits import MIB, Limits
+from mcore_rl.sandbox.confinement.seccomp import filter_program
+from mcore_rl.sandbox.confinement.users import run_as, unused_uid
 
 INSIDE_UID = 1000
 WORK = "/tmp"

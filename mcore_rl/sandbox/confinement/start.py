@@ -13,10 +13,10 @@ from typing import Protocol
 
 from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.bubblewrap import Bubblewrap
-from mcore_rl.sandbox.landlock import Landlock
-from mcore_rl.sandbox.limits import Limits
-from mcore_rl.sandbox.memory import limit_memory
+from mcore_rl.sandbox.confinement.bubblewrap import Bubblewrap
+from mcore_rl.sandbox.confinement.landlock import Landlock
+from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.memory import limit_memory
 
 KILLED = 128 + signal.SIGKILL
 """Return code of what was ended at a limit."""

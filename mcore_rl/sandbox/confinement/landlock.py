@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.sandbox.bubblewrap import SEARCHED, environment
-from mcore_rl.sandbox.limits import Limits
-from mcore_rl.sandbox.seccomp import filter_program
-from mcore_rl.sandbox.users import num_threads_of, uid_range
+from mcore_rl.sandbox.confinement.bubblewrap import SEARCHED, environment
+from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.seccomp import filter_program
+from mcore_rl.sandbox.confinement.users import num_threads_of, uid_range
 
 LAUNCHER = Path(__file__).with_name("landlock_launcher.py")
 _READABLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ssl/openssl.cnf", *SEARCHED)
