@@ -67,22 +67,19 @@ class Confined:
         command, descriptors = self._confinement.command(inside, limits)
         try:
             # The kernel ends the sandbox with the thread that started it, so that is one that stays.
-            return (
-                _starter()
-                .submit(
-                    subprocess.Popen,
-                    [*self._memory.prefix, *command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    pass_fds=(*inherited, *descriptors),
-                    start_new_session=True,
-                    # Code inside can read what process 1 of its namespace was started with.
-                    env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-                    cwd="/",
-                )
-                .result()
+            started = _starter().submit(
+                subprocess.Popen,
+                [*self._memory.prefix, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                pass_fds=(*inherited, *descriptors),
+                start_new_session=True,
+                # Code inside can read what process 1 of its namespace was started with.
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                cwd="/",
             )
+            return started.result()
         except OSError as error:
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:

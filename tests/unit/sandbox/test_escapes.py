@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,20 @@ def test_root_of_the_host_is_not_the_user_outside_either(sandbox: LocalSandbox) 
     finally:
         interpreter.close()
     assert uid_map[2] == "1"
+
+
+def test_user_namespaces_are_refused_even_past_the_filter(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+    monkeypatch.setattr("mcore_rl.sandbox.confinement.bubblewrap.filter_program", lambda sockets: everything)
+    results = answers(
+        LocalSandbox(limited()),
+        "{'filter': attempt(lambda: os.memfd_create('x')), 'unshare': attempt(lambda: libc.unshare(0x10000000) and "
+        "(_ for _ in ()).throw(OSError(0, os.strerror(ctypes.get_errno()))))}",
+    )
+    assert results["filter"][0] == "DONE"
+    assert results["unshare"] == ["refused", os.strerror(errno.ENOSPC)]
 
 
 def test_a_fork_bomb_stops_at_the_limit(sandbox: LocalSandbox) -> None:
