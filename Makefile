@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test gpu lint type bench slurm
+.PHONY: help setup sglang demo test gpu lint type bench slurm sandbox
 
 EXTRA ?= cpu
 HOSTS ?= 1
@@ -43,6 +43,9 @@ type: setup ## mypy
 
 slurm: ## install SLURM and munge for the test of job scripts (Debian, Ubuntu; as root)
 	@scripts/setup_slurm.sh
+
+sandbox: ## install bubblewrap, the sandbox of code that models write (Debian, Ubuntu; as root)
+	@scripts/setup_sandbox.sh
 
 bench: setup ## benchmarks, one table: ours, peer or limit, ratio
 	@$(PY) -m benchmarks $(ARGS)

@@ -46,6 +46,10 @@ class CurriculumError(McoreRLError):
     """A user's function did not say which rows an epoch draws; the message names it, and file and line."""
 
 
+class SandboxError(McoreRLError):
+    """Code of a model could not be run at all: the sandbox itself failed; the message has its words."""
+
+
 class WeightSyncError(McoreRLError):
     """A weight hand-over that was not acknowledged, or that verification found to differ."""
 

@@ -3,8 +3,8 @@
 `tool`: 3-digit multiplication, which the tiny model cannot do, with a calculator, which it can call. The warm start
 teaches both to call it and, in most rows, to blurt some number: what pays is for the run to find out.
 `game`: guess a number from 0 to 15; after each guess the answer is `>` (it is higher) or `<` (it is lower). The warm
-start mostly teaches to blurt a number, and in some rows, after a `!`, to heed what was answered: again, what pays is for
-the run to find out.
+start mostly teaches to blurt a number, and in some rows, after a `!`, to heed what was answered: again, what pays is
+for the run to find out.
 """
 
 from __future__ import annotations

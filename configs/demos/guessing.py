@@ -4,8 +4,8 @@ import re
 
 
 class GuessingGame:
-    """Answers `>` to a guess that is too low and `<` to one that is too high. A guess that no answer has ruled out gives
-    a little, another one takes it, the number itself gives 1. What is no number ends the game."""
+    """Answers `>` to a guess that is too low and `<` to one that is too high. A guess that no answer has ruled out
+    gives a little, another one takes it, the number itself gives 1. What is no number ends the game."""
 
     def __init__(self, prompt, little="0.2"):
         self.number = int(prompt.ground_truth)

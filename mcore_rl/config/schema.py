@@ -15,6 +15,7 @@ from mcore_rl.config.episodes import EpisodeConfig
 from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 
 TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "mistral", "llama3", "glm45")
 """In which tool calls can be read (rollout.tools.formats has them)."""
@@ -294,6 +295,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

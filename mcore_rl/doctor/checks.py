@@ -18,6 +18,9 @@ from enum import Enum
 from pathlib import Path
 
 from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.sandbox.check import check_local
 from mcore_rl.spec import installed
 from mcore_rl.spec.installed import TRANSFORMER_ENGINE, has_module
 
@@ -174,12 +177,19 @@ def check_apex() -> Check:
     return Check("apex", False, "-", Need.EXTRA, feature, remedy)
 
 
+def check_the_sandbox() -> Check:
+    """It is tried, as kernels and containers refuse what is installed."""
+    name, feature = "sandbox", "running code that a model wrote"
+    try:
+        check_local(SandboxConfig())
+    except ConfigError as error:
+        return Check(name, False, str(error).partition(";")[0], Need.EXTRA, feature, "make sandbox (docs/sandbox.md)")
+    return Check(name, True, f"{shutil.which('bwrap')} works", Need.EXTRA, feature)
+
+
 def check_commands() -> list[Check]:
-    bubblewrap = shutil.which("bwrap")
     slurm = [c for c in ("sbatch", "srun", "scontrol", "sinfo") if shutil.which(c)]
     return [
-        Check("bubblewrap", bubblewrap is not None, bubblewrap or "-", Need.EXTRA,
-              "a sandbox around rewards that run code", "apt install bubblewrap"),
         Check("slurm", len(slurm) == 4, ", ".join(slurm) or "-", Need.EXTRA,
               "runs over several nodes", "run on a cluster's login node"),
     ]  # fmt: skip
@@ -241,6 +251,7 @@ def report() -> list[Check]:
         *(check_package(package) for package in PACKAGES),
         check_transformer_engine(),
         check_apex(),
+        check_the_sandbox(),
         *check_commands(),
         *check_machine(),
     ]

@@ -24,14 +24,15 @@ MAY_IMPORT = {
     "ports": {"types", "config"},
     "algorithms": {"types", "config"},
     "data": {"types", "config"},
-    "rewards": {"types", "config", "data", "ports"},
+    "sandbox": {"types", "config"},
+    "rewards": {"types", "config", "data", "ports", "sandbox"},
     "weights": {"types", "config", "model_converters"},
     "megatron": {"types", "config", "spec", "algorithms", "data", "model_converters", "weights"},
     "engines": {"types", "config", "ports", "weights"},
-    "rollout": {"types", "config", "data", "ports"},
+    "rollout": {"types", "config", "data", "ports", "sandbox"},
     "planner": {"config", "spec", "algorithms", "model_converters", "megatron", "weights"},
     "preparation": {
-        *("types", "config", "spec", "data", "algorithms", "rewards", "rollout", "trainer", "megatron"),
+        *("types", "config", "spec", "data", "algorithms", "rewards", "rollout", "sandbox", "trainer", "megatron"),
         "model_converters",
     },
     "runtime": {"types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "observe": {"types", "config"},
     "slurm": {"config", "runtime", "doctor"},
     "model_converters": set(),
-    "doctor": {"spec", "config"},
+    "doctor": {"spec", "config", "sandbox"},
 }
 """Folder or top-level module -> what it may import beside itself and errors. Modules of the command line, which put the
 parts together, are absent: they may import anything, and nothing above may import them."""
@@ -174,6 +175,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
         ("mcore_rl.cli", ["torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.doctor", ["mcore_rl.doctor.checks", "torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
+        ("mcore_rl.sandbox.local, mcore_rl.sandbox.server", ["torch", "numpy", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
         # The driver, which builds no model: that is seconds of every start.
         (

@@ -1,0 +1,125 @@
+"""The system calls that code in a sandbox is refused, as a program for the kernel's filter.
+
+Written out by hand, so that no libseccomp is needed: loads (LD), jumps (JEQ, JGE, JSET: if true, if false), and
+verdicts (RET).
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_rl.errors import ConfigError
+
+REFUSED = {
+    # name: (x86-64, aarch64)
+    "acct": (163, 89),
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "chroot": (161, 51),
+    "delete_module": (176, 106),
+    "finit_module": (313, 273),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "init_module": (175, 105),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "kcmp": (312, 272),
+    "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104),
+    "keyctl": (250, 219),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "open_tree": (428, 428),
+    "perf_event_open": (298, 241),
+    "personality": (135, 92),
+    "pidfd_getfd": (438, 438),
+    "pivot_root": (155, 41),
+    "process_madvise": (440, 440),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "ptrace": (101, 117),
+    "quotactl": (179, 60),
+    "reboot": (169, 142),
+    "request_key": (249, 218),
+    "setns": (308, 268),
+    "swapoff": (168, 225),
+    "swapon": (167, 224),
+    "syslog": (103, 116),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "userfaultfd": (323, 282),
+    # Memory that belongs to no process, which a sum over processes would not see.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "shmget": (29, 194),
+}
+CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+NEW_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID and NET, in the first argument of clone."""
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # of struct seccomp_data; low half of the argument, little-endian
+_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_X32_BIT = 0x40000000
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    column: int
+    audit: int
+
+
+_ARCHITECTURES = {"x86_64": _Architecture(0, 0xC000003E), "aarch64": _Architecture(1, 0xC00000B7)}
+
+
+def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
+    """The filter, an array of struct sock_filter. sockets: whether socket() is allowed (a network namespace is around).
+
+    Raises: ConfigError on another architecture than x86-64 and aarch64.
+    """
+    machine = machine or platform.machine()
+    if machine not in _ARCHITECTURES:
+        known = " and ".join(_ARCHITECTURES)
+        raise ConfigError(f"the sandbox knows the system calls of {known}, not of {machine}: set sandbox.url")
+    return b"".join(_instructions(_ARCHITECTURES[machine], sockets))
+
+
+def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]:
+    def refuse(number: int, error: int) -> Iterator[bytes]:
+        yield _instruction(_JEQ, 0, 1, number)
+        yield _instruction(_RET, 0, 0, _ERRNO | error)
+
+    # Another architecture's numbers (32 bits on x86-64, x32) would pass for other calls.
+    yield _instruction(_LD, 0, 0, _ARCHITECTURE)
+    yield _instruction(_JEQ, 1, 0, architecture.audit)
+    yield _instruction(_RET, 0, 0, _KILL)
+    yield _instruction(_LD, 0, 0, _NUMBER)
+    yield _instruction(_JGE, 0, 1, _X32_BIT)
+    yield _instruction(_RET, 0, 0, _KILL)
+    for numbers in REFUSED.values():
+        yield from refuse(numbers[architecture.column], errno.EPERM)
+    if not sockets:
+        yield from refuse(SOCKET[architecture.column], errno.EPERM)
+    # Its flags lie in memory, where a filter cannot look; libc goes on with clone where it does not exist.
+    yield from refuse(CLONE3[architecture.column], errno.ENOSYS)
+    yield _instruction(_JEQ, 0, 3, CLONE[architecture.column])
+    yield _instruction(_LD, 0, 0, _FIRST_ARGUMENT)
+    yield _instruction(_JSET, 0, 1, NEW_NAMESPACES)
+    yield _instruction(_RET, 0, 0, _ERRNO | errno.EPERM)
+    yield _instruction(_RET, 0, 0, _ALLOW)
+
+
+def _instruction(code: int, if_true: int, if_false: int, constant: int) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, constant)

@@ -1,0 +1,125 @@
+"""Starts a command in a sandbox, and ends it with everything that it has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from typing import Protocol
+
+from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
+from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.bubblewrap import Bubblewrap
+from mcore_rl.sandbox.confinement.landlock import Landlock
+from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.memory import limit_memory
+
+KILLED = 128 + signal.SIGKILL
+"""Return code of what was ended at a limit."""
+_END_SECONDS = 10.0
+
+
+class Confinement(Protocol):
+    """A kind of sandbox: Bubblewrap or Landlock."""
+
+    def command(self, inside: list[str], limits: Limits) -> tuple[list[str], list[int]]: ...
+
+    def stop(self, process: subprocess.Popen[bytes]) -> None: ...
+
+
+def confinement_of(config: SandboxConfig) -> Confinement:
+    """Raises: ConfigError on an architecture whose system calls are not known."""
+    return Bubblewrap(config) if config.kind == BUBBLEWRAP else Landlock(config)
+
+
+class Confined:
+    """A command that runs in a sandbox, with pipes to it. Call end() whatever happens.
+
+    inherited: descriptors that the command has under the same numbers.
+
+    Raises: SandboxError if it cannot be started.
+    """
+
+    def __init__(
+        self,
+        confinement: Confinement,
+        inside: list[str],
+        limits: Limits,
+        *,
+        inherited: Sequence[int] = (),
+        one_output: bool = False,
+    ) -> None:
+        self._confinement = confinement
+        self._memory = limit_memory(limits.memory_bytes)
+        try:
+            self.process = self._start(inside, limits, inherited, subprocess.STDOUT if one_output else subprocess.PIPE)
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def _start(
+        self, inside: list[str], limits: Limits, inherited: Sequence[int], stderr: int
+    ) -> subprocess.Popen[bytes]:
+        command, descriptors = self._confinement.command(inside, limits)
+        try:
+            # The kernel ends the sandbox with the thread that started it, so that is one that stays.
+            started = _starter().submit(
+                subprocess.Popen,
+                [*self._memory.prefix, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                pass_fds=(*inherited, *descriptors),
+                start_new_session=True,
+                # Code inside can read what process 1 of its namespace was started with.
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                cwd="/",
+            )
+            return started.result()
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def memory_exceeded(self) -> bool:
+        """Whether all of its processes together have had more than they may."""
+        return self._memory.exceeded(self.process.pid)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ends within this time."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
+
+    def kill(self) -> None:
+        """Ends it, so that whoever reads from it sees the end."""
+        if self.process.poll() is None:
+            self._confinement.stop(self.process)
+
+    def end(self) -> int:
+        """Kills what is left; the return code, 128 + N after signal N."""
+        self.kill()
+        try:
+            self.process.wait(_END_SECONDS)
+        finally:
+            for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+            self._memory.close()
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """One thread that lives as long as this process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+
+
+os.register_at_fork(after_in_child=_starter.cache_clear)

@@ -1,0 +1,90 @@
+"""What an interpreter of an episode runs inside its sandbox: a cell per line, in one namespace.
+
+Its text is handed to the sandbox's own Python, of whatever version. Arguments: the descriptor of answers, and bytes
+that a cell may print. Nothing that it says is trusted: a cell can forge it, for its own episode.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import linecache
+import os
+import sys
+import traceback
+import types
+from typing import Any
+
+
+class OutputLimit(BaseException):
+    """Raised within the cell that printed too much."""
+
+
+class Counted(io.FileIO):
+    """Standard output or error, which have one limit."""
+
+    left = 0
+
+    def write(self, data: Any) -> int:
+        data = bytes(data)
+        kept = data[: Counted.left]
+        Counted.left -= len(kept)
+        while kept:
+            kept = kept[super().write(kept) or 0 :]
+        if Counted.left == 0:
+            raise OutputLimit
+        return len(data)
+
+
+def text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw: Any = Counted(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", write_through=True)
+
+
+def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
+    """Whether it raised nothing; shows the value of a last expression, as notebooks do."""
+    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    try:
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+            if value is not None:
+                namespace["_"] = value
+                print(repr(value))
+    except OutputLimit:
+        raise
+    except BaseException as error:  # whatever the cell raises, SystemExit too, is its output
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, inner)
+        return False
+    return True
+
+
+def main() -> None:
+    answers_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(answers_descriptor, False)
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
+    module = types.ModuleType("__main__")
+    sys.argv, sys.modules["__main__"] = [""], module
+    pid = os.getpid()
+    os.write(answers_descriptor, b"ready\n")
+    for number, line in enumerate(requests, 1):
+        Counted.left = limit
+        answer = {"ok": False, "why": "exit"}
+        try:
+            answer["ok"] = run_cell(json.loads(line), f"<cell {number}>", module.__dict__)
+        except OutputLimit:
+            answer["why"] = "output"
+        if os.getpid() != pid:  # a cell has forked, and this is the child
+            os._exit(0)
+        os.write(answers_descriptor, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""A server with SandboxFusion's interface over this machine's sandbox: POST /run_code, GET /v1/ping.
+
+    python -m mcore_rl.sandbox.server --port 8080 sandbox.seconds=20
+
+It asks nobody who they are, so it listens on loopback unless --host says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mcore_rl.config.fields import check_domains
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.errors import ConfigError, McoreRLError, SandboxError
+from mcore_rl.sandbox.check import check_local
+from mcore_rl.sandbox.interface import Outcome, Program, Sandbox
+from mcore_rl.sandbox.local import LocalSandbox
+
+MAX_REQUEST_BYTES = 64 << 20
+QUEUE_SECONDS = 10.0
+"""A request that has not got its turn by then is told to come again: clients wait so much longer than a run takes."""
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "code": str, "language": str, "compile_timeout": (int, float), "run_timeout": (int, float),
+    "memory_limit_MB": int, "stdin": (str, type(None)), "files": dict, "fetch_files": list,
+}  # fmt: skip
+
+
+class SandboxServer(ThreadingHTTPServer):
+    """Serves until shutdown(); port 0 takes a free one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], sandbox: Sandbox, max_running: int, queue_seconds: float) -> None:
+        super().__init__(address, _Handler)
+        self.sandbox = sandbox
+        self.turns = threading.Semaphore(max_running)
+        self.queue_seconds = queue_seconds
+
+
+def serve(config: SandboxConfig, host: str, port: int, *, queue_seconds: float = QUEUE_SECONDS) -> SandboxServer:
+    """A server that is bound; its serve_forever() is the caller's. Raises: ConfigError where the address is taken."""
+    max_running = config.max_running or len(os.sched_getaffinity(0))
+    try:
+        return SandboxServer((host, port), LocalSandbox(config), max_running, queue_seconds)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}; choose another") from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: SandboxServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/ping":
+            self._answer(200, "pong")
+        else:
+            self._answer(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+            self.close_connection = True
+            self._answer(413, {"detail": f"a request has a Content-Length of at most {MAX_REQUEST_BYTES}"})
+            return
+        body = self.rfile.read(int(length))
+        if self.path != "/run_code":
+            self._answer(404, {"detail": f"{self.path} is not served here, only /run_code"})
+            return
+        try:
+            program = read_request(body)
+        except ValueError as error:
+            self._answer(422, {"detail": str(error)})
+            return
+        if not self.server.turns.acquire(timeout=self.server.queue_seconds):
+            self._answer(504, {"detail": "all sandboxes are busy"})
+            return
+        try:
+            answer = run_request(self.server.sandbox, program)
+        finally:
+            self.server.turns.release()
+        self._answer(200, answer)
+
+    def _answer(self, code: int, answer: object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Not every program is news."""
+
+
+def read_request(body: bytes) -> Program:
+    """Raises: ValueError that names the field."""
+    try:
+        fields: dict[str, Any] = {"files": {}, "fetch_files": [], **json.loads(body)}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"the request is no JSON object: {error}") from None
+    for name in ("code", "language"):
+        if name not in fields:
+            raise ValueError(f"field {name} is missing")
+    for name, kind in _KINDS.items():
+        if name in fields and (not isinstance(fields[name], kind) or isinstance(fields[name], bool)):
+            raise ValueError(f"field {name} has the wrong type")
+    memory_mib = fields.get("memory_limit_MB", -1)
+    return Program(
+        code=fields["code"],
+        language=fields["language"],
+        stdin=fields.get("stdin") or "",
+        files={path: _decoded(path, content) for path, content in fields["files"].items() if content is not None},
+        fetch=tuple(map(str, fields["fetch_files"])),
+        seconds=float(fields.get("run_timeout", 10)),
+        compile_seconds=float(fields.get("compile_timeout", 10)),
+        memory_mib=memory_mib if memory_mib > 0 else None,
+    )
+
+
+def _decoded(path: str, content: object) -> bytes:
+    try:
+        return base64.b64decode(str(content), validate=True)
+    except binascii.Error:
+        raise ValueError(f"field files: {path} is not in base64") from None
+
+
+def run_request(sandbox: Sandbox, program: Program) -> dict[str, Any]:
+    """The answer, with the fields of SandboxFusion's."""
+    answer: dict[str, Any] = {
+        "status": "SandboxError",
+        "message": "",
+        "compile_result": None,
+        "run_result": None,
+        "executor_pod_name": None,
+        "files": {},
+    }
+    try:
+        outcome = sandbox.run(program)
+    except SandboxError as error:
+        return {**answer, "message": str(error)}
+    compilation = outcome if outcome.stage == "compile" else outcome.compilation
+    return {
+        **answer,
+        "status": "Success" if outcome.ok else "Failed",
+        "message": "" if outcome.why in ("exit", "timeout") else f"ended at its limit of {outcome.why}",
+        "compile_result": _result(compilation) if compilation else None,
+        "run_result": _result(outcome) if outcome.stage == "run" else None,
+        "files": {path: base64.b64encode(content).decode() for path, content in outcome.files.items()},
+    }
+
+
+def _result(outcome: Outcome) -> dict[str, Any]:
+    late = outcome.why == "timeout"
+    return {
+        "status": "TimeLimitExceeded" if late else "Finished",
+        "execution_time": outcome.seconds,
+        "return_code": None if late else outcome.return_code,
+        "stdout": outcome.stdout,
+        "stderr": outcome.stderr,
+    }
+
+
+def read_config(overrides: Sequence[str]) -> SandboxConfig:
+    """Of words such as sandbox.seconds=20. Raises: ConfigError."""
+    for word in overrides:
+        if not word.startswith("sandbox.") or "=" not in word:
+            raise ConfigError(f"{word}: write sandbox.KEY=VALUE")
+    try:
+        tree = OmegaConf.from_dotlist([word.removeprefix("sandbox.") for word in overrides])
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SandboxConfig), tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"sandbox.{error.full_key}: {str(error).splitlines()[0]}") from None
+    check_domains(config, "sandbox.")
+    assert isinstance(config, SandboxConfig)
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m mcore_rl.sandbox.server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080, help="0: a free one")
+    parser.add_argument("overrides", nargs="*", metavar="sandbox.KEY=VALUE")
+    options = parser.parse_args(arguments)
+    try:
+        config = read_config(options.overrides)
+        check_local(config)
+        server = serve(config, options.host, options.port)
+    except McoreRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    with server:
+        print(f"sandbox: http://{server.server_address[0]!s}:{server.server_address[1]}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What is said where a sandbox does not work, in its own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.errors import ConfigError, SandboxError
+from mcore_rl.sandbox.check import check_sandbox, open_sandbox
+from mcore_rl.sandbox.confinement import bubblewrap
+from mcore_rl.sandbox.fusion import FusionSandbox
+from mcore_rl.sandbox.interface import Program
+from mcore_rl.sandbox.local import LocalSandbox
+from tests.unit.sandbox.conftest import limited
+
+REFUSALS = (
+    "bwrap: Creating new namespace failed: nesting depth or /proc/sys/user/max_*_namespaces exceeded (ENOSPC)",
+    "bwrap: No permissions to create new namespace, likely because the kernel does not allow it",
+    "bwrap: Can't mount proc on /newroot/proc: Operation not permitted",
+)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only directory of PATH beside /usr/bin, where nobody is kept from reading it."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for place in (directory, *directory.parents):
+        if place.owner() != "root" or place.stat().st_mode & 0o5 != 0o5:
+            place.chmod(place.stat().st_mode | 0o5)
+        if place.name.startswith("pytest-of"):
+            break
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    return directory
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_a_refusal_is_told_in_its_own_words(programs: Path, words: str) -> None:
+    fake = programs / "bwrap"
+    fake.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    with pytest.raises(ConfigError) as refused:
+        check_sandbox(limited())
+    message = str(refused.value)
+    assert message.startswith(f"sandbox.kind=bubblewrap: the sandbox did not start: {words}; ")
+    assert "set sandbox.kind=landlock, which does not" in message
+    assert "or sandbox.url to a SandboxFusion server" in message
+
+
+def test_what_is_not_installed_says_how_to_install_it(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(programs))
+    with pytest.raises(ConfigError, match=r"bubblewrap is not installed; `make sandbox` installs it"):
+        check_sandbox(limited())
+    with pytest.raises(SandboxError, match="bubblewrap is not installed"):
+        LocalSandbox(limited()).interpreter()
+
+
+def test_proc_is_tried_once(programs: Path) -> None:
+    fake = programs / "bwrap"
+    fake.write_text(f'#!/bin/sh\necho "{REFUSALS[2]}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    assert not bubblewrap.may_mount_proc(str(fake))
+
+
+def test_what_works_passes(sandbox: LocalSandbox) -> None:
+    check_sandbox(limited())
+
+
+def test_a_python_that_is_not_inside_is_named(sandbox: LocalSandbox) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sandbox\.python=/opt/none/python does not run inside: .*sandbox\.read_only"
+    ):
+        check_sandbox(limited(python="/opt/none/python"))
+
+
+def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for place in (tmp_path, *list(tmp_path.parents)[:2]):
+        place.chmod(0o755)
+    (own / "python").symlink_to("/usr/bin/python3")
+    (own / "note").write_text("read only")
+    config = limited(python=str(own / "python"), read_only=[str(own)])
+    check_sandbox(config)
+    code = (
+        f"p = {str(own / 'note')!r}\nprint(open(p).read())\ntry: open(p, 'w')\nexcept OSError as e: print(e.strerror)"
+    )
+    outcome = LocalSandbox(config).run(Program(code))
+    assert outcome.stdout == "read only\nRead-only file system\n", outcome
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    config = SandboxConfig(url="http://127.0.0.1:9/")
+    assert isinstance(open_sandbox(config), FusionSandbox)
+    with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9/ cannot be asked: .*refused"):
+        check_sandbox(config)

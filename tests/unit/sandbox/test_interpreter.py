@@ -1,0 +1,162 @@
+"""Interpreters and shells of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mcore_rl.sandbox.interpreter import Interpreter, Shell
+from mcore_rl.sandbox.local import LocalSandbox
+from tests.unit.sandbox.conftest import limited
+
+
+@pytest.fixture
+def interpreter(sandbox: LocalSandbox) -> Iterator[Interpreter]:
+    interpreter = sandbox.interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture
+def shell(sandbox: LocalSandbox) -> Iterator[Shell]:
+    shell = sandbox.shell()
+    yield shell
+    shell.close()
+
+
+def test_state_stays_and_the_last_value_is_shown(interpreter: Interpreter) -> None:
+    assert interpreter.cell("import math\ndef f(x): return math.comb(x, 2)").output == ""
+    assert interpreter.cell("print('a')\nf(5)").output == "a\n10\n"
+    assert interpreter.cell("_ + 1; None").output == ""
+    assert (
+        interpreter.cell("import pickle\nclass K: pass\ntype(pickle.loads(pickle.dumps(K()))) is K").output == "True\n"
+    )
+
+
+def test_an_error_is_output_and_keeps_the_state(interpreter: Interpreter) -> None:
+    interpreter.cell("x = 3")
+    outcome = interpreter.cell("y = 4\nx / 0")
+    assert (outcome.ok, outcome.why) == (False, "exit")
+    assert outcome.output.splitlines()[:3] == [
+        "Traceback (most recent call last):",
+        '  File "<cell 2>", line 2, in <module>',
+        "    x / 0",
+    ]
+    assert "ZeroDivisionError" in outcome.output
+    assert "SyntaxError" in interpreter.cell("1 +").output
+    assert not interpreter.cell("raise SystemExit(0)").ok
+    assert interpreter.cell("x + y").output == "7\n"
+
+
+def test_output_of_other_processes_comes_in_order(interpreter: Interpreter) -> None:
+    code = (
+        "import subprocess, sys\nprint('a')\nsubprocess.run(['echo', 'b'])\nprint('c', file=sys.stderr)\n"
+        "subprocess.run('echo d >&2', shell=True)"
+    )
+    assert interpreter.cell(code).output.startswith("a\nb\nc\nd\n")
+    assert interpreter.cell("input()").output.strip().endswith("EOFError: EOF when reading a line")
+
+
+def test_a_cell_that_prints_too_much_ends_and_the_state_stays(interpreter: Interpreter) -> None:
+    outcome = interpreter.cell("x = 1\nwhile True: print('y' * 100)")
+    assert (outcome.ok, outcome.why, len(outcome.output)) == (False, "output", 64 << 10)
+    assert interpreter.cell("x").output == "1\n"
+
+
+def test_output_past_python_ends_the_interpreter(interpreter: Interpreter) -> None:
+    outcome = interpreter.cell("import os\nwhile True: os.write(1, b'y' * 4096)")
+    assert (outcome.ok, outcome.why, len(outcome.output)) == (False, "output", 64 << 10)
+    after = interpreter.cell("1")
+    assert (after.why, after.output) == (
+        "gone",
+        "the interpreter was ended: a cell wrote more than 65536 bytes; what it held is lost",
+    )
+
+
+def test_after_a_timeout_it_is_gone_and_says_so(interpreter: Interpreter) -> None:
+    outcome = interpreter.cell(
+        "import time\nprint('begun')\ntry: time.sleep(99)\nexcept BaseException: pass", seconds=0.3
+    )
+    assert (outcome.output, outcome.ok, outcome.why) == ("begun\n", False, "timeout")
+    assert not interpreter.alive
+    after = interpreter.cell("1")
+    assert (after.ok, after.why) == (False, "gone")
+    assert after.output == "the interpreter was ended: a cell took longer than 0.3 seconds; what it held is lost"
+
+
+def test_one_that_ends_itself_is_gone(interpreter: Interpreter) -> None:
+    assert interpreter.cell("import os\nprint('bye')\nos._exit(0)").why == "gone"
+    assert interpreter.cell("1").output == "the interpreter has ended by itself; what it held is lost"
+
+
+def test_memory_of_its_processes_together_is_limited(interpreter: Interpreter) -> None:
+    code = (
+        "import os, time\nfor i in range(6):\n  if os.fork() == 0:\n    x = bytearray(b'1') * (120 << 20)\n"
+        "    time.sleep(30)\ntime.sleep(30)"
+    )
+    assert interpreter.cell(code).why == "memory"
+
+
+def test_a_child_that_comes_back_from_a_cell_answers_nothing(interpreter: Interpreter) -> None:
+    assert interpreter.cell("import os\npid = os.fork()").ok
+    assert interpreter.cell("pid > 0").output == "True\n"
+    assert interpreter.cell("os.waitpid(pid, 0)[1]").output == "0\n"
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}'])
+def test_a_forged_answer_affects_its_own_episode_only(sandbox: LocalSandbox, line: str) -> None:
+    forging, other = sandbox.interpreter(), sandbox.interpreter()
+    try:
+        code = (
+            f"import os\nfor n in range(3, 60):\n  try: os.write(n, b'{line}\\n')\n  except OSError: pass\nos._exit(0)"
+        )
+        assert forging.cell(code).why in ("exit", "gone")
+        assert other.cell("1 + 1").output == "2\n"
+    finally:
+        forging.close()
+        other.close()
+
+
+def test_cells_of_many_tasks_wait_for_each_other(interpreter: Interpreter) -> None:
+    async def run() -> list[str]:
+        interpreter.cell("n = 0")
+        outcomes = await asyncio.gather(*(asyncio.to_thread(interpreter.cell, "n += 1; n\nn") for _ in range(20)))
+        return [outcome.output for outcome in outcomes]
+
+    assert sorted(map(int, asyncio.run(run()))) == list(range(1, 21))
+
+
+def test_closing_ends_a_cell_that_runs(interpreter: Interpreter) -> None:
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(interpreter.cell("import time\ntime.sleep(99)")))
+    thread.start()
+    time.sleep(0.1)
+    interpreter.close()
+    thread.join()
+    assert [outcome.why for outcome in outcomes] == ["gone"]
+    assert interpreter.cell("1").output == "the interpreter was closed"
+    interpreter.close()
+
+
+def test_a_shell_keeps_directory_and_variables(shell: Shell) -> None:
+    assert shell.cell("mkdir d && cd d && n=3; f() { echo f$1; }").ok
+    outcome = shell.cell("pwd; echo $n; f x; echo err >&2")
+    assert (outcome.output, outcome.ok) == ("/tmp/d\n3\nfx\nerr\n", True)
+    assert not shell.cell("false").ok
+    assert not shell.cell("if then").ok
+    assert shell.cell('read line; echo "[$line]"').output == "[]\n"
+    assert (shell.cell("sleep 99", seconds=0.2).why, shell.cell("true").why) == ("timeout", "gone")
+
+
+def test_more_interpreters_than_may_run_can_wait() -> None:
+    sandbox = LocalSandbox(limited(max_running=1))
+    interpreters = [sandbox.interpreter() for _ in range(3)]
+    try:
+        assert [each.cell(str(n)).output for n, each in enumerate(interpreters)] == ["0\n", "1\n", "2\n"]
+    finally:
+        for each in interpreters:
+            each.close()

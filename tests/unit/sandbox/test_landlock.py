@@ -1,0 +1,100 @@
+"""What Landlock contains, of a run that was started by name."""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.sandbox.interface import Program
+from mcore_rl.sandbox.local import LocalSandbox
+from tests.unit.sandbox.conftest import limited
+from tests.unit.sandbox.test_escapes import MANY, all_refused, answers
+
+
+@pytest.fixture(autouse=True)
+def no_directory_is_left() -> None:
+    assert glob.glob(f"{tempfile.gettempdir()}/mcore_rl_sandbox_*") == []
+
+
+def test_files_of_the_host_are_refused(landlock: LocalSandbox, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret")
+    tmp_path.chmod(0o755)
+    body = ", ".join(
+        f"{path!r}: attempt(lambda: open({path!r}).read())"
+        for path in ("/etc/passwd", "/proc/self/environ", "/proc/1/cmdline", str(tmp_path / "secret"), __file__)
+    )
+    all_refused(
+        answers(landlock, f"{{{body}, 'list': attempt(lambda: os.listdir('/tmp')), '/usr': write_to('/usr/x', 64)}}")
+    )
+
+
+def test_nothing_can_be_sent_anywhere(landlock: LocalSandbox) -> None:
+    with socket.socket() as tcp:
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        port = tcp.getsockname()[1]
+        all_refused(
+            answers(
+                landlock,
+                f"{{'tcp': attempt(lambda: socket.create_connection(('127.0.0.1', {port}), 2)), "
+                "'udp': attempt(lambda: socket.socket(2, 2)), 'unix': attempt(lambda: socket.socket(1))}",
+            )
+        )
+
+
+def test_signals_to_the_host_are_refused(landlock: LocalSandbox) -> None:
+    all_refused(
+        answers(
+            landlock,
+            f"{{'run': attempt(lambda: os.kill({os.getpid()}, 0)), "
+            "'launcher': attempt(lambda: os.kill(os.getppid(), 0)), "
+            "'namespace': call(272, 0x10000000)}",
+        )
+    )
+
+
+def test_what_a_run_leaves_is_ended_with_its_files(landlock: LocalSandbox) -> None:
+    code = (
+        "import os, time\nopen('left', 'w').write('x')\nif os.fork() == 0:\n  os.setsid()\n"
+        "  if os.fork() == 0: time.sleep(777)\n"
+        "  os._exit(0)\nprint(os.getcwd())"
+    )
+    outcome = landlock.run(Program(code, fetch=("left",)))
+    assert outcome.ok, outcome
+    assert outcome.files == {"left": b"x"}
+    assert not Path(outcome.stdout.strip()).exists()
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_files(landlock: LocalSandbox) -> None:
+    code = (
+        "import os, time\nos.fork(); os.fork(); os.setsid() if os.getpid() != os.getsid(0) else 0\n"
+        "print(os.getcwd(), flush=True)\ntime.sleep(99)"
+    )
+    outcome = landlock.run(Program(code, seconds=1.5))
+    assert outcome.why == "timeout"
+    assert outcome.stdout
+    assert not Path(outcome.stdout.split()[0]).exists()
+
+
+def test_processes_and_memory_have_limits(landlock: LocalSandbox) -> None:
+    code = (
+        "import os, time\nn = 0\ntry:\n  while n < 200:\n"
+        "    if os.fork() == 0: time.sleep(60); os._exit(0)\n    n += 1\nexcept OSError: print(n)"
+    )
+    assert int(landlock.run(Program(code)).stdout) < 16
+    assert landlock.run(Program(MANY)).why == "memory"
+
+
+def test_an_interpreter_keeps_its_state() -> None:
+    sandbox = LocalSandbox(limited("landlock"))
+    interpreter = sandbox.interpreter()
+    try:
+        assert interpreter.cell("x = 6").ok
+        assert interpreter.cell("x * 7").output == "42\n"
+    finally:
+        interpreter.close()

@@ -1,0 +1,62 @@
+"""The filter's numbers and jumps, against the kernel's headers and a reader of the program."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.sandbox.confinement.seccomp import CLONE, CLONE3, REFUSED, SOCKET, filter_program
+
+HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+
+
+def verdict(program: bytes, number: int, architecture: int, first: int = 0) -> int:
+    """What the kernel would do; classic BPF as its documentation has it."""
+    data = struct.pack("=iIQQ", number, architecture, 0, first)
+    steps, place, loaded = list(struct.iter_unpack("=HBBI", program)), 0, 0
+    while True:
+        code, if_true, if_false, k = steps[place]
+        place += 1
+        if code == 0x06:
+            return k
+        if code == 0x20:
+            loaded = struct.unpack_from("=I", data, k)[0]
+        else:
+            holds = {0x15: loaded == k, 0x35: loaded >= k, 0x45: bool(loaded & k)}[code]
+            place += if_true if holds else if_false
+
+
+@pytest.mark.parametrize(("column", "header"), list(enumerate(HEADERS)))
+def test_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> None:
+    if not Path(header).exists():
+        pytest.skip(f"{header} is not installed (linux-libc-dev)")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
+    table = {**REFUSED, "clone": CLONE, "clone3": CLONE3, "socket": SOCKET}
+    known = {name: numbers[name] for name in table if name in numbers}
+    assert len(known) > 45
+    assert {name: str(table[name][column]) for name in known} == known
+
+
+@pytest.mark.parametrize("machine", AUDIT)
+def test_each_call_gets_its_verdict(machine: str) -> None:
+    column, program = list(AUDIT).index(machine), filter_program(sockets=True, machine=machine)
+    refused = {numbers[column] for numbers in REFUSED.values()} | {CLONE3[column]}
+    for number in range(600):
+        expected = ALLOW if number not in refused else ENOSYS if number == CLONE3[column] else EPERM
+        assert verdict(program, number, AUDIT[machine]) == expected, number
+    assert verdict(program, CLONE[column], AUDIT[machine], 0x11) == ALLOW
+    assert verdict(program, CLONE[column], AUDIT[machine], 0x10000011) == EPERM
+    assert verdict(program, 0x40000001, AUDIT[machine]) == KILL
+    assert verdict(program, 1, 0x40000003) == KILL
+    assert verdict(filter_program(sockets=False, machine=machine), SOCKET[column], AUDIT[machine]) == EPERM
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not of riscv64: set sandbox\.url"):
+        filter_program(sockets=True, machine="riscv64")
