@@ -21,14 +21,20 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource, TextDecoder
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.journal import Drawn, read_journal
+from mcore_rl.rollout.tasks import UNWATCHED, Progress
 from mcore_rl.rollout.trajectories import pack_trajectories, version_spans
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, Score, TrajectoryBuffers
 
 
 class Generator(Protocol):
-    """An Engine or its EngineLoop."""
+    """An EngineLoop."""
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None: ...
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_finish: Callable[[Completion], None],
+        begun: Callable[[], None],
+    ) -> None: ...
 
 
 class RolloutWorker:
@@ -48,61 +54,68 @@ class RolloutWorker:
         self._keys = itertools.count()
         """Of responses at the rewarder."""
 
-    def run(
-        self, task: RolloutTask, ended: Callable[[], None] = lambda: None
-    ) -> tuple[TrajectoryBuffers, RolloutScalars]:
-        """Generates task.samples_per_prompt responses to every prompt and grades them; calls `ended` for each."""
-        samples = task.samples_per_prompt
-        prompts = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
-        seeds = request_seeds(task.seed, task.group_ids, samples)
+    def run(self, task: RolloutTask, progress: Progress = UNWATCHED) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
+        """Generates the task's responses and grades them, but for those at its end that are withdrawn meanwhile; None
+        if all of them are."""
+        responses = range(*task.span)
+        prompts = self._prompts_of(task)
+        seeds = request_seeds(task.seed, task.group_ids, task.samples_per_prompt)
         requests = [
-            GenerationRequest(
-                f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
-                prompts[i // samples].token_ids,
-                int(seed),
-                task.sampling,
-            )
-            for i, seed in enumerate(seeds)
+            GenerationRequest(task.request_id(response), prompt.token_ids, int(seeds[response]), task.sampling)
+            for response, prompt in zip(responses, prompts, strict=True)
         ]
         index_of = {request.request_id: index for index, request in enumerate(requests)}
         keys = [next(self._keys) for _ in requests]
         completions: list[Completion | None] = [None] * len(requests)
+        withdrawn: set[str] = set()
         texts = [""] * len(requests)
 
         def grade(completion: Completion) -> None:
+            if completion.finish_reason == "abort":
+                withdrawn.add(completion.request_id)
+                return
             index = index_of[completion.request_id]
             completions[index] = completion
-            ended()
+            progress.ended()
             texts[index] = self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-            self._rewarder.submit(keys[index], prompts[index // samples], texts[index], len(completion.token_ids))
+            self._rewarder.submit(keys[index], prompts[index], texts[index], len(completion.token_ids))
 
         started = time.perf_counter()
         drawn = _drawn_before(task, requests)
         for request in requests:
             found = drawn.get(request.request_id)
             if found is not None and found.finish_reason is not None:
+                progress.begun()
                 grade(found.completion)
-        self._generator.generate(list(_left(requests, drawn)), grade)
+        self._generator.generate(list(_left(requests, drawn)), grade, progress.begun)
         generated = time.perf_counter()
+        finished = [completion for completion in completions if completion is not None]
+        if len(withdrawn) == len(requests) > 0:
+            return None
+        keys = keys[: len(requests) - len(withdrawn)]
         collected = self._rewarder.collect(keys)
         graded = time.perf_counter()
 
-        finished = [completion for completion in completions if completion is not None]
-        if len(finished) != len(requests) or len(collected) != len(requests):
+        if not len(finished) == len(collected) == len(keys) or withdrawn & {c.request_id for c in finished}:
             raise RuntimeError(
-                f"{len(requests)} requests gave {len(finished)} completions and {len(collected)} scores"
+                f"{len(keys)} requests gave {len(finished)} completions and {len(collected)} scores"
             )  # our own invariant: an engine or a rewarder that loses work would bias training
         scores = [collected[key] for key in keys]
-        buffers = pack_trajectories(requests, finished)
+        buffers = pack_trajectories(requests[: len(finished)], finished)
         scalars = replace(
             _scalars(task, finished, scores, buffers),
             seconds_generating=generated - started,
             seconds_grading=graded - generated,
-            tokens_taken_over=sum(len(found.completion.token_ids) for found in drawn.values()),
+            tokens_taken_over=sum(len(drawn[i].completion.token_ids) for i in drawn.keys() - withdrawn),
         )
         if task.records is not None:
             _write_records(Path(task.records), task, prompts, texts, finished, scores)
         return buffers, scalars
+
+    def _prompts_of(self, task: RolloutTask) -> list[Prompt]:
+        """One per response; those of a group share theirs."""
+        of_group = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
+        return [of_group[response // task.samples_per_prompt] for response in range(*task.span)]
 
 
 def _drawn_before(task: RolloutTask, requests: Sequence[GenerationRequest]) -> dict[str, Drawn]:
@@ -128,10 +141,11 @@ def _scalars(
     task: RolloutTask, completions: Sequence[Completion], scores: Sequence[Score], buffers: TrajectoryBuffers
 ) -> RolloutScalars:
     samples = task.samples_per_prompt
+    rows = slice(task.span[0], task.span[0] + len(completions))
     response_tokens = np.diff(buffers.response_offsets).astype(np.int32)
     return RolloutScalars(
-        group_ids=np.repeat(task.group_ids, samples),
-        prompt_rows=np.repeat(task.prompt_rows, samples),
+        group_ids=np.repeat(task.group_ids, samples)[rows],
+        prompt_rows=np.repeat(task.prompt_rows, samples)[rows],
         total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
         response_tokens=response_tokens,
         trained_tokens=response_tokens,
@@ -166,18 +180,19 @@ def _write_records(
 ) -> None:
     samples = task.samples_per_prompt
     with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
-        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
-            score, prompt = scores[index], prompts[index // samples]
+        for index, completion in enumerate(completions):
+            score, prompt = scores[index], prompts[index]
+            group, sample = divmod(task.span[0] + index, samples)
             record = {
                 **score.parts,
                 "prompt": prompt.text,
-                "response": text,
+                "response": texts[index],
                 "reward": score.reward,
                 "accuracy": score.accuracy,
                 "tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
-                "group": int(task.group_ids[index // samples]),
-                "sample": index % samples,
+                "group": int(task.group_ids[group]),
+                "sample": sample,
                 "version": int(completion.versions[0]),
                 "versions": version_spans(completion.versions),
                 "ground_truth": prompt.ground_truth,

@@ -11,7 +11,7 @@ from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError
 from mcore_rl.rollout.router import Work
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import drain_spans
-from mcore_rl.runtime.roles.delivery import Chunk, Forgotten
+from mcore_rl.runtime.roles.delivery import Chunk, Forgotten, Part
 from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
@@ -141,8 +141,7 @@ class EnginePool:
         tokens, responses = self._lengths
         return tokens / responses if responses else 1.0
 
-    def work(self, task: RolloutTask) -> Work:
-        requests = len(task.prompt_rows) * task.samples_per_prompt
+    def work(self, requests: int) -> Work:
         return Work(requests, requests * self.mean_tokens)
 
     def count_lengths(self, tokens: int, responses: int) -> None:
@@ -150,9 +149,11 @@ class EnginePool:
 
     def take_figures(self) -> dict[str, Metric]:
         """Since the last call: how much of the time engines had nothing to do while others generated for training, how
-        many were started again, and how many tokens of lost ones others have gone on from."""
+        many were started again, how many tokens of lost ones others have gone on from, and how many requests others
+        have taken from those that had not begun them."""
         figures, self._figures = self._figures, {}
-        return {"engine/restarts": Total(0), "engine/tokens_taken_over": Total(0), **figures}
+        none = dict.fromkeys(("engine/restarts", "engine/tokens_taken_over", "engine/requests_stolen"), Total(0))
+        return {**none, **figures}
 
     def count(self, name: str, number: int) -> None:
         self._figures = merge_metrics([self._figures, {name: Total(number)}])
@@ -235,15 +236,21 @@ class EnginePool:
         while engines sleep."""
         self.lose_dead()
         makers = {engine.maker for engine in self.engines}
-        lost = [chunk for chunk in chunks if chunk.place.maker not in makers]
+        lost = [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.maker not in makers]
         if not lost or self._asleep:
             return False
-        # Their records are written.
-        run = PoolRun(self, [self.taken_over(replace(chunk.task, records=None), chunk.place.maker) for chunk in lost])
+        run = PoolRun(self, [self._made_again(chunk.task, part) for chunk, part in lost])
         run.results()
-        for number, chunk in enumerate(lost):
-            chunk.place = run.places[number]
+        for number, (chunk, part) in enumerate(lost):
+            again = [Part(new.place, part.first + new.first, part.first + new.last) for new in run.parts(number)]
+            chunk.parts = [each for old in chunk.parts for each in (again if old is part else [old])]
         return True
+
+    def _made_again(self, task: RolloutTask, part: Part) -> RolloutTask:
+        """Its records are written."""
+        first = task.span[0]
+        responses = (first + part.first, first + part.last)
+        return self.taken_over(replace(task, records=None, responses=responses), part.place.maker)
 
     def endpoints(self) -> list[Endpoint]:
         """Of all engine ranks, engine by engine."""

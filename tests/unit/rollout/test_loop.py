@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -206,3 +206,34 @@ def test_a_loop_that_ends_tells_who_waits_and_who_comes_after() -> None:
     thread.join(SECONDS)
     with pytest.raises(RuntimeError, match="has ended"):
         loop.between_steps(lambda: None)
+
+
+def test_only_what_has_not_begun_is_withdrawn_and_who_waits_hears_of_it(loop: EngineLoop) -> None:
+    """Two of four run; the other two are left, one is taken."""
+    engine = fake(loop)
+    engine.slots = 2
+    held = Held(engine)
+    begun: list[str] = []
+    ended: list[tuple[str, str, int]] = []
+    seen: list[list[str]] = []
+
+    def choose(unbegun: Collection[str]) -> list[str]:
+        seen.append(sorted(unbegun))
+        return ["a.3"] if "a.3" in unbegun else []
+
+    def finish(done: Completion) -> None:
+        ended.append((done.request_id, done.finish_reason, len(done.token_ids)))
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(loop.generate, requests_of("a", [5, 5, 5, 5]), finish, lambda: begun.append("one"))
+        assert held.in_pass.wait(SECONDS)
+        withdrawing = threading.Thread(target=loop.withdraw, args=(choose,))
+        withdrawing.start()
+        held.go.set()
+        withdrawing.join(SECONDS)
+        waiting.result(SECONDS)
+    assert seen == [["a.2", "a.3"]]
+    assert sorted(ended) == [("a.0", "length", 5), ("a.1", "length", 5), ("a.2", "length", 5), ("a.3", "abort", 0)]
+    assert len(begun) == 3
+    loop.withdraw(choose)
+    assert seen[1:] == [[]]
