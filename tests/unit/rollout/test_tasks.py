@@ -88,7 +88,8 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
     engine.end_requests(10, 2)
     engine.end(10)
     engine.end_requests(20, 1)
-    assert not call.done()  # one of them has not begun
+    with pytest.raises(TimeoutError):  # one of them has not begun
+        call.result(0.05)
     engine.begin(20, 1)
     finished, left = numbers(call)
     assert left == 2

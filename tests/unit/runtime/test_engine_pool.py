@@ -32,6 +32,7 @@ class GiveUp:
         self.process = process
 
     def remote(self, free: int) -> tuple[int, GiveUp, int]:
+        self.process.asked += 1
         return id(self.process), self, free
 
 
@@ -41,7 +42,7 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.forgotten = name, 0, []
-        self.begun = 0
+        self.begun = self.asked = self.answers = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
         """Number and key of tasks that have not ended."""
@@ -55,6 +56,7 @@ class Process:
         return GiveUp(self)
 
     def answer(self, free: int) -> GivenUp:
+        self.answers += 1
         tails = [
             Tail(number, *self.given[key].span, self.given[key].samples_per_prompt)
             for number, key in self.left[1:]
@@ -290,6 +292,8 @@ def test_stolen_parts_of_tasks_come_back_in_their_places_whoever_dies_meanwhile(
         for part in parts:  # what is kept there are these responses
             process = next(p for start in watch.starts for p in start.processes if p is part.place.handle)
             assert process.given[part.place.key].span == (part.first, part.last)
+    if not watch.dead:  # nobody is left who would give up what the next run brings
+        assert all(p.asked == p.answers for start in watch.starts for p in start.processes[-1:])
     living = {engine.maker for engine in pool.engines}
     assert {part.place.maker for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
     assert len(list(tmp_path.iterdir())) == len(tasks)
