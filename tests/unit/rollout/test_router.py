@@ -149,6 +149,16 @@ def test_what_an_engine_is_given_after_it_was_asked_is_not_forgotten() -> None:
     assert tasks.steal() == [(1, 4)]
 
 
+def test_who_asks_waits_for_the_answer_of_the_only_one_that_may_give_some_up() -> None:
+    tasks = router(2, 8, [Work(4, 4.0)] * 2)
+    assert tasks.assign() == {0: [0], 1: [1]}
+    tasks.ask(0, Work(1, 1.0))
+    assert (tasks.assign(), tasks.steal()) == ({}, [(1, 3)])
+    assert (tasks.assign(), tasks.has_more) == ({}, True)
+    tasks.gave_up(1, 0)
+    assert tasks.assign() == {0: []}
+
+
 def test_one_engine_has_nobody_to_take_from() -> None:
     tasks = router(1, 8, [Work(4, 4.0)])
     assert tasks.assign() == {0: [0]}
