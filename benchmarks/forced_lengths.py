@@ -20,13 +20,18 @@ class ForcedLengths:
         self._generator = generator
         self._lengths: Iterator[np.ndarray] = iter(lengths)
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_finish: Callable[[Completion], None],
+        begun: Callable[[], None],
+    ) -> None:
         wanted = next(self._lengths).tolist()
         forced = [
             replace(request, sampling=replace(request.sampling, max_response_tokens=length))
             for request, length in zip(requests, wanted, strict=True)
         ]
-        self._generator.generate(forced, on_finish)
+        self._generator.generate(forced, on_finish, begun)
 
 
 def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:

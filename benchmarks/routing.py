@@ -1,8 +1,10 @@
 """What routing costs the driver, and what it gains: 131,072 requests of lognormal lengths over 512 engines of 64 slots.
 
-The router is the product's; engines are replaced by a clock: each decodes up to 64 requests together, a token of each
-per tick, in the order in which they came, and asks for more when fewer than 64 are left, as engines do. Beside it: all
-groups dealt out beforehand, as many to each engine, which is what a dispatcher without reports can do.
+The router and what it makes of tasks are the product's; engines are replaced by a clock: each decodes up to 64 requests
+together, a token of each per tick (one in eight engines: half as fast), in the order in which they came; it asks for
+more when fewer than 64 are left and all have begun, and gives up what has not, as engines do. Beside it: the same where
+nobody is asked to give anything up, and all groups dealt out beforehand, as many to each engine, which is what a
+dispatcher without reports can do.
 """
 
 from __future__ import annotations
@@ -18,24 +20,32 @@ import numpy as np
 
 from benchmarks.result import Result
 from mcore_rl.rollout.router import ROOM, Router, Work, cut
+from mcore_rl.rollout.stealing import Pieces, Tail, share
 
 ENGINES, SLOTS = 512, 64
 GROUPS, SAMPLES = 8_192, 16
 MEAN_LOG, SPREAD_LOG, LONGEST = 7.0, 1.0, 16_384
 """Of lengths in tokens: median 1,097, mean about 1,800."""
+TICKS = [2 if index % 8 == 7 else 1 for index in range(ENGINES)]
+"""Of a token, by engine."""
 LIMIT_SECONDS = 1.0
 
 
 def run() -> list[Result]:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(MEAN_LOG, SPREAD_LOG, (GROUPS, SAMPLES)), LONGEST).astype(np.int64)
-    routed = Routed(lengths)
-    dealt = [Engine(SLOTS) for _ in range(ENGINES)]
+    routed, kept = Routed(lengths, steals=True), Routed(lengths, steals=False)
+    dealt = [Engine(SLOTS, ticks) for ticks in TICKS]
     for engine, rows in zip(dealt, np.array_split(lengths, ENGINES), strict=True):
-        engine.add(0, rows.ravel().tolist(), 0)
+        engine.add(0, 0, rows.ravel().tolist(), 0)
     ticks = max(engine.drain() for engine in dealt)
-    floor = lengths.sum() / (ENGINES * SLOTS)
-    note = f"{routed.tasks} tasks, {routed.reports} reports of engines"
+    floor = lengths.sum() / (SLOTS * sum(1 / each for each in TICKS))
+    note = (
+        f"{routed.tasks} tasks, {routed.reports} reports of engines ({kept.reports} where nobody gives anything "
+        f"up), {routed.asked} questions to give up, "
+        f"{routed.stolen} requests moved, {routed.pieces} pieces in the end"
+    )
+    floors = f"{floor:.0f} ticks if every slot were busy to the end; the longest response alone takes {lengths.max()}"
     return [
         Result(
             "router's time per step",
@@ -53,41 +63,66 @@ def run() -> list[Result]:
             "ticks",
             routed.ticks / ticks,
             "",
-            f"{floor:.0f} ticks if every slot were busy to the end; the longest response alone takes {lengths.max()}",
+            floors,
+        ),
+        Result(
+            "ticks until the last response begins, beside engines that keep what they were given",
+            routed.last_begin,
+            kept.last_begin,
+            "ticks",
+            routed.last_begin / kept.last_begin,
+            "",
+            f"the last response ends at {routed.ticks} and {kept.ticks}",
         ),
     ]
 
 
 @dataclass
 class Engine:
-    """Requests of tasks, `slots` at a time. Units: ticks, tokens."""
+    """Requests of pieces of tasks, `slots` at a time, a token of each in `ticks_per_token`. Units: ticks, tokens."""
 
     slots: int
+    ticks_per_token: int = 1
     running: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of (tick at which it ends, task)."""
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """(length, task)."""
+    """A heap of (tick at which it ends, piece)."""
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(length, piece, response)."""
     left: dict[int, int] = field(default_factory=dict)
-    """Requests of a task that have not ended."""
+    """Requests of a piece that have not ended."""
+    last_begin: int = 0
 
     @property
     def requests(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def add(self, task: int, lengths: list[int], now: int) -> None:
-        self.left[task] = len(lengths)
-        self.waiting.extend((length, task) for length in lengths)
+    def add(self, piece: int, first: int, lengths: list[int], now: int) -> None:
+        self.left[piece] = len(lengths)
+        self.waiting.extend((length, piece, first + i) for i, length in enumerate(lengths))
         self._fill(now)
 
     def end_one(self) -> tuple[int, int | None]:
-        """The tick at which the next request ends, and the task that ends with it."""
-        now, task = heapq.heappop(self.running)
+        """The tick at which the next request ends, and the piece that ends with it."""
+        now, piece = heapq.heappop(self.running)
         self._fill(now)
-        self.left[task] -= 1
-        if self.left[task]:
+        self.left[piece] -= 1
+        if self.left[piece]:
             return now, None
-        del self.left[task]
-        return now, task
+        del self.left[piece]
+        return now, piece
+
+    def give_up(self, free: int) -> list[Tail]:
+        """Ends of pieces that have not begun."""
+        waiting: dict[int, list[int]] = {}
+        for _, piece, response in self.waiting:
+            waiting.setdefault(piece, []).append(response)
+        given_up = share([Tail(piece, rows[0], rows[-1] + 1, SAMPLES) for piece, rows in waiting.items()], free)
+        first = {tail.task: tail.first for tail in given_up}
+        self.waiting = deque(each for each in self.waiting if each[2] < first.get(each[1], each[2] + 1))
+        for tail in given_up:
+            self.left[tail.task] -= tail.last - tail.first
+            if not self.left[tail.task]:
+                del self.left[tail.task]
+        return given_up
 
     def drain(self) -> int:
         """The tick at which the last request ends."""
@@ -98,34 +133,49 @@ class Engine:
 
     def _fill(self, now: int) -> None:
         while self.waiting and len(self.running) < self.slots:
-            length, task = self.waiting.popleft()
-            heapq.heappush(self.running, (now + length, task))
+            length, piece, _ = self.waiting.popleft()
+            heapq.heappush(self.running, (now + length * self.ticks_per_token, piece))
+            self.last_begin = now
 
 
 class Routed:
-    """Every group's requests through the router. `seconds` are those of the router alone, `reports` how often an engine
-    came back to it. Shapes: lengths int64 [groups, samples]."""
+    """Every group's requests through the router. `seconds` are those of the router and of the tasks' pieces alone,
+    `reports` how often an engine came back to it, `asked` how often one was asked to give some up. Shapes: lengths
+    int64 [groups, samples]."""
 
-    def __init__(self, lengths: np.ndarray) -> None:
-        self._lengths, self._mean = lengths, float(lengths.mean())
-        self.seconds, self.ticks, self.reports = 0.0, 0, 0
-        self._engines = [Engine(SLOTS) for _ in range(ENGINES)]
+    def __init__(self, lengths: np.ndarray, *, steals: bool) -> None:
+        self._mean, self._steals = float(lengths.mean()), steals
+        self.seconds, self.ticks, self.reports, self.asked, self.stolen = 0.0, 0, 0, 0, 0
+        self._engines = [Engine(SLOTS, ticks) for ticks in TICKS]
         self._clock: list[tuple[int, int]] = []
-        """A heap of (tick of its next end, engine), of the engines with work."""
+        """A heap of (tick of its next end, engine), of the engines with work that do not ask."""
+        self._more = [True] * ENGINES
         with self._timed():
-            self._groups = cut(len(lengths), lengths.shape[1], ENGINES, SLOTS)
+            groups = cut(len(lengths), lengths.shape[1], ENGINES, SLOTS)
+            self._pieces = Pieces([(0, len(part) * lengths.shape[1]) for part in groups])
             self._router = Router(ROOM * SLOTS)
-            for number, groups in enumerate(self._groups):
-                self._router.offer(number, self._work(len(groups) * lengths.shape[1]))
+            for number in range(len(groups)):
+                self._offer(number)
             for index in range(ENGINES):
                 self._router.ask(index, Work(0, 0.0))
+        self.tasks = len(groups)
+        self._lengths = [lengths[part].ravel() for part in groups]
         self._assign()
         while self._clock:
             self._advance(heapq.heappop(self._clock)[1])
+        assert not any(engine.left for engine in self._engines)
 
     @property
-    def tasks(self) -> int:
-        return len(self._groups)
+    def pieces(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def last_begin(self) -> int:
+        return max(engine.last_begin for engine in self._engines)
+
+    def _offer(self, number: int, *, first: bool = False) -> None:
+        piece = self._pieces[number]
+        self._router.offer(number, self._work(piece.last - piece.first), first=first)
 
     def _work(self, requests: int) -> Work:
         return Work(requests, requests * self._mean)
@@ -133,11 +183,11 @@ class Routed:
     def _advance(self, index: int) -> None:
         """To the next end of a request of that engine."""
         engine = self._engines[index]
-        self.ticks, task = engine.end_one()
-        asks = engine.requests < SLOTS and (self._router.has_waiting or not engine.running)
+        self.ticks, piece = engine.end_one()
+        asks = not engine.running or (self._more[index] and not engine.waiting and engine.requests < SLOTS)
         with self._timed():
-            if task is not None:
-                self._router.finished(task, index)
+            if piece is not None:
+                self._router.finished(piece, index)
             if asks:
                 self._router.ask(index, self._work(engine.requests))
         if asks:
@@ -147,13 +197,40 @@ class Routed:
             heapq.heappush(self._clock, (engine.running[0][0], index))
 
     def _assign(self) -> None:
+        while True:
+            with self._timed():
+                given = self._router.assign()
+                more = self._router.has_more
+            for index, numbers in given.items():
+                self._give(index, numbers, more)
+            with self._timed():
+                asks = self._router.steal()
+            if not asks:
+                return
+            for victim, free in asks:
+                self._ask(victim, free)
+
+    def _give(self, index: int, numbers: list[int], more: bool) -> None:
+        engine = self._engines[index]
+        self._more[index] = bool(numbers) and more
+        for number in numbers:
+            piece = self._pieces[number]
+            engine.add(number, piece.first, self._lengths[piece.task][piece.first : piece.last].tolist(), self.ticks)
+        heapq.heappush(self._clock, (engine.running[0][0], index))
+
+    def _ask(self, victim: int, free: int) -> None:
+        """It answers at once; without `steals`, that all has begun."""
+        engine = self._engines[victim]
+        given_up = engine.give_up(free) if self._steals else []
+        self.asked += 1
         with self._timed():
-            given = self._router.assign()
-        for index, numbers in given.items():
-            engine = self._engines[index]
-            for number in numbers:
-                engine.add(number, self._lengths[self._groups[number]].ravel().tolist(), self.ticks)
-            heapq.heappush(self._clock, (engine.running[0][0], index))
+            for tail in given_up:
+                rest = self._pieces.cut(tail.task, tail.first)
+                if self._pieces[tail.task].first == tail.first:
+                    self._router.finished(tail.task, victim)
+                self._offer(rest, first=True)
+            self._router.gave_up(victim, len(engine.waiting) if self._steals else 0)
+        self.stolen += sum(tail.last - tail.first for tail in given_up)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ class SandboxConfig:
     url: str | None = None
     """Address of a SandboxFusion server, such as http://host:8080, that runs whole programs instead; null: they run on
     the host that asks. Interpreters and shells of an episode always do."""
-    python: str = setting("/usr/bin/python3", path=True)
-    """Interpreter inside, in /usr or in one of sandbox.read_only."""
+    python: str = "/usr/bin/python3"
+    """Interpreter inside, an absolute path in /usr or in one of sandbox.read_only."""
     read_only: list[str] = field(default_factory=list)
     """Directories beside /usr that code may read, such as a virtual environment; every user has to be able to."""
     seconds: float = setting(10.0, above=0)

@@ -25,16 +25,30 @@ def part_path(directory: Path, name: str, batch: int, task: int) -> str:
 
 def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
     """Concatenates the parts, in order, into `<name>.jsonl`, atomically, and removes them."""
-    temporary = directory / f".{name}.joined"
+    _join(parts, directory / f".{name}.joined", directory / f"{name}.jsonl")
+
+
+def piece_path(part: str, first: int) -> str:
+    """Where an engine writes what it produced of a task from response `first` on."""
+    return f"{part}.{first}" if first else part
+
+
+def join_pieces(part: str, firsts: Sequence[int]) -> None:
+    """Makes the part of a task of what several engines have written, in order, atomically, and removes the pieces."""
+    _join([piece_path(part, first) for first in firsts], Path(f"{part}.joined"), Path(part))
+
+
+def _join(sources: Sequence[str], temporary: Path, path: Path) -> None:
     with open(temporary, "wb") as target:
-        for part in parts:
-            with open(part, "rb") as source:
+        for name in sources:
+            with open(name, "rb") as source:
                 shutil.copyfileobj(source, target)
         target.flush()
         os.fsync(target.fileno())
-    os.replace(temporary, directory / f"{name}.jsonl")
-    for part in parts:
-        os.unlink(part)
+    os.replace(temporary, path)
+    for name in sources:
+        if name != str(path):
+            os.unlink(name)
 
 
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:

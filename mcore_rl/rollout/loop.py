@@ -10,20 +10,27 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
 from mcore_rl.rollout.journal import Journal
-from mcore_rl.types import Completion, GenerationRequest
+from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
 T = TypeVar("T")
 _Asked = Callable[[], None] | None
 Listener = Callable[[Completion | BaseException], None]
 """Called on the loop's thread with what became of a request; it must not wait for anything."""
+Begun = Callable[[], None]
+"""Called on the loop's thread when a request has its first token from this engine; it must not wait for anything."""
+Choose = Callable[[Collection[str]], Collection[str]]
+"""Some of the requests that have not begun."""
+
+
+def _unheard() -> None: ...
 
 
 class EngineLoop:
@@ -35,6 +42,7 @@ class EngineLoop:
         self._journal = journal
         self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
+        self._unbegun: dict[str, Begun] = {}
         self._serving = True
         self._busy_seconds = 0.0
         self._began: float | None = None
@@ -62,6 +70,8 @@ class EngineLoop:
                     continue
                 if self._journal is not None:
                     self._journal.add(deltas, completions)
+                if self._unbegun:
+                    self._note_begun(deltas)
                 for completion in completions:
                     self._listeners.pop(completion.request_id)(completion)
         with self._door:
@@ -117,18 +127,21 @@ class EngineLoop:
         self._ask(run)
         return result.result()
 
-    def submit(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
-        """Engine.submit; `listener` hears what becomes of each."""
-        self.between_steps(lambda: self._submit(requests, listener))
+    def submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun = _unheard) -> None:
+        """Engine.submit; `listener` hears what becomes of each, and `begun` is called for each."""
+        self.between_steps(lambda: self._submit(requests, listener, begun))
 
-    def submit_soon(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
-        """As `submit`, without waiting for it: `listener` hears of a refusal too."""
+    def submit_soon(
+        self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun | None = None
+    ) -> None:
+        """As `submit`, without waiting for it: `listener` hears of a refusal too. Without `begun` they cannot be
+        withdrawn."""
 
         def submit() -> None:
             try:
                 if self._died is not None:
                     raise self._died
-                self._submit(requests, listener)
+                self._submit(requests, listener, begun)
             except Exception as error:
                 self._note_death(error)
                 listener(error)
@@ -149,15 +162,18 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             self._ask(abort)
 
-    def _submit(self, requests: Sequence[GenerationRequest], listener: Listener) -> None:
+    def _submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun | None) -> None:
         self.engine.submit(requests)
         if self._journal is not None:
             self._journal.begin(requests)
         self._listeners |= {request.request_id: listener for request in requests}
+        if begun is not None:
+            self._unbegun |= {request.request_id: begun for request in requests}
 
     def _abort(self, request_ids: Collection[str]) -> list[Completion]:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
+            self._unbegun.pop(request_id, None)
         if self._journal is not None:
             self._journal.forget(request_ids)
         return self.engine.abort(request_ids)
@@ -168,20 +184,51 @@ class EngineLoop:
                 raise RuntimeError(ENDED)
             self._asked.put(run)
 
+    def withdraw(self, choose: Choose) -> None:
+        """Aborts what `choose`, called between two steps, chooses of the requests that have no token from this engine;
+        who waits for one hears of it."""
+
+        def withdraw() -> None:
+            request_ids = choose(self._unbegun.keys())
+            if not request_ids:
+                return
+            listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
+            for request_id in request_ids:
+                del self._unbegun[request_id]
+            if self._journal is not None:
+                self._journal.forget(request_ids)
+            try:
+                aborted: Mapping[str, Completion] = {
+                    completion.request_id: completion for completion in self.engine.abort(request_ids)
+                }
+            except BaseException as error:
+                for listener in listeners.values():
+                    listener(error)
+                raise
+            for request_id, listener in listeners.items():
+                listener(aborted[request_id])
+
+        self.between_steps(withdraw)
+
     def weights_changed(self) -> None:
         """To be called between two steps: nobody goes on with responses that ended under earlier weights. Validation
         asks for the same ones, by id and seed, again and again."""
         if self._journal is not None:
             self._journal.forget_ended()
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_finish: Callable[[Completion], None],
+        begun: Begun = _unheard,
+    ) -> None:
         """Responses to all requests, beside whatever else runs; calls on_finish on this thread, once per request, in
-        the order they finish, while the engine goes on.
+        the order they finish, while the engine goes on; those that were withdrawn have the reason "abort".
 
         Raises: what the engine raises, and what on_finish raises: none of them runs then.
         """
         ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
-        self.submit(requests, ended.put)
+        self.submit(requests, ended.put, begun)
         left = {request.request_id for request in requests}
         try:
             while left:
@@ -193,6 +240,11 @@ class EngineLoop:
         finally:
             if left:
                 self.abort(left)
+
+    def _note_begun(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if (begun := self._unbegun.pop(delta.request_id, None)) is not None:
+                begun()
 
     def _note_death(self, error: BaseException) -> None:
         """Of a process of the engine; that of a peer in a sync is not its end."""
@@ -213,6 +265,7 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
+        self._unbegun.clear()
         if self._journal is not None:
             self._journal.forget(listeners)
         with contextlib.suppress(Exception):  # an engine that is gone cannot end them either

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
     """One row per trajectory, in the order of `responses`; those of an episode have all that is said of it."""
     counts = np.array([len(r.outcome.trajectories) for r in responses], np.int64)
     first = np.repeat(np.cumsum(counts) - counts, counts)
-    groups = np.repeat(np.arange(len(task.group_ids)), task.samples_per_prompt)
+    groups = (task.span[0] + np.arange(len(responses))) // task.samples_per_prompt
     scores = [r.score for r in responses for _ in r.outcome.trajectories]
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
@@ -52,6 +53,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         traceback=next((s.traceback for s in scores if s.traceback is not None), None),
         episodes=first if several else None,
         figures=_figures([r.outcome for r in responses], counts),
+        digests=_digests(responses),
     )
 
 
@@ -81,10 +83,18 @@ def _figures(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str
     return {name: np.repeat(np.array(values, np.float64), counts) for name, values in columns.items()}
 
 
+def _digests(responses: Sequence[Response]) -> np.ndarray | None:
+    trajectories = [t for r in responses for t in r.outcome.trajectories]
+    if all(t.trained is None for t in trajectories):  # of single turns
+        return None
+    texts = [np.concatenate([t.prompt_ids, t.token_ids]).astype(np.int32).tobytes() for t in trajectories]
+    return np.array([zlib.crc32(text) for text in texts], np.uint32)
+
+
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
     """One JSON object per trajectory."""
     with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
-        for index, response in enumerate(responses):
+        for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
             for trajectory in response.outcome.trajectories:
                 record = _record(response, trajectory, *place)

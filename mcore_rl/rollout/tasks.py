@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mcore_rl.rollout.stealing import Tail, share
 from mcore_rl.types import RolloutScalars, RolloutTask, TrajectoryBuffers
 
-Ended = Callable[[], None]
-"""Called when a request of a task has ended."""
-Run = Callable[[RolloutTask, Ended], tuple[TrajectoryBuffers, RolloutScalars]]
+
+@dataclass(frozen=True)
+class Progress:
+    """Is told of each request of a task, but for those that are withdrawn; called from any thread."""
+
+    begun: Callable[[], None]
+    ended: Callable[[], None]
+
+
+UNWATCHED = Progress(lambda: None, lambda: None)
+Run = Callable[[RolloutTask, Progress], tuple[TrajectoryBuffers, RolloutScalars] | None]
 """RolloutWorker.run."""
+Withdraw = Callable[[Callable[[Collection[str]], Collection[str]]], None]
+"""EngineLoop.withdraw."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +35,26 @@ class Finished:
     scalars: RolloutScalars
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """(number of a task, the response at which it ends now) of those that others do the rest of; and how many requests
+    are left here that have not begun."""
+
+    ends: list[tuple[int, int]]
+    num_unbegun: int
+
+
 class TaskRunner:
     """Runs tasks with `run`, each in a thread: `num_threads` of them, and the others after them. It asks for more when
-    fewer than `low` requests are left."""
+    all requests have begun and fewer than `low` are left. `withdraw` takes requests from the engine."""
 
-    def __init__(self, run: Run, *, num_threads: int, low: int) -> None:
-        self._run, self._low = run, low
+    def __init__(self, run: Run, withdraw: Withdraw, *, num_threads: int, low: int) -> None:
+        self._run, self._withdraw, self._low = run, withdraw, low
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="task")
         self._changed = threading.Condition()
-        self._tasks_left = self._requests_left = 0
+        self._tasks: dict[int, RolloutTask] = {}
+        """Those that run, in the order that they came, with the responses that have not been given up."""
+        self._requests_left = self._unbegun = 0
         self._finished: list[Finished] = []
         self._error: BaseException | None = None
 
@@ -44,29 +66,68 @@ class TaskRunner:
         """
         with self._changed:
             for number, task in tasks:
-                self._tasks_left += 1
-                self._requests_left += len(task.prompt_rows) * task.samples_per_prompt
+                self._tasks[number] = task
+                self._requests_left += task.num_responses
+                self._unbegun += task.num_responses
                 self._pool.submit(self._do, number, task)
-            self._changed.wait_for(
-                lambda: self._error or not self._tasks_left or (more and self._requests_left < self._low)
-            )
+            self._changed.wait_for(lambda: self._error or not self._tasks or (more and self._asks()))
             if self._error is not None:
                 raise self._error
             finished, self._finished = self._finished, []
             return finished, self._requests_left
 
+    def give_up(self, free: int) -> GivenUp:
+        """Lets go of requests that have not begun, of the ends of tasks, for an engine that could begin `free` of them
+        at once (stealing.share)."""
+        ends: list[tuple[int, int]] = []
+
+        def choose(unbegun: Collection[str]) -> list[str]:
+            with self._changed:
+                chosen = share([self._tail(number, task, unbegun) for number, task in self._tasks.items()], free)
+                request_ids = []
+                for tail in chosen:
+                    task = self._tasks[tail.task]
+                    request_ids += [task.request_id(response) for response in range(tail.first, tail.last)]
+                    self._tasks[tail.task] = replace(task, responses=(task.span[0], tail.first))
+                ends.extend((tail.task, tail.first) for tail in chosen)
+                self._requests_left -= len(request_ids)
+                self._unbegun -= len(request_ids)
+                self._changed.notify_all()
+            return request_ids
+
+        self._withdraw(choose)
+        with self._changed:
+            return GivenUp(ends, self._unbegun)
+
+    def _tail(self, number: int, task: RolloutTask, unbegun: Collection[str]) -> Tail:
+        first, last = task.span
+        begin = last
+        while begin > first and task.request_id(begin - 1) in unbegun:
+            begin -= 1
+        return Tail(number, begin, last, task.samples_per_prompt)
+
     def _do(self, number: int, task: RolloutTask) -> None:
         try:
-            buffers, scalars = self._run(task, self._end_request)
+            made = self._run(task, Progress(self._begin_request, self._end_request))
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
             return
         with self._changed:
-            self._finished.append(Finished(number, buffers, scalars))
-            self._tasks_left -= 1
+            del self._tasks[number]
+            if made is not None:
+                self._finished.append(Finished(number, *made))
             self._changed.notify_all()
+
+    def _asks(self) -> bool:
+        return not self._unbegun and self._requests_left < self._low
+
+    def _begin_request(self) -> None:
+        with self._changed:
+            self._unbegun -= 1
+            if not self._unbegun:
+                self._changed.notify_all()
 
     def _end_request(self) -> None:
         with self._changed:

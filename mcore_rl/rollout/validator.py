@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import of_episodes
@@ -15,6 +13,7 @@ from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.router import cut
+from mcore_rl.rollout.scalars import join_scalars
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 
@@ -58,36 +57,7 @@ class RolloutValidator:
         join_parts([str(task.records) for task in tasks], self.records_dir, name)
         if self.failures is not None:
             self.failures.check(results, f"data.val after step {step}", f"rollouts/{name}.jsonl")
-        return _concatenate(results)
-
-
-def _joined_parts(parts: list[RolloutScalars]) -> dict[str, np.ndarray]:
-    """Numbers beside the scores, of every name that any engine's responses have."""
-    names = sorted({name for part in parts for name in part.parts})
-    lacking = [np.full(len(part.rewards), np.nan) for part in parts]
-    return {
-        name: np.concatenate([part.parts.get(name, none) for part, none in zip(parts, lacking, strict=True)])
-        for name in names
-    }
-
-
-def _concatenate(parts: list[RolloutScalars]) -> RolloutScalars:
-    arrays = {
-        field.name: np.concatenate([getattr(part, field.name) for part in parts])
-        for field in fields(RolloutScalars)
-        if isinstance(getattr(parts[0], field.name), np.ndarray)
-    }
-    starts = np.cumsum([0, *(len(part.rewards) for part in parts)]).tolist()
-    errors = [(start + i, text) for start, part in zip(starts, parts, strict=False) for i, text in part.errors]
-    return RolloutScalars(
-        **arrays,
-        errors=tuple(errors),
-        scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
-        parts=_joined_parts(parts),
-        traceback=next((part.traceback for part in parts if part.traceback), None),
-        seconds_generating=max(part.seconds_generating for part in parts),
-        seconds_grading=max(part.seconds_grading for part in parts),
-    )
+        return join_scalars(results)
 
 
 if TYPE_CHECKING:

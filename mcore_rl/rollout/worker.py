@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
-from mcore_rl.rollout.episodes.single_turn import Attempt, Player
+from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
 from mcore_rl.rollout.journal import Drawn, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
+from mcore_rl.rollout.tasks import UNWATCHED, Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
     EpisodeOutcome,
@@ -53,29 +54,43 @@ class RolloutWorker:
         self._keys = itertools.count()
         """Of responses at the rewarder."""
 
-    def run(
-        self, task: RolloutTask, ended: Callable[[], None] = lambda: None
-    ) -> tuple[TrajectoryBuffers, RolloutScalars]:
-        """Generates task.samples_per_prompt responses to every prompt and grades them; calls `ended` for each."""
+    def run(self, task: RolloutTask, progress: Progress = UNWATCHED) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
+        """Generates the task's responses and grades them, but for those at its end that are withdrawn meanwhile; None
+        if all of them are."""
         attempts = self._attempts(task)
         outcomes: list[EpisodeOutcome | None] = [None] * len(attempts)
-        keys = [next(self._keys) for _ in attempts]
+        withdrawn: set[int] = set()
+        groups = _groups_of_keys(task, [next(self._keys) for _ in attempts])
+        keys = [key for group in groups for key in group]
+        group_of = [group for group in groups for _ in group]
         graded_here: list[int] = []
 
-        def grade(place: int, outcome: EpisodeOutcome) -> None:
+        def end(place: int, outcome: EpisodeOutcome | None) -> None:
             outcomes[place] = outcome
-            ended()
-            if self._submit(keys, place, attempts[place], outcome, task.samples_per_prompt):
-                graded_here.append(keys[place])
+            if outcome is None:
+                withdrawn.add(place)
+                self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
+                return
+            progress.ended()
+            if outcome.reward is not None or outcome.error is not None:
+                self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
+                return
+            graded_here.append(keys[place])
+            text, tokens = outcome.text, sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
+            prompt = _with_extra(attempts[place].prompt, outcome)
+            self._rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
 
         started = time.perf_counter()
         drawn = _drawn_before(task, attempts)
-        self._player.play(attempts, grade, drawn)
+        self._player.play(attempts, Course(progress.begun, end), drawn)
         generated = time.perf_counter()
+        if len(withdrawn) == len(attempts) > 0:
+            return None
+        attempts = attempts[: len(attempts) - len(withdrawn)]
         collected = self._rewarder.collect(graded_here)
         graded = time.perf_counter()
 
-        finished = [outcome for outcome in outcomes if outcome is not None]
+        finished = [outcome for outcome in outcomes[: len(attempts)] if outcome is not None]
         if len(finished) != len(attempts) or len(collected) != len(graded_here):
             raise RuntimeError(
                 f"{len(attempts)} requests gave {len(finished)} outcomes, and {len(graded_here)} of them "
@@ -83,7 +98,7 @@ class RolloutWorker:
             )  # our own invariant: a player or a rewarder that loses work would bias training
         responses = [
             Response(attempt, outcome, self._score(outcome, collected.get(key)))
-            for key, attempt, outcome in zip(keys, attempts, finished, strict=True)
+            for key, attempt, outcome in zip(keys, attempts, finished, strict=False)
         ]
         names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
         buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
@@ -98,34 +113,16 @@ class RolloutWorker:
         return buffers, scalars
 
     def _attempts(self, task: RolloutTask) -> list[Attempt]:
-        samples = task.samples_per_prompt
-        prompts = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
-        seeds = request_seeds(task.seed, task.group_ids, samples)
-        return [
-            Attempt(
-                GenerationRequest(
-                    f"{task.prompt_set}.{task.group_ids[i // samples]}.{i % samples}",
-                    prompts[i // samples].token_ids,
-                    int(seed),
-                    _sampling(task.sampling, prompts[i // samples]),
-                ),
-                prompts[i // samples],
+        of_group = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
+        seeds = request_seeds(task.seed, task.group_ids, task.samples_per_prompt)
+        attempts = []
+        for response in range(*task.span):
+            prompt, seed = of_group[response // task.samples_per_prompt], int(seeds[response])
+            options = _sampling(task.sampling, prompt)
+            attempts.append(
+                Attempt(GenerationRequest(task.request_id(response), prompt.token_ids, seed, options), prompt)
             )
-            for i, seed in enumerate(seeds)
-        ]
-
-    def _submit(self, keys: Sequence[int], place: int, attempt: Attempt, outcome: EpisodeOutcome, samples: int) -> bool:
-        """Hands a response to the graders, unless its episode failed or has a reward of its own; whether it did."""
-        group = keys[place - place % samples :][:samples]
-        if outcome.reward is not None or outcome.error is not None:
-            self._rewarder.withdraw(keys[place], group=group, task=keys)
-            return False
-        prompt = attempt.prompt
-        if outcome.extra:
-            prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
-        tokens = sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
-        self._rewarder.submit(keys[place], prompt, outcome.text, tokens, group=group, task=keys)
-        return True
+        return attempts
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
         """Of the whole response: what graders or the episode itself say, and the rewards of turns."""
@@ -142,6 +139,18 @@ class RolloutWorker:
         reward = graded.reward + outcome.turn_rewards
         accuracy = graded.accuracy if self._has_rules else reward
         return replace(graded, reward=reward, accuracy=accuracy, parts=parts)
+
+
+def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[Sequence[int]]:
+    """Keys of the task's responses, those to the same prompt together."""
+    first, last = task.span
+    edges = [*range(first - first % task.samples_per_prompt + task.samples_per_prompt, last, task.samples_per_prompt)]
+    return [keys[a:b] for a, b in itertools.pairwise([0, *(edge - first for edge in edges), last - first])]
+
+
+def _with_extra(prompt: Prompt, outcome: EpisodeOutcome) -> Prompt:
+    """As graders see it."""
+    return replace(prompt, extra_info={**prompt.extra_info, **outcome.extra}) if outcome.extra else prompt
 
 
 def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:

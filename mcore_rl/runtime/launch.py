@@ -214,6 +214,7 @@ def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Engin
         watch,
         ROOM * rollout.max_concurrent_requests,
         rollout.max_engine_restarts,
+        steals=config.reward.manager != "batch",  # whose graders see a task's responses together
     )
 
 

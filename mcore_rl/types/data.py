@@ -146,7 +146,8 @@ class RolloutScalars:
     numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
     `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
     of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
-    numbers of episodes, float64 [B] by the name of the metric.
+    numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, where they hang on
+    more than prompt, seed and weights: on what tools answer.
     """
 
     group_ids: np.ndarray
@@ -167,6 +168,7 @@ class RolloutScalars:
     tokens_taken_over: int = 0
     episodes: np.ndarray | None = None
     figures: Mapping[str, np.ndarray] = field(default_factory=dict)
+    digests: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

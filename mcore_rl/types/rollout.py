@@ -18,7 +18,8 @@ class RolloutTask:
 
     Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
-    that were lost with the task, the last one last.
+    that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
+    before the second; None: all.
     """
 
     prompt_set: str
@@ -29,6 +30,22 @@ class RolloutTask:
     seed: int
     records: str | None = None
     journals: tuple[str, ...] = ()
+    responses: tuple[int, int] | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Numbers of the first response that is wanted, and of the first after them."""
+        return self.responses or (0, len(self.prompt_rows) * self.samples_per_prompt)
+
+    @property
+    def num_responses(self) -> int:
+        first, last = self.span
+        return last - first
+
+    def request_id(self, response: int) -> str:
+        """Of one response, by its number."""
+        group, sample = divmod(response, self.samples_per_prompt)
+        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}"
 
 
 @dataclass(frozen=True)

@@ -192,5 +192,5 @@ def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)), f"steps are recorded twice or out of order: {steps}"
-    timed = ("time/", "throughput/", "engine/idle_fraction")
+    timed = ("time/", "throughput/", "engine/idle_fraction", "engine/requests_stolen")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)} for row in rows}

@@ -14,12 +14,12 @@ from mcore_rl.config.functions import describe
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError, WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import Episode
-from mcore_rl.rollout.episodes.engine_client import EngineClient, ResumingClient
+from mcore_rl.rollout.episodes.engine_client import AttemptClient, EngineClient, WithdrawnError
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings, TokenSource
-from mcore_rl.rollout.episodes.single_turn import Attempt, Ended
+from mcore_rl.rollout.episodes.single_turn import Attempt, Course
 from mcore_rl.rollout.failures import FAILED_EPISODE
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.loop import EngineLoop
@@ -62,9 +62,9 @@ class EpisodePlayer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def play(self, attempts: Sequence[Attempt], ended: Ended, drawn: Mapping[str, Drawn]) -> None:
+    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         """As Player.play. An episode that fails costs itself: its outcome says why."""
-        self.run(self._play_all(attempts, ended, drawn))
+        self.run(self._play_all(attempts, course, drawn))
 
     def shutdown(self) -> None:
         """Ends what runs."""
@@ -76,9 +76,9 @@ class EpisodePlayer:
         """Its result; it runs where episodes do."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _play_all(self, attempts: Sequence[Attempt], ended: Ended, drawn: Mapping[str, Drawn]) -> None:
+    async def _play_all(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         async def play(place: int) -> None:
-            ended(place, await self._play(attempts[place], drawn))
+            course.ended(place, await self._play(attempts[place], course, drawn))
 
         tasks = [self._loop.create_task(play(place)) for place in range(len(attempts))]
         try:
@@ -89,8 +89,9 @@ class EpisodePlayer:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _play(self, attempt: Attempt, drawn: Mapping[str, Drawn]) -> EpisodeOutcome:
-        client = ResumingClient(self.client, drawn)
+    async def _play(self, attempt: Attempt, course: Course, drawn: Mapping[str, Drawn]) -> EpisodeOutcome | None:
+        """None: it was withdrawn."""
+        client = AttemptClient(self.client, drawn, attempt.request.request_id, course.begun)
         source = WatchedSource(client)
         prompt = attempt.prompt
         limits = EpisodeLimits.of(
@@ -101,11 +102,14 @@ class EpisodePlayer:
         session = Session(replace(self.around, source=source), attempt.request, prompt, limits)
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)
+        except WithdrawnError:
+            return None
         finally:
             if self.around.tools is not None:
                 await self.around.tools.close_episode(session.id)
         if source.failure is not None:
             raise source.failure
+        client.begin()  # one that failed before it asked for anything
         return replace(outcome, taken_over=client.taken_over)
 
     async def _outcome(self, session: Session, prompt: EpisodePrompt, seconds: float | None) -> EpisodeOutcome:

@@ -19,14 +19,19 @@ class Attempt:
     prompt: Prompt
 
 
-Ended = Callable[[int, EpisodeOutcome], None]
-"""Called with the place of an attempt and what became of it, from any thread."""
+@dataclass(frozen=True)
+class Course:
+    """Is told of each attempt, from any thread: when it begins, and, with its place, what became of it; None: it was
+    withdrawn from the engine before it had begun."""
+
+    begun: Callable[[], None]
+    ended: Callable[[int, EpisodeOutcome | None], None]
 
 
 class Player(Protocol):
     """Makes responses of attempts."""
 
-    def play(self, attempts: Sequence[Attempt], ended: Ended, drawn: Mapping[str, Drawn]) -> None:
+    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         """Returns when all have ended; `drawn` is what lost engines had drawn, by the id of the request.
 
         Raises: what the engine raises; none of them runs then.
@@ -34,24 +39,32 @@ class Player(Protocol):
 
 
 class Generator(Protocol):
-    """An Engine or its EngineLoop."""
+    """An EngineLoop."""
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None: ...
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_finish: Callable[[Completion], None],
+        begun: Callable[[], None],
+    ) -> None: ...
 
 
 class SingleTurnPlayer:
     def __init__(self, generator: Generator, decoder: TextDecoder) -> None:
         self._generator, self._decoder = generator, decoder
 
-    def play(self, attempts: Sequence[Attempt], ended: Ended, drawn: Mapping[str, Drawn]) -> None:
+    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         """As Player.play."""
         place_of = {attempt.request.request_id: place for place, attempt in enumerate(attempts)}
         left: list[GenerationRequest] = []
 
         def end(completion: Completion) -> None:
             place = place_of[completion.request_id]
+            if completion.finish_reason == "abort":
+                course.ended(place, None)
+                return
             before = drawn.get(completion.request_id)
-            ended(place, self._outcome(attempts[place].request, completion, before))
+            course.ended(place, self._outcome(attempts[place].request, completion, before))
 
         for attempt in attempts:
             request = attempt.request
@@ -61,8 +74,9 @@ class SingleTurnPlayer:
             elif found.finish_reason is None:
                 left.append(replace(request, partial=found.completion))
             else:
-                end(found.completion)
-        self._generator.generate(left, end)
+                course.begun()
+                end(replace(found.completion, finish_reason=found.finish_reason))
+        self._generator.generate(left, end, course.begun)
 
     def _outcome(self, request: GenerationRequest, completion: Completion, before: Drawn | None) -> EpisodeOutcome:
         trajectory = Trajectory(

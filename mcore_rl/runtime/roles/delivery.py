@@ -34,14 +34,35 @@ class Place:
     key: int
 
 
-@dataclass
-class Chunk:
-    """A BuffersRef of the trajectories of one task. `renew` makes those of its chunks anew, elsewhere, whose makers are
-    lost with them; it returns whether any was."""
+@dataclass(frozen=True)
+class Part:
+    """Where the trajectories of a chunk are from row `first` on and before row `last`: those of the task's `responses`,
+    from one number on and before another; a response may have several. `digests` as RolloutScalars has them."""
 
     place: Place
+    first: int
+    last: int
+    responses: tuple[int, int]
+    digests: np.ndarray | None = None
+
+
+@dataclass
+class Chunk:
+    """A BuffersRef of the trajectories of one task, in the order of `parts`. `renew` makes those of its chunks anew,
+    elsewhere, whose makers are lost with them; it returns whether any was."""
+
+    parts: list[Part]
     task: RolloutTask
     renew: Callable[[Sequence[Chunk]], bool]
+
+    def located(self, rows: np.ndarray) -> list[tuple[Place, np.ndarray]]:
+        """Where these rows are, in their order, and which ones of what is there."""
+        if len(self.parts) == 1:
+            return [(self.parts[0].place, rows)]
+        part_of = np.searchsorted([part.last for part in self.parts], rows, side="right")
+        runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(part_of)) + 1)
+        parts = [self.parts[part_of[run[0]]] for run in runs if len(run)]
+        return [(part.place, rows[run] - part.first) for part, run in zip(parts, runs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -194,7 +215,12 @@ class Delivery:
             return ray.put(None), ray.put(
                 join_rows([take_rows(cast("DriverChunk", c).buffers, rows) for c, rows in parts])
             )
-        places = [cast("Chunk", chunk).place for chunk in of_reader]
+        located = [
+            piece
+            for chunk, rows in zip(of_reader, np.split(wanted.rows, wanted.offsets[1:-1]), strict=True)
+            for piece in cast("Chunk", chunk).located(rows)
+        ]
+        places = [place for place, _ in located]
         handles = {place.maker: place.handle for place in places}
         numbers, told = {maker: number for number, maker in enumerate(handles)}, self._told[reader]
         come, trajectories = self.readers[reader].fetch.remote(
@@ -202,8 +228,8 @@ class Delivery:
                 list(handles),
                 np.array([numbers[place.maker] for place in places]),
                 np.array([place.key for place in places]),
-                wanted.offsets,
-                wanted.rows,
+                np.cumsum([0, *(len(rows) for _, rows in located)]),
+                np.concatenate([rows for _, rows in located]),
                 {maker: handle for maker, handle in handles.items() if maker not in told},
                 self.watch.timeout_seconds,
             )

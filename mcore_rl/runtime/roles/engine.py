@@ -19,7 +19,8 @@ from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, f
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
-from mcore_rl.rollout.tasks import TaskRunner
+from mcore_rl.rollout.router import ROOM
+from mcore_rl.rollout.tasks import GivenUp, TaskRunner
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.delivery import Kept
@@ -32,9 +33,6 @@ from mcore_rl.types import (
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
-
-THREADS = 16
-"""Of an engine, for its tasks: more than make up its room, unless groups are as small as can be."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,9 @@ class EngineProcess(RunProcess):
                 failed_reward=config.rollout.failed_reward,
                 has_rules=config.reward.function != NO_RULE,
             )
-            self._runner = TaskRunner(worker.run, num_threads=THREADS, low=config.rollout.max_concurrent_requests)
+            low = config.rollout.max_concurrent_requests
+            # A thread for each task: the smallest have one request, and none of them should wait for another.
+            self._runner = TaskRunner(worker.run, self.loop.withdraw, num_threads=ROOM * low, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:
@@ -100,6 +100,12 @@ class EngineProcess(RunProcess):
             finished, requests_left = self._runner.exchange(tasks, more=more)
         ended = [(task.number, self._kept.keep(task.buffers), task.scalars) for task in finished]
         return Report(ended, requests_left, self.loop.busy_seconds)
+
+    @ray.method(concurrency_group="engine")
+    def give_up(self, free: int) -> GivenUp:
+        """As TaskRunner.give_up."""
+        with self.spans.span("give up requests"):
+            return self._runner.give_up(free)
 
     @ray.method(concurrency_group="watch")
     def seconds_stuck(self) -> float:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError
 from mcore_rl.rollout.router import Work
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import drain_spans
-from mcore_rl.runtime.roles.delivery import Chunk, Forgotten
+from mcore_rl.runtime.roles.delivery import Chunk, Forgotten, Part
 from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
@@ -84,6 +86,8 @@ class EnginePool:
     watch: Watch
     room: int
     max_restarts: int = 0
+    steals: bool = True
+    """Whether an engine that has nothing left to begin takes requests of others."""
     supply: Callable[[], None] = _nobody_supplies
     note: Callable[[str], None] = print
     num_restarts: int = field(default=0, init=False)
@@ -141,8 +145,7 @@ class EnginePool:
         tokens, responses = self._lengths
         return tokens / responses if responses else 1.0
 
-    def work(self, task: RolloutTask) -> Work:
-        requests = len(task.prompt_rows) * task.samples_per_prompt
+    def work(self, requests: int) -> Work:
         return Work(requests, requests * self.mean_tokens)
 
     def count_lengths(self, tokens: int, responses: int) -> None:
@@ -150,9 +153,11 @@ class EnginePool:
 
     def take_figures(self) -> dict[str, Metric]:
         """Since the last call: how much of the time engines had nothing to do while others generated for training, how
-        many were started again, and how many tokens of lost ones others have gone on from."""
+        many were started again, how many tokens of lost ones others have gone on from, and how many requests others
+        have taken from those that had not begun them."""
         figures, self._figures = self._figures, {}
-        return {"engine/restarts": Total(0), "engine/tokens_taken_over": Total(0), **figures}
+        none = dict.fromkeys(("engine/restarts", "engine/tokens_taken_over", "engine/requests_stolen"), Total(0))
+        return {**none, **figures}
 
     def count(self, name: str, number: int) -> None:
         self._figures = merge_metrics([self._figures, {name: Total(number)}])
@@ -235,15 +240,21 @@ class EnginePool:
         while engines sleep."""
         self.lose_dead()
         makers = {engine.maker for engine in self.engines}
-        lost = [chunk for chunk in chunks if chunk.place.maker not in makers]
+        lost = [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.maker not in makers]
         if not lost or self._asleep:
             return False
-        # Their records are written.
-        run = PoolRun(self, [self.taken_over(replace(chunk.task, records=None), chunk.place.maker) for chunk in lost])
+        run = PoolRun(self, [self._made_again(chunk.task, part) for chunk, part in lost])
         run.results()
-        for number, chunk in enumerate(lost):
-            chunk.place = run.places[number]
+        for number, (chunk, part) in enumerate(lost):
+            made = run.parts(number)
+            _require_same(part, made)
+            again = [replace(new, first=part.first + new.first, last=part.first + new.last) for new in made]
+            chunk.parts = [each for old in chunk.parts for each in (again if old is part else [old])]
         return True
+
+    def _made_again(self, task: RolloutTask, part: Part) -> RolloutTask:
+        """Its records are written."""
+        return self.taken_over(replace(task, records=None, responses=part.responses), part.place.maker)
 
     def endpoints(self) -> list[Endpoint]:
         """Of all engine ranks, engine by engine."""
@@ -279,4 +290,18 @@ class EnginePool:
         self.lose_dead()
         return self.insist(
             lambda: drain_spans(self.watch, [engine.handle for engine in self.engines if engine.starting is None])
+        )
+
+
+def _require_same(lost: Part, again: Sequence[Part]) -> None:
+    """What was made again goes with the rewards of what was lost.
+
+    Raises: WorkerDiedError where tools or users answered otherwise than the first time.
+    """
+    digests = [part.digests for part in again if part.digests is not None]
+    if lost.digests is not None and not np.array_equal(lost.digests, np.concatenate(digests)):
+        raise WorkerDiedError(
+            f"{lost.place.maker} was lost with responses that ranks had not fetched, and their episodes went otherwise "
+            "when they were run again: tools or environments that answer differently cannot be repeated. The run "
+            "resumes from its last checkpoint"
         )

@@ -40,8 +40,8 @@ class _Engine:
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
-    def generate(self, requests, on_finish) -> None:
-        del on_finish
+    def generate(self, requests, on_finish, begun) -> None:
+        del on_finish, begun
         self.asked.append([request.sampling.max_response_tokens for request in requests])
 
 
@@ -50,8 +50,8 @@ def test_forced_lengths_take_one_row_of_the_plan_per_call() -> None:
     forced = ForcedLengths(engine, [np.array([3, 5]), np.array([1, 2])])
     sampling = SamplingOptions(LONGEST)
     requests = [GenerationRequest(str(i), np.array([4], np.int32), i, sampling) for i in range(2)]
-    forced.generate(requests, lambda completion: None)
-    forced.generate(requests, lambda completion: None)
+    forced.generate(requests, lambda completion: None, lambda: None)
+    forced.generate(requests, lambda completion: None, lambda: None)
     assert engine.asked == [[3, 5], [1, 2]]
     assert len(lengths(LONG_TAILED, 0)) == RESPONSES
 

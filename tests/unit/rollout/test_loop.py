@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -237,3 +237,34 @@ def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
     held.go.set()
     assert loop.between_steps(lambda: loop.engine.num_running) == 0
     assert heard == []
+
+
+def test_only_what_has_not_begun_is_withdrawn_and_who_waits_hears_of_it(loop: EngineLoop) -> None:
+    """Two of four run; the other two are left, one is taken."""
+    engine = fake(loop)
+    engine.slots = 2
+    held = Held(engine)
+    begun: list[str] = []
+    ended: list[tuple[str, str, int]] = []
+    seen: list[list[str]] = []
+
+    def choose(unbegun: Collection[str]) -> list[str]:
+        seen.append(sorted(unbegun))
+        return ["a.3"] if "a.3" in unbegun else []
+
+    def finish(done: Completion) -> None:
+        ended.append((done.request_id, done.finish_reason, len(done.token_ids)))
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(loop.generate, requests_of("a", [5, 5, 5, 5]), finish, lambda: begun.append("one"))
+        assert held.in_pass.wait(SECONDS)
+        withdrawing = threading.Thread(target=loop.withdraw, args=(choose,))
+        withdrawing.start()
+        held.go.set()
+        withdrawing.join(SECONDS)
+        waiting.result(SECONDS)
+    assert seen == [["a.2", "a.3"]]
+    assert sorted(ended) == [("a.0", "length", 5), ("a.1", "length", 5), ("a.2", "length", 5), ("a.3", "abort", 0)]
+    assert len(begun) == 3
+    loop.withdraw(choose)
+    assert seen[1:] == [[]]

@@ -111,3 +111,55 @@ def test_engines_of_unequal_speed_share_the_work_accordingly(seed: int) -> None:
     assert sum(done) == sum(work.tokens for work in works)
     shares = np.array(done) / sum(done)
     assert np.allclose(shares, [6 / 11, 3 / 11, 2 / 11], atol=0.03), shares
+
+
+def test_who_gets_nothing_asks_on_while_others_may_give_some_up() -> None:
+    tasks = router(3, 8, [Work(4, 4.0)] * 5)  # of slots 4
+    assert tasks.assign() == {0: [0, 3], 1: [1, 4], 2: [2]}
+    assert tasks.steal() == []
+    tasks.ask(2, Work(1, 1.0))
+    assert (tasks.assign(), tasks.steal()) == ({}, [(0, 3)])  # three slots of its four are free
+    assert (tasks.assign(), tasks.steal()) == ({}, [])  # one question for one that asks
+    tasks.gave_up(0, 0)
+    assert (tasks.assign(), tasks.steal()) == ({}, [(1, 3)])
+    tasks.offer(5, Work(2, 2.0), first=True)
+    tasks.gave_up(1, 2)
+    assert tasks.assign() == {2: [5]}
+    tasks.ask(0, Work(3, 3.0))
+    assert (tasks.assign(), tasks.steal()) == ({}, [(1, 1)])
+    tasks.gave_up(1, 0)
+    assert (tasks.assign(), tasks.steal()) == ({}, [(2, 1)])
+    tasks.gave_up(2, 0)
+    assert tasks.assign() == {0: []}  # nothing is to be had
+    assert not tasks.has_more
+
+
+def test_what_an_engine_is_given_after_it_was_asked_is_not_forgotten() -> None:
+    """Its answer may be of the time before; asked again, it says what it has."""
+    tasks = router(2, 8, [Work(4, 4.0)] * 2)
+    assert tasks.assign() == {0: [0], 1: [1]}
+    tasks.ask(0, NOTHING)
+    assert tasks.steal() == [(1, 4)]
+    tasks.ask(1, Work(1, 1.0))
+    tasks.offer(2, Work(3, 3.0))
+    tasks.offer(3, Work(6, 6.0))
+    assert tasks.assign() == {0: [2], 1: [3]}
+    tasks.gave_up(1, 0)
+    tasks.ask(0, NOTHING)
+    assert tasks.steal() == [(1, 4)]
+
+
+def test_who_asks_waits_for_the_answer_of_the_only_one_that_may_give_some_up() -> None:
+    tasks = router(2, 8, [Work(4, 4.0)] * 2)
+    assert tasks.assign() == {0: [0], 1: [1]}
+    tasks.ask(0, Work(1, 1.0))
+    assert (tasks.assign(), tasks.steal()) == ({}, [(1, 3)])
+    assert (tasks.assign(), tasks.has_more) == ({}, True)
+    tasks.gave_up(1, 0)
+    assert tasks.assign() == {0: []}
+
+
+def test_one_engine_has_nobody_to_take_from() -> None:
+    tasks = router(1, 8, [Work(4, 4.0)])
+    assert tasks.assign() == {0: [0]}
+    assert not tasks.has_more

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.rollout.tasks import TaskRunner
+from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner
 from mcore_rl.types import RolloutTask, SamplingOptions
 
 SECONDS = 20.0
@@ -22,31 +22,47 @@ def task(group: int, requests: int) -> tuple[int, RolloutTask]:
 
 
 class Engine:
-    """Requests of a task end when the test says so."""
+    """Requests of a task begin and end when the test says so."""
 
     def __init__(self) -> None:
-        self.begun: dict[int, Callable[[], None]] = {}
+        self.progress: dict[int, Progress] = {}
+        self.unbegun: list[str] = []
+        self.withdrawn: list[str] = []
         self.ends: dict[int, threading.Event] = {}
         self.changed = threading.Condition()
 
-    def run(self, task: RolloutTask, ended: Callable[[], None]) -> tuple[Any, Any]:
+    def run(self, task: RolloutTask, progress: Progress) -> tuple[Any, Any] | None:
         number, end = int(task.group_ids[0]), threading.Event()
+        request_ids = [task.request_id(response) for response in range(*task.span)]
         with self.changed:
-            self.begun[number], self.ends[number] = ended, end
+            self.progress[number], self.ends[number] = progress, end
+            self.unbegun += request_ids
             self.changed.notify_all()
         assert end.wait(SECONDS)
+        if {*request_ids} <= {*self.withdrawn}:
+            return None
         if number == 13:
             raise LookupError("unlucky")
         return f"buffers {number}", f"scalars {number}"
 
-    def end_requests(self, number: int, count: int) -> None:
+    def withdraw(self, choose: Callable[[Collection[str]], Collection[str]]) -> None:
+        chosen = choose(self.unbegun)
+        self.withdrawn += chosen
+        self.unbegun = [request_id for request_id in self.unbegun if request_id not in chosen]
+
+    def begin(self, number: int, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: number in self.begun, SECONDS)
+            assert self.changed.wait_for(lambda: number in self.progress, SECONDS)
         for _ in range(count):
-            self.begun[number]()
+            self.unbegun.remove(next(i for i in self.unbegun if i.split(".")[1].startswith(str(number // 10))))
+            self.progress[number].begun()
+
+    def end_requests(self, number: int, count: int) -> None:
+        for _ in range(count):
+            self.progress[number].ended()
 
     def end(self, number: int) -> None:
-        self.end_requests(number, 0)
+        self.begin(number, 0)
         self.ends[number].set()
 
 
@@ -65,15 +81,20 @@ def numbers(call: Future[Any]) -> tuple[list[int], int]:
 
 def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
-    runner = TaskRunner(engine.run, num_threads=4, low=3)
+    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=3)
     call = caller.submit(runner.exchange, [task(10, 2), task(20, 3)], more=True)
+    engine.begin(10, 2)
+    engine.begin(20, 2)
     engine.end_requests(10, 2)
     engine.end(10)
-    assert not call.done()
     engine.end_requests(20, 1)
+    with pytest.raises(TimeoutError):  # one of them has not begun
+        call.result(0.05)
+    engine.begin(20, 1)
     finished, left = numbers(call)
     assert left == 2
     call = caller.submit(runner.exchange, [task(30, 2)], more=True)
+    engine.begin(30, 2)
     engine.end_requests(20, 2)
     engine.end(20)
     more, left = numbers(call)
@@ -88,7 +109,7 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
 
 def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
-    runner = TaskRunner(engine.run, num_threads=4, low=1)
+    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
     call = caller.submit(runner.exchange, [task(13, 1), task(20, 1)], more=False)
     engine.end(13)
     with pytest.raises(LookupError, match="unlucky"):
@@ -96,5 +117,23 @@ def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> Non
     engine.end(20)
 
 
+def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller: ThreadPoolExecutor) -> None:
+    engine = Engine()
+    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=2)
+    call = caller.submit(runner.exchange, [task(10, 3), task(20, 2)], more=True)
+    engine.begin(10, 1)
+    engine.begin(20, 0)
+    assert runner.give_up(free=0) == GivenUp([(20, 0)], 2)
+    engine.end(20)
+    assert runner.give_up(free=1) == GivenUp([(10, 1)], 0)
+    assert engine.withdrawn == ["train.20.0", "train.21.0", "train.11.0", "train.12.0"]
+    assert runner.give_up(free=9) == GivenUp([], 0)
+    assert call.result(SECONDS)[1] == 1
+    call = caller.submit(runner.exchange, [], more=False)
+    engine.end_requests(10, 1)
+    engine.end(10)
+    assert numbers(call) == ([10], 0)
+
+
 def test_without_tasks_nothing_is_waited_for() -> None:
-    assert TaskRunner(Engine().run, num_threads=1, low=1).exchange([], more=False) == ([], 0)
+    assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], more=False) == ([], 0)

@@ -26,7 +26,12 @@ class SeedEngine:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_finish: Callable[[Completion], None],
+        begun: Callable[[], None],
+    ) -> None:
         self.requests += requests
         for request in reversed(requests):
             ids = np.array([int(digit) for digit in str(request.seed)], np.int32)

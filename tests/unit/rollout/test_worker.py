@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,25 @@ import pytest
 
 from mcore_rl.data.records import add_fields, amend_part
 from mcore_rl.data.seeds import request_seeds
+from mcore_rl.data.trajectories import join_rows
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal, read_journal
+from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.rollout.tasks import Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
+
+Finish = Callable[[Completion], None]
 
 
 class BackwardsEngine:
     """Answers prompt [p, ...] with p copies of (seed mod 50), finishing the last request first."""
 
-    def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
         for request in reversed(requests):
             count = int(request.token_ids[0])
             ids = np.full(count, request.seed % 50, np.int32)
@@ -40,11 +45,15 @@ class LengthRewarder:
 
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
+        self.withdrawn: list[int] = []
 
     def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
         parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
+
+    def withdraw(self, key: int, **_: Any) -> None:
+        self.withdrawn.append(key)
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         return {key: self.scores.pop(key) for key in keys}
@@ -213,7 +222,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     submitted: list[GenerationRequest] = []
 
     class GoesOn(BackwardsEngine):
-        def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
+        def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
             submitted.extend(requests)
             for request in requests:
                 before = [] if request.partial is None else request.partial.token_ids.tolist()
@@ -237,10 +246,52 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     journals = (str(tmp_path / "older"), str(tmp_path / "newer"))
     task = RolloutTask("train", np.array([0]), np.array([5]), 3, sampling, 1, journals=journals)
     ended: list[None] = []
-    buffers, scalars = worker.run(task, lambda: ended.append(None))
+    made = worker.run(task, Progress(lambda: None, lambda: ended.append(None)))
+    assert made is not None
+    buffers, scalars = made
     assert [request.request_id for request in submitted] == ["train.5.0", "train.5.2"]
     assert buffers.tokens.tolist() == [1, 9, 31, 40, 1, 9, 32, 33, 1, 9, 40]
     assert buffers.versions.tolist() == [8, 8, 7, 8, 8]
     assert buffers.logp_rollout.tolist() == [0, 0, -0.25, -1, 0]
     assert scalars.tokens_taken_over == 3
     assert len(ended) == 3
+
+
+def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:
+    """Of three groups of two the last three responses; together they are what one worker makes of all."""
+
+    class Withdrawing(BackwardsEngine):
+        def __init__(self, withdrawn: Sequence[str]) -> None:
+            self.withdrawn = withdrawn
+
+        def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
+            nothing = np.zeros(0, np.int32)
+            for request in requests:
+                if request.request_id in self.withdrawn:
+                    logp = nothing.astype(np.float32)
+                    on_finish(Completion(request.request_id, nothing, logp, "abort", nothing))
+            super().generate([r for r in requests if r.request_id not in self.withdrawn], on_finish, begun)
+
+    whole = RolloutTask(
+        "train", np.array([2, 0, 3]), np.array([10, 11, 12]), 2, SamplingOptions(4), 1, str(tmp_path / "whole")
+    )
+    ids = [whole.request_id(response) for response in range(6)]
+    assert ids == ["train.10.0", "train.10.1", "train.11.0", "train.11.1", "train.12.0", "train.12.1"]
+
+    def run(task: RolloutTask, withdrawn: Sequence[str] = ()) -> Any:
+        player = SingleTurnPlayer(Withdrawing(withdrawn), Digits())
+        return RolloutWorker(player, LengthRewarder(), PROMPTS).run(task)  # type: ignore[arg-type]
+
+    buffers, scalars = run(whole)
+    first = run(replace(whole, records=str(tmp_path / "first")), ids[3:])
+    rest = run(replace(whole, records=str(tmp_path / "rest"), responses=(3, 6)))
+    joined = join_rows([first[0], rest[0]])
+    for field in fields(joined):
+        np.testing.assert_array_equal(getattr(joined, field.name), getattr(buffers, field.name))
+    together = join_scalars([first[1], rest[1]])
+    for name in ("group_ids", "prompt_rows", "response_tokens", "total_tokens", "rewards", "clipped", "versions"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(scalars, name))
+    assert together.errors == scalars.errors
+    records = [(tmp_path / name).read_text() for name in ("first", "rest", "whole")]
+    assert records[0] + records[1] == records[2]
+    assert run(replace(whole, records=None, responses=(3, 6)), ids[3:]) is None

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.runtime.roles.delivery import Chunk, Place
+from mcore_rl.runtime.roles.delivery import Chunk, Part, Place
 from mcore_rl.types import BuffersRef, RolloutTask, SamplingOptions
 
+ROWS = 10
 NONE = np.empty(0, np.int64)
 TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 
@@ -17,4 +18,4 @@ TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 def chunk(
     maker: str, handle: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
 ) -> BuffersRef:
-    return BuffersRef(Chunk(Place(maker, handle, key), TASK, renew))
+    return BuffersRef(Chunk([Part(Place(maker, handle, key), 0, ROWS, (0, ROWS))], TASK, renew))

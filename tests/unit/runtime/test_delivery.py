@@ -13,10 +13,21 @@ import pytest
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.runtime.roles import delivery
-from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Kept, Place, Rows, Wanted, fetch, rows_by_rank
+from mcore_rl.runtime.roles.delivery import (
+    Chunk,
+    Delivery,
+    Forgotten,
+    Kept,
+    Part,
+    Place,
+    Rows,
+    Wanted,
+    fetch,
+    rows_by_rank,
+)
 from mcore_rl.types import Batch, BuffersRef, TrajectoryBuffers
 from tests.unit.data.test_trajectories import buffers
-from tests.unit.runtime.made import chunk
+from tests.unit.runtime.made import TASK, chunk
 
 NUM_RANKS, SIZES = 3, (4, 0, 5)
 
@@ -115,6 +126,21 @@ def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
     assert (first.timeout_seconds, readers[1].calls) == (9.0, [])
 
 
+def test_rows_of_a_chunk_that_several_made_come_in_its_order() -> None:
+    parts = [
+        Part(Place("a", None, 5), 0, 4, (0, 4)),
+        Part(Place("b", None, 6), 4, 6, (4, 6)),
+        Part(Place("a", None, 7), 6, 9, (6, 9)),
+    ]
+    whole = BuffersRef(Chunk(parts, TASK, lambda chunks: False))
+    reader = Reader()
+    Delivery([reader], Come()).deliver([chunk("b", None, 1), whole], [rows_of([2], [3, 8, 5, 4, 6, 0])])  # type: ignore[arg-type]
+    (call,) = reader.calls
+    wanted = zip(call.maker_of.tolist(), call.keys.tolist(), (rows.tolist() for rows in split(call)), strict=True)
+    makers = [(call.makers[maker], key, rows) for maker, key, rows in wanted]
+    assert makers == [("b", 1, [2]), ("a", 5, [3]), ("a", 7, [2]), ("b", 6, [1, 0]), ("a", 7, [0]), ("a", 5, [0])]
+
+
 def test_a_reader_hears_of_a_maker_once() -> None:
     reader = Reader()
     group = Delivery([reader], Come())
@@ -128,10 +154,10 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     asked: list[list[str]] = []
 
     def renew(chunks: Sequence[Chunk]) -> bool:
-        asked.append([each.place.maker for each in chunks])
+        asked.append([each.parts[0].place.maker for each in chunks])
         for each in chunks:
-            if each.place.maker == "b":
-                each.place = Place("c", "handle of c", 9)
+            if each.parts[0].place.maker == "b":
+                each.parts = [Part(Place("c", "handle of c", 9), 0, 5, (0, 5))]
         return True
 
     readers = [Reader(), Reader()]

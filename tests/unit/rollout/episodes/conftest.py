@@ -17,7 +17,7 @@ from mcore_rl.rollout.episodes.builtin import Episode
 from mcore_rl.rollout.episodes.load import FunctionEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import Surroundings
-from mcore_rl.rollout.episodes.single_turn import Attempt
+from mcore_rl.rollout.episodes.single_turn import Attempt, Course
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ToolCallParser
@@ -69,10 +69,13 @@ class Stage:
         ]
 
     def play(self, count: int = 1, drawn: dict[str, Drawn] | None = None, seed: int = 5) -> list[EpisodeOutcome]:
-        outcomes: dict[int, EpisodeOutcome] = {}
-        self.player.play(self.attempts(count, seed), outcomes.__setitem__, drawn or {})
+        outcomes: dict[int, EpisodeOutcome | None] = {}
+        begun: list[None] = []
+        course = Course(lambda: begun.append(None), outcomes.__setitem__)
+        self.player.play(self.attempts(count, seed), course, drawn or {})
         assert sorted(outcomes) == list(range(count))
-        return [outcomes[place] for place in range(count)]
+        assert len(begun) == count, "each is said to have begun once"
+        return [outcome for place in range(count) if (outcome := outcomes[place]) is not None]
 
     def text(self, outcome: EpisodeOutcome, which: int = 0) -> str:
         """Of a whole trajectory, special tokens included."""

@@ -14,6 +14,10 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from tests.unit.data.chat import made
+
+END = made.CLOSE
 
 Say = Callable[[str], str]
 """From the text so far to what the model says, with its end."""
@@ -35,6 +39,8 @@ class ScriptedEngine(SteppedEngine):
         self.go = threading.Event()
         self.go.set()
         self.fails: Exception | None = None
+        self.slots: int | None = None
+        """How many run at a time."""
         self.cancelled: list[str] = []
 
     @property
@@ -60,7 +66,7 @@ class ScriptedEngine(SteppedEngine):
         self.go.wait(30)
         if self.fails is not None:
             raise self.fails
-        return [self._token(engine_id, entry) for engine_id, entry in self._running.items()]
+        return [self._token(engine_id, entry) for engine_id, entry in list(self._running.items())[: self.slots]]
 
     def _token(self, engine_id: str, entry: Running) -> Output:
         part, place = self._parts[engine_id], len(entry.token_ids)
@@ -105,3 +111,21 @@ def served(engine: ScriptedEngine) -> Iterator[EngineLoop]:
         engine.go.set()
         loop.stop()
         thread.join(30)
+
+
+def call(q: str) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {{"q": "{q}"}}}}\n</tool_call>'
+
+
+def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
+    """Calls look(q=number of answers so far), then says so."""
+
+    def say(text: str) -> str:
+        seen = text.count("<|im_start|>tool")
+        return f"now {call(str(seen))}{END}" if seen < count else f"done after {seen}{END}"
+
+    return say
+
+
+def echo(arguments: dict[str, Any]) -> ToolAnswer:
+    return ToolAnswer(f"found {arguments['q']}", reward=0.5, metrics={"depth": 2.0})

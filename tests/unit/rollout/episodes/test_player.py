@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,34 +14,17 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
-from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
+from mcore_rl.rollout.episodes.single_turn import Attempt, Course, SingleTurnPlayer
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.types import NOT_SAMPLED
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
+from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
 
 END = made.CLOSE
 SetUp = Callable[..., Stage]
-
-
-def call(q: str) -> str:
-    return f'<tool_call>\n{{"name": "look", "arguments": {{"q": "{q}"}}}}\n</tool_call>'
-
-
-def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
-    """Calls look(q=number of answers so far), then says so."""
-
-    def say(text: str) -> str:
-        seen = text.count("<|im_start|>tool")
-        return f"now {call(str(seen))}{END}" if seen < count else f"done after {seen}{END}"
-
-    return say
-
-
-def echo(arguments: dict[str, Any]) -> ToolAnswer:
-    return ToolAnswer(f"found {arguments['q']}", reward=0.5, metrics={"depth": 2.0})
 
 
 def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
@@ -242,24 +225,6 @@ def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
     assert len(set(seeds[0])) == 8
 
 
-def test_the_same_prompt_asked_again_draws_another_response(stage: SetUp) -> None:
-    async def best_of(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
-        tries = [await session.generate(prompt.token_ids) for _ in range(3)]
-        return EpisodeResult(reward=1.0, sampled=[tries[1]])
-
-    on = stage(lambda text: f"a{END}", best_of)
-    (outcome,) = on.play()
-    assert len(set(on.engine.seeds)) == 3
-    assert len(outcome.trajectories) == 1
-    (outcome,) = stage(lambda text: f"a{END}", _three_tries).play()
-    assert len(outcome.trajectories) == 3
-
-
-async def _three_tries(session: Session, prompt: EpisodePrompt) -> float:
-    await asyncio.gather(*(session.generate(prompt.token_ids) for _ in range(3)))
-    return 0.5
-
-
 def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp) -> None:
     say = asks_until_it_has_seen(2)
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
@@ -278,7 +243,6 @@ def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp) ->
 
 def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict[str, Drawn]:
     """The first two turns, as an engine's journal has them."""
-    from mcore_rl.rollout.episodes.single_turn import Attempt
     from mcore_rl.types import Completion
 
     (trajectory,) = outcome.trajectories
@@ -308,91 +272,53 @@ def test_experts_of_a_tool_loop_cover_the_whole_sequence(stage: SetUp) -> None:
     assert experts[first_turn + 1 :, 0, 0].tolist() == [1] * (len(experts) - first_turn - 1)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (float("nan"), "returned reward 'nan' instead of a finite number"),
-        ("good", "returned reward 'good' instead of a finite number"),
-        ({"acc": 1.0}, r"returned a dict without score \(acc\)"),
-        (EpisodeResult(token_ids=[1, 2, 3]), "returned 3 tokens that are not those it sampled"),
-        (EpisodeResult(sampled=[]), "EpisodeResult.sampled is empty"),
-    ],
-)
-def test_what_no_episode_may_return_is_its_error(stage: SetUp, returned: Any, message: str) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> Any:
-        await session.generate(prompt.token_ids)
-        return returned
-
-    (outcome,) = stage(lambda text: f"a{END}", run).play()
-    assert re.search(message, str(outcome.error))
-
-
-def test_a_returned_mask_may_leave_out_what_was_sampled_but_train_nothing_else(stage: SetUp) -> None:
-    def returning(change: Callable[[list[int]], list[int]]) -> Callable[..., Any]:
-        async def run(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
-            first = await session.generate(prompt.token_ids)
-            ids = prompt.token_ids + first.token_ids + session.encode("xx")
-            second = await session.generate(ids)
-            mask = [0] * len(prompt.token_ids) + [1] * len(first.token_ids) + [0, 0] + [1] * len(second.token_ids)
-            return EpisodeResult(reward=1.0, token_ids=ids + second.token_ids, mask=change(mask))
-
-        return run
-
-    on = stage(lambda text: f"a{END}", returning(lambda mask: [*mask[:-2], 0, 0]))
-    (outcome,) = on.play()
-    assert on.trained_text(outcome) == f"a{END}"
-    (outcome,) = stage(lambda text: f"a{END}", returning(lambda mask: [1] * len(mask))).play()
-    assert "trains tokens that were not sampled" in str(outcome.error)
-    (outcome,) = stage(lambda text: f"a{END}", returning(lambda mask: mask[1:])).play()
-    assert "a mask of" in str(outcome.error)
-
-
-def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> None:
-    """A template that leaves out earlier reasoning: with keep the reasoning stays, with new_sequence it goes, and each
-    turn is trained where it was sampled."""
-
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"<think>hm</think>{call('a')}{END}"
-
-    kept = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.FORGETS_REASONING)
-    (outcome,) = kept.play()
-    assert len(outcome.trajectories) == 1
-    assert "<think>hm</think>" in kept.text(outcome)
-    anew = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.FORGETS_REASONING, history="new_sequence")
-    (outcome,) = anew.play()
-    assert [anew.trained_text(outcome, i) for i in range(2)] == [f"<think>hm</think>{call('a')}{END}", f"done{END}"]
-    assert "<think>" not in anew.text(outcome, 1)
-    rendered = anew.player.around.conversation.rendered(list(outcome.messages), prompts=False)
-    assert anew.text(outcome, 1) + "\n" == rendered
-
-
-def test_a_history_that_grows_too_long_ends_or_loses_its_oldest_turns(stage: SetUp) -> None:
-    sizes = {"max_prompt_tokens": 100, "max_response_tokens": 300, "max_turn_tokens": 90, "max_turns": 6}
-    ends = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **sizes)
-    (outcome,) = ends.play()
-    assert (outcome.finish_reason, len(outcome.trajectories)) == ("length", 1)
-    drops = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), drops_turns=True, **sizes)
-    (outcome,) = drops.play()
-    assert outcome.finish_reason == "turns"
-    assert len(outcome.trajectories) > 1
-    for which, trajectory in enumerate(outcome.trajectories):
-        assert drops.text(outcome, which).startswith(drops.prompt.text)
-        assert len(trajectory.prompt_ids) + len(trajectory.token_ids) <= 400
-
-
 def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
-    from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids)
 
     on = stage(lambda text: f"hello{END}", run)
     through = on.play(2)
     simple: dict[int, Any] = {}
-    SingleTurnPlayer(on.player._engine, on.tokenizer).play(on.attempts(2), simple.__setitem__, {})
+    course = Course(lambda: None, simple.__setitem__)
+    SingleTurnPlayer(on.player._engine, on.tokenizer).play(on.attempts(2), course, {})
     for place, outcome in enumerate(through):
         (a,), (b,) = outcome.trajectories, simple[place].trajectories
         for name in ("prompt_ids", "token_ids", "logp", "versions"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
         assert (outcome.text, outcome.finish_reason) == (simple[place].text, simple[place].finish_reason)
         assert replace(outcome, trajectories=()).reward is None
+
+
+def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp) -> None:
+    """One request runs at a time: the second episode has not begun when the first one is in its first turn, nor when it
+    waits for its second, which is no beginning."""
+    tools = FakeTools(echo)
+    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools)
+    on.engine.slots = 1
+    on.engine.go.clear()
+    outcomes: dict[int, Any] = {}
+    begun: list[None] = []
+    seen: list[list[str]] = []
+
+    def choose(unbegun: Collection[str]) -> list[str]:
+        seen.append(sorted(unbegun))
+        return [name for name in unbegun if name.endswith(".1")]
+
+    loop = on.player._engine
+    with ThreadPoolExecutor(2) as pool:
+        course = Course(lambda: begun.append(None), outcomes.__setitem__)
+        playing = pool.submit(on.player.play, on.attempts(2), course, {})
+        deadline = time.monotonic() + 30
+        while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        withdrawing = pool.submit(loop.withdraw, choose)
+        while loop._asked.empty() and not withdrawing.done() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        on.engine.go.set()
+        withdrawing.result(30)
+        playing.result(30)
+    assert seen == [["train.0.1"]]
+    assert outcomes[1] is None
+    assert outcomes[0].turns == 2
+    assert len(begun) == 1
+    assert sorted(tools.closed) == ["train.0.0", "train.0.1"]

@@ -1,0 +1,296 @@
+"""Work that moves between engines at the end of a step, on a model of engines with messages that take their time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.router import ROOM, Router, Work, cut
+from mcore_rl.rollout.stealing import Pieces, Tail, share
+
+
+def test_as_many_wait_on_either_side_and_groups_stay_whole_where_they_fit() -> None:
+    three = [Tail(0, 0, 8, 4), Tail(1, 6, 12, 4)]  # groups of 4, 4; 2, 4
+    assert share(three, free=0) == [Tail(1, 6, 12, 4)]
+    assert share(three, free=6) == [Tail(1, 6, 12, 4), Tail(0, 4, 8, 4)]
+    assert share(three, free=14) == [Tail(1, 6, 12, 4), Tail(0, 0, 8, 4)]
+    assert share([Tail(0, 0, 8, 8)], free=0) == [Tail(0, 4, 8, 8)]  # a group larger than what balances
+    assert share([Tail(0, 3, 8, 8), Tail(1, 8, 8, 8)], free=0) == [Tail(0, 5, 8, 8)]
+    assert share([Tail(0, 7, 8, 8)], free=0) == [Tail(0, 7, 8, 8)]
+    assert share([Tail(0, 8, 8, 8)], free=9) == []
+
+
+@given(
+    tails=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
+    samples=st.integers(1, 8),
+    free=st.integers(0, 60),
+)
+def test_what_is_shared_are_ends_and_no_more_than_balances(
+    tails: list[tuple[int, int]], samples: int, free: int
+) -> None:
+    given_ = [Tail(number, first, first + count, samples) for number, (first, count) in enumerate(tails)]
+    shared = share(given_, free)
+    waiting, moved = (sum(tail.last - tail.first for tail in some) for some in (given_, shared))
+    assert len({tail.task for tail in shared}) == len(shared)
+    assert all(given_[t.task].first <= t.first < t.last == given_[t.task].last for t in shared)
+    assert (moved > 0) == (waiting > 0)
+    assert moved - free <= waiting - moved + 1
+    splits = [t for t in shared if t.first % samples and t.first > given_[t.task].first]
+    assert len(splits) <= (len(shared) == 1)
+
+
+def test_pieces_of_a_task_stay_in_their_places() -> None:
+    pieces = Pieces([(0, 8), (4, 9)])
+    assert pieces.cut(1, 6) == 2
+    assert pieces.cut(2, 6) == 3  # all of it: under another number
+    assert pieces.cut(1, 5) == 4
+    assert (len(pieces), pieces.of_task(0), pieces.of_task(1)) == (4, [0], [1, 4, 3])
+    assert [(pieces[n].first, pieces[n].last) for n in pieces.of_task(1)] == [(4, 5), (5, 6), (6, 9)]
+
+
+@dataclass
+class Engine:
+    """`slots` requests at once, in the order they came; a request is (piece, response)."""
+
+    speed: float
+    slots: int
+    running: dict[tuple[int, int], float] = field(default_factory=dict)
+    """When each ends."""
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    last: dict[int, int] = field(default_factory=dict)
+    """Where each piece that has not ended ends."""
+    more: bool = False
+    called: bool = False
+    alive: bool = True
+
+
+class Model:
+    """All of a step, with `delay` of messages; engine and moment of those that die in `deaths`. Without `steals` nobody
+    is asked for anything."""
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        speeds: list[float],
+        *,
+        slots: int,
+        delay: Callable[[], float] = lambda: 0.0,
+        deaths: dict[int, float] | None = None,
+        steals: bool = True,
+    ) -> None:
+        self.lengths, self.delay, self.steals = lengths.ravel(), delay, steals
+        self.samples = lengths.shape[1]
+        self.engines = [Engine(speed, slots) for speed in speeds]
+        parts = cut(len(lengths), self.samples, len(speeds), slots)
+        self.starts = [int(groups[0]) * self.samples for groups in parts]
+        self.pieces = Pieces([(0, len(groups) * self.samples) for groups in parts])
+        self.router = Router(ROOM * slots)
+        for number in range(len(parts)):
+            self._offer(number)
+        for index in range(len(speeds)):
+            self.router.ask(index, Work(0, 0.0))
+        self.made: dict[int, tuple[int, int]] = {}
+        """Engine and number of the responses of pieces that the driver knows of."""
+        self.now, self.stolen, self.last_end = 0.0, 0, 0.0
+        self.asks: set[int] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for index, moment in (deaths or {}).items():
+            self._at(moment, lambda index=index: self._die(index))  # type: ignore[misc]
+        self._drive()
+        while self._events and (len(self.made) < len(self.pieces) or self.asks):
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+    @property
+    def done(self) -> list[int]:
+        """Numbers of responses, as often as they came."""
+        found = []
+        for task, start in enumerate(self.starts):
+            for number in self.pieces.of_task(task):
+                piece = self.pieces[number]
+                assert self.made[number][1] == piece.last - piece.first
+                found += range(start + piece.first, start + piece.last)
+        return found
+
+    def _offer(self, number: int, *, first: bool = False) -> None:
+        count = self.pieces[number].last - self.pieces[number].first
+        self.router.offer(number, Work(count, float(count)), first=first)
+
+    def _at(self, moment: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), event))
+
+    def _drive(self) -> None:
+        for index, numbers in self.router.assign().items():
+            engine = self.engines[index]
+            assert not engine.called
+            engine.called = True
+            spans = [(n, self.pieces[n].first, self.pieces[n].last) for n in numbers]
+            more = bool(numbers) and self.router.has_more
+            self._at(self.now + self.delay(), lambda i=index, s=spans, m=more: self._begin(i, s, m))  # type: ignore[misc]
+        for victim, free in self.router.steal() if self.steals else ():
+            assert victim not in self.asks
+            self.asks.add(victim)
+            self._at(self.now + self.delay(), lambda v=victim, f=free: self._give_up(v, f))  # type: ignore[misc]
+
+    def _begin(self, index: int, spans: list[tuple[int, int, int]], more: bool) -> None:
+        engine = self.engines[index]
+        for number, first, last in spans:
+            assert number not in engine.last
+            engine.last[number] = last
+            engine.waiting += [(number, response) for response in range(first, last)]
+        engine.more = more
+        self._fill(index)
+        self._report(index)
+
+    def _fill(self, index: int) -> None:
+        engine = self.engines[index]
+        while engine.waiting and len(engine.running) < engine.slots:
+            request = engine.waiting.pop(0)
+            number, response = request
+            length = self.lengths[self.starts[self.pieces[number].task] + response]
+            engine.running[request] = end = self.now + length / engine.speed
+            self._at(end, lambda i=index, r=request: self._end(i, r))  # type: ignore[misc]
+
+    def _end(self, index: int, request: tuple[int, int]) -> None:
+        engine = self.engines[index]
+        if engine.alive:
+            del engine.running[request]
+            self.last_end = self.now
+            self._fill(index)
+            self._report(index)
+
+    def _report(self, index: int) -> None:
+        """If it asks: when all has begun and slots are free, or when all has ended."""
+        engine = self.engines[index]
+        left = len(engine.running) + len(engine.waiting)
+        asks = engine.more and not engine.waiting and left < engine.slots
+        if not engine.alive or not engine.called or (left and not asks):
+            return
+        engine.more = False
+        unfinished = {number for number, _ in [*engine.running, *engine.waiting]}
+        ended = {number: engine.last.pop(number) for number in [*engine.last] if number not in unfinished}
+        self._at(self.now + self.delay(), lambda: self._take(index, ended, left))
+
+    def _take(self, index: int, ended: dict[int, int], left: int) -> None:
+        engine = self.engines[index]
+        if not engine.alive:
+            return
+        engine.called = False
+        for number, last in ended.items():
+            self.router.finished(number, index)
+            assert number not in self.made
+            self.made[number] = index, last - self.pieces[number].first
+        self.router.ask(index, Work(left, float(left)))
+        self._drive()
+
+    def _give_up(self, victim: int, free: int) -> None:
+        engine = self.engines[victim]
+        if not engine.alive:
+            return
+        tails = []
+        for number, last in engine.last.items():
+            unbegun = [response for piece, response in engine.waiting if piece == number]
+            assert unbegun == list(range(last - len(unbegun), last))
+            tails.append(Tail(number, last - len(unbegun), last, self.samples))
+        chosen = share(tails, free)
+        for tail in chosen:
+            gone = {(tail.task, response) for response in range(tail.first, tail.last)}
+            engine.waiting = [request for request in engine.waiting if request not in gone]
+            if tail.first == self.pieces[tail.task].first:
+                del engine.last[tail.task]
+            else:
+                engine.last[tail.task] = tail.first
+        self._report(victim)
+        left = len(engine.waiting)
+        self._at(self.now + self.delay(), lambda: self._take_given_up(victim, chosen, left))
+
+    def _take_given_up(self, victim: int, chosen: list[Tail], unbegun: int) -> None:
+        if not self.engines[victim].alive:
+            return
+        self.asks.remove(victim)
+        for tail in chosen:
+            rest = self.pieces.cut(tail.task, tail.first)
+            assert self.pieces[rest].last == tail.last
+            if self.pieces[tail.task].first == tail.first:
+                self.router.finished(tail.task, victim)
+            self._offer(rest, first=True)
+            self.stolen += tail.last - tail.first
+        self.router.gave_up(victim, unbegun)
+        self._drive()
+
+    def _die(self, index: int) -> None:
+        self.engines[index].alive = False
+        self.asks.discard(index)
+        self.router.leave(index)
+        for number in [number for number, (maker, _) in self.made.items() if maker == index]:
+            del self.made[number]
+            self._offer(number)
+        self._drive()
+
+
+def lengths_of(seed: int, groups: int, samples: int, spread: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(3.0, spread, (groups, samples))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.integers(1, 40),
+    samples=st.integers(1, 6),
+    slots=st.integers(1, 12),
+    num_engines=st.integers(2, 6),
+    mean_delay=st.sampled_from([0.0, 0.1, 5.0, 100.0]),
+    num_deaths=st.integers(0, 2),
+)
+def test_every_request_comes_once_whatever_dies_and_however_messages_are_late(
+    seed: int, groups: int, samples: int, slots: int, num_engines: int, mean_delay: float, num_deaths: int
+) -> None:
+    chance = random.Random(seed)
+    model = Model(
+        lengths_of(seed, groups, samples),
+        [chance.choice([1.0, 1.0, 3.0, 0.2]) for _ in range(num_engines)],
+        slots=slots,
+        delay=lambda: chance.random() * 2 * mean_delay,
+        deaths={i: chance.random() * 400 for i in chance.sample(range(num_engines), min(num_deaths, num_engines - 1))},
+    )
+    assert model.done == list(range(groups * samples))
+    assert not model.asks
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.integers(1, 40),
+    samples=st.integers(1, 4),
+    slots=st.integers(4, 12),
+    num_engines=st.integers(2, 6),
+)
+def test_the_last_response_is_never_later_than_without_by_more_than_one(
+    seed: int, groups: int, samples: int, slots: int, num_engines: int
+) -> None:
+    """No slot is free while a request waits anywhere, so before the last one begins nobody could have done more."""
+    chance = random.Random(seed)
+    speeds = [chance.choice([1.0, 2.0, 0.25]) for _ in range(num_engines)]
+    lengths = lengths_of(seed, groups, samples)
+    with_, without = (Model(lengths, speeds, slots=slots, steals=steals) for steals in (True, False))
+    assert with_.done == without.done == list(range(groups * samples))
+    assert with_.last_end <= without.last_end + lengths.max() / min(speeds) + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_engines_are_relieved_of_what_they_have_not_begun(seed: int) -> None:
+    """One of four is five times slower, with which is given twice what it decodes."""
+    speeds = [1.0, 1.0, 1.0, 0.2]
+    lengths = lengths_of(seed, 32, 8, spread=0.2)
+    with_, without = (Model(lengths, speeds, slots=32, steals=steals) for steals in (True, False))
+    assert with_.stolen > 0
+    assert with_.last_end < 0.75 * without.last_end
