@@ -34,9 +34,11 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
-from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function
+from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function, runs_code
+from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
+from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.spec.costs import sequence_cost
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
@@ -95,7 +97,7 @@ def prepare(config: Config) -> Prepared:
     reports: list[LoadReport]
     notes: list[str] = []
     if needs.advantages:
-        check_reward_function(config.reward)
+        check_reward_function(config.reward, SandboxRunner(config.sandbox))
         tools, notes = check_episode(config, tokenizer)
         prompts, reports = _load_prompts(config, tokenizer, tools)
         if reward_model is not None:
@@ -151,7 +153,10 @@ def _load_prompts(
                 tools=tools,
             )
             reports.append(report)
-            check_data_sources(config.reward, f"data.{name}", report.path, prompts[name].data_sources)
+            sources = prompts[name].data_sources
+            check_data_sources(config.reward, f"data.{name}", report.path, sources, SandboxRunner(config.sandbox))
+            if runs_code(config.reward, sources):
+                check_sandbox(config.sandbox)
     return prompts, reports
 
 

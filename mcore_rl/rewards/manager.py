@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from mcore_rl.config.reward import BATCH, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.overlong import SoftOverlong
@@ -22,13 +23,13 @@ class RewardManager:
     Raises: ConfigError for reward.overlong here, and for reward.function from submit, collect and wait_ready.
     """
 
-    def __init__(self, config: RewardConfig, *, max_response_tokens: int) -> None:
+    def __init__(self, config: RewardConfig, *, max_response_tokens: int, sandbox: SandboxConfig | None = None) -> None:
         self._overlong = SoftOverlong.of(config, max_response_tokens)
         self._weight = config.weight
         self._batches = Batches() if config.manager == BATCH else None
         self._whole_tasks = config.batch == "task"
         self._response_tokens: dict[int, int] = {}
-        self._pool = GradingPool(config)
+        self._pool = GradingPool(config, sandbox)
 
     def __enter__(self) -> RewardManager:
         return self

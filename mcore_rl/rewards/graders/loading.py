@@ -10,7 +10,7 @@ from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, RewardConfig, WeightedFunctionConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
-from mcore_rl.rewards.graders.catalogue import build, grader_of, without_grader
+from mcore_rl.rewards.graders.catalogue import RUN_CODE, build, grader_of, without_grader
 from mcore_rl.rewards.graders.code import CodeRunner
 from mcore_rl.rewards.results import TAKEN, failed
 from mcore_rl.types import Score
@@ -21,12 +21,20 @@ UNNAMED = "unknown"
 NO_RUNNER = "it needs a sandbox to run code in, and there is none here"
 
 
-def check_reward_function(config: RewardConfig) -> None:
+def check_reward_function(config: RewardConfig, runner: CodeRunner | None = None) -> None:
     """Loads what `reward` names, as the grading processes will.
 
     Raises: ConfigError naming the key and the cause.
     """
-    load_grader(config)
+    load_grader(config, runner)
+
+
+def runs_code(config: RewardConfig, data_sources: Collection[str]) -> bool:
+    """Whether any response to these rows is graded by running it."""
+    named = {entry.function for entry in config.entries}
+    if BY_DATA_SOURCE in named:
+        named |= {name for name in without_grader(data_sources, config.functions, None).values() if name is not None}
+    return bool(named & set(RUN_CODE))
 
 
 def check_data_sources(

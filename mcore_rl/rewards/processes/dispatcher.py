@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rewards.processes.memory import MIB, resident_bytes
 from mcore_rl.rewards.processes.messages import Ready, Refused, Task
@@ -43,9 +44,13 @@ class Dispatcher:
     """
 
     def __init__(
-        self, config: RewardConfig, queue: deque[Task], on_scores: Callable[[list[tuple[int, Score]]], None]
+        self,
+        config: RewardConfig,
+        sandbox: SandboxConfig,
+        queue: deque[Task],
+        on_scores: Callable[[list[tuple[int, Score]]], None],
     ) -> None:
-        self._config = config
+        self._config, self._sandbox = config, sandbox
         self._queue = queue
         self._on_scores = on_scores
         self._answer_seconds = config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
@@ -59,7 +64,7 @@ class Dispatcher:
 
     def start_missing(self) -> None:
         while len(self._workers) < self._config.workers:
-            self._workers.append(GradingProcess(self._config, START_SECONDS))
+            self._workers.append(GradingProcess(self._config, self._sandbox, START_SECONDS))
 
     def feed(self) -> None:
         """Gives every process what it has room for, as far as the queue reaches."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.dispatcher import Dispatcher
@@ -32,9 +33,9 @@ class GradingPool:
     WorkerDiedError if processes cannot be started.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None) -> None:
         assert config.workers >= 1  # config.validation refuses less
-        self._config = config
+        self._config, self._sandbox = config, sandbox or SandboxConfig()
         self._queue: deque[Task] = deque()
         self._scores: dict[int, Score] = {}
         self._waits: dict[int, _Wait] = {}
@@ -99,7 +100,7 @@ class GradingPool:
             os.write(self._wake_writer, b"x")
 
     def _run(self) -> None:
-        dispatcher = Dispatcher(self._config, self._queue, self._finish)
+        dispatcher = Dispatcher(self._config, self._sandbox, self._queue, self._finish)
         try:
             while not self._closing:
                 dispatcher.start_missing()

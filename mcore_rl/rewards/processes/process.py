@@ -12,6 +12,7 @@ import time
 from multiprocessing import Pipe
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.processes.messages import Task
 
 
@@ -23,7 +24,7 @@ class GradingProcess:
     worker when that thread ends, however it ends.
     """
 
-    def __init__(self, config: RewardConfig, start_seconds: float) -> None:
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig, start_seconds: float) -> None:
         self.connection, theirs = Pipe()
         with theirs:
             descriptor = theirs.fileno()
@@ -41,7 +42,7 @@ class GradingProcess:
         self._start_due = time.monotonic() + start_seconds
         # One that ended already is found out when its connection is read.
         with contextlib.suppress(BrokenPipeError):
-            self.connection.send(config)
+            self.connection.send((config, sandbox))
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,7 @@
 """A grading process: `python -m mcore_rl.rewards.processes.worker FD PARENT_PID`, started and fed by rewards.pool.
 
-Messages, one pickled object each. In: the RewardConfig; then lists of Tasks. Out: Ready or Refused; then lists of
-(number of a task, its scores).
+Messages, one pickled object each. In: RewardConfig and SandboxConfig; then lists of Tasks. Out: Ready or Refused; then
+lists of (number of a task, its scores).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import NAIVE, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
+from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.processes.concurrent import ConcurrentCalls
 from mcore_rl.rewards.processes.guarded import Guarded
 from mcore_rl.rewards.processes.messages import Ready, Refused, Task
@@ -42,9 +44,11 @@ def main() -> None:
 
 def serve(connection: Connection) -> None:
     """Grades tasks until the other end closes. Raises: EOFError."""
-    config: RewardConfig = connection.recv()
+    config: RewardConfig
+    sandbox: SandboxConfig
+    config, sandbox = connection.recv()
     try:
-        grader = load_grader(config)
+        grader = load_grader(config, SandboxRunner(sandbox))
     except ConfigError as error:
         connection.send(Refused(str(error)))
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.rules.episodes import episode_of
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation, ToolSchema
 from mcore_rl.data.chat.template import TemplateFacts, examine
 from mcore_rl.errors import ConfigError
@@ -66,14 +66,15 @@ def load_episode(rollout: RolloutConfig) -> Episode:
 
 
 def start_episodes(
-    rollout: RolloutConfig, loop: EngineLoop, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
+    config: Config, loop: EngineLoop, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
 ) -> EpisodePlayer:
     """What runs the configured episodes on an engine, with their tools up.
 
     Raises: ConfigError for what cannot be loaded or rendered.
     """
+    rollout = config.rollout
     player = EpisodePlayer(load_episode(rollout), loop, rollout)
-    tools = player.run(ToolBox.start(rollout)) if rollout.tools is not None else None
+    tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(rollout, tokenizer, schemas, stop_ids)
     player.around = Surroundings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.rollout.tools.schemas import Schema
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -17,10 +18,10 @@ def check_tools(config: Config) -> list[Schema]:
     """
     if config.rollout.tools is None:
         return []
-    return asyncio.run(_schemas(replace(config.rollout, tool_processes=1)))
+    return asyncio.run(_schemas(replace(config.rollout, tool_processes=1), config.sandbox))
 
 
-async def _schemas(rollout: RolloutConfig) -> list[Schema]:
-    box = await ToolBox.start(rollout)
+async def _schemas(rollout: RolloutConfig, sandbox: SandboxConfig) -> list[Schema]:
+    box = await ToolBox.start(rollout, sandbox)
     await box.shutdown()
     return box.schemas

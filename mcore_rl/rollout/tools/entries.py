@@ -13,21 +13,26 @@ import yaml
 
 from mcore_rl.config.functions import describe, names_function
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.kinds.sandboxed import SCHEMAS
 from mcore_rl.rollout.tools.kinds.verl_tools import LIFECYCLES
 from mcore_rl.rollout.tools.limits import Limits
 
 KEY = "rollout.tools"
 LIMITS = ("timeout_seconds", "max_running", "retries", "rate_per_second")
 OF_FUNCTION = ("function", "processes", "tool_schema", *LIMITS)
+OF_BUILTIN = ("builtin", *LIMITS)
 OF_CLASS = ("class_name", "config", "tool_schema", "lifecycle", *LIMITS)
 OF_MCP = ("class_name", "config", "mcp", *LIMITS)
-FORMS = "function: file.py:name, or class_name: pkg.module.Class, or mcp: {mcp_servers_config_path: FILE}"
+FORMS = (
+    "function: file.py:name, or class_name: pkg.module.Class, or mcp: {mcp_servers_config_path: FILE}, or builtin: "
+    "python or shell"
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of `tools`, of one kind: `function`, `class_name` or `servers` (a file of MCP servers) is set. `told` names
-    file and entry; `processes`: of a function, None: threads."""
+    """One of `tools`, of one kind: `builtin`, `function`, `class_name` or `servers` (a file of MCP servers) is set.
+    `told` names file and entry; `processes`: of a function, None: threads."""
 
     told: str
     limits: Limits
@@ -39,6 +44,7 @@ class Entry:
     lifecycle: str = LIFECYCLES[0]
     processes: int | None = None
     selected: tuple[str, ...] | None = None
+    builtin: str | None = None
 
 
 def read_entries(spec: str, timeout_seconds: float) -> list[Entry]:
@@ -73,6 +79,11 @@ def _entry(told: str, given: Any, folder: Path, timeout_seconds: float) -> Entry
     config = given.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"{told}.config must be a mapping")
+    if "builtin" in given:
+        _refuse_unknown(told, given, OF_BUILTIN)
+        if given["builtin"] not in SCHEMAS:
+            raise ConfigError(f"{told}.builtin={given['builtin']} must be one of {', '.join(SCHEMAS)}")
+        return Entry(told, _limits(told, given, timeout_seconds), builtin=given["builtin"])
     if "function" in given:
         _refuse_unknown(told, given, OF_FUNCTION)
         function = _code(f"{told}.function", given["function"], folder)

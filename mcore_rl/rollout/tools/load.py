@@ -8,16 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.functions import describe, load_object
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.entries import KEY, Entry, is_code, read_entries
 from mcore_rl.rollout.tools.interface import Tool
 from mcore_rl.rollout.tools.kinds.functions import THREADS, FunctionTool, PooledFunctionTool, is_async
 from mcore_rl.rollout.tools.kinds.mcp_servers import read_servers
+from mcore_rl.rollout.tools.kinds.sandboxed import SandboxedTool
 from mcore_rl.rollout.tools.kinds.verl_names import provide_verl_names
 from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool
 from mcore_rl.rollout.tools.limits import LimitedTool, Limits
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, schema_of_function
 from mcore_rl.rollout.tools.settings import ToolSettings
+from mcore_rl.sandbox.check import check_local
 
 FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
 
@@ -39,7 +42,7 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
         entries = [(entry, None) for entry in read_entries(spec, timeout_seconds)]
     tools: dict[str, LimitedTool] = {}
     for entry, given in entries:
-        for tool, limits in await _made(entry, given, derived):
+        for tool, limits in await _made(entry, given, derived, settings.sandbox):
             limited = LimitedTool(tool, limits, on_stuck)
             if limited.name in tools:
                 raise ConfigError(f"{entry.told}: there is another tool with the name {limited.name}; rename one")
@@ -49,7 +52,12 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     return tools
 
 
-async def _made(entry: Entry, given: Any, derived: Mapping[str, Schema]) -> Sequence[tuple[Tool, Limits]]:
+async def _made(
+    entry: Entry, given: Any, derived: Mapping[str, Schema], sandbox: SandboxConfig
+) -> Sequence[tuple[Tool, Limits]]:
+    if entry.builtin is not None:
+        check_local(sandbox)
+        return [(SandboxedTool(entry.builtin, sandbox), entry.limits)]
     if entry.servers is not None:
         return [(tool, entry.limits) for tool in await _of_servers(entry)]
     if entry.function is not None:

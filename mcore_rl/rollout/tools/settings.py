@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.tools.interface import Outcome
 from mcore_rl.rollout.tools.schemas import Schema
@@ -13,19 +14,26 @@ MARK = "\n... ({} characters left out) ...\n"
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """As the keys of `rollout` without `tool_`."""
+    """As the keys of `rollout` without `tool_`, and the section `sandbox`."""
 
     tools: str
     max_tool_seconds: float
     answer_characters: int
     answer_keep: str
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     schemas: tuple[Schema, ...] = ()
     """Those that an earlier process has derived: a replacement need not load transformers for them."""
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> ToolSettings:
+    def of(cls, rollout: RolloutConfig, sandbox: SandboxConfig) -> ToolSettings:
         assert rollout.tools is not None
-        return cls(rollout.tools, rollout.max_tool_seconds, rollout.tool_answer_characters, rollout.tool_answer_keep)
+        return cls(
+            rollout.tools,
+            rollout.max_tool_seconds,
+            rollout.tool_answer_characters,
+            rollout.tool_answer_keep,
+            sandbox,
+        )
 
     def shortened(self, outcome: Outcome) -> str:
         """The text for the model: valid as UTF-8, of answer_characters at most beside the mark of what is left out."""

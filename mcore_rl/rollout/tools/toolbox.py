@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rollout.tools.interface import ToolAnswer, ToolError
@@ -32,8 +33,8 @@ class ToolBox:
     schemas: list[Schema]
     """Of every tool, for the chat template."""
 
-    def __init__(self, rollout: RolloutConfig) -> None:
-        self._settings = ToolSettings.of(rollout)
+    def __init__(self, rollout: RolloutConfig, sandbox: SandboxConfig) -> None:
+        self._settings = ToolSettings.of(rollout, sandbox)
         self._processes = [ToolProcess(self._settings, START_SECONDS) for _ in range(rollout.tool_processes)]
         self._homes: dict[str, ToolProcess] = {}
         self._forgetful: set[str] = set()
@@ -44,12 +45,12 @@ class ToolBox:
         self.restarts = 0
 
     @classmethod
-    async def start(cls, rollout: RolloutConfig) -> ToolBox:
+    async def start(cls, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> ToolBox:
         """Starts the processes and waits until they have loaded every tool.
 
         Raises: ConfigError for what rollout.tools names and cannot be used; WorkerDiedError.
         """
-        box = cls(rollout)
+        box = cls(rollout, sandbox or SandboxConfig())
         try:
             box.schemas = (await asyncio.gather(*(process.ready for process in box._processes)))[0]
         except BaseException:

@@ -67,7 +67,8 @@ class EngineProcess(RunProcess):
 
         with self.spans.span("setup"):
             # Grading processes start while the engine does.
-            rewarder = RewardManager(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+            longest = config.rollout.max_response_tokens
+            rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
             engine = build_engine(config, self.name, tokenizer, hosts)
@@ -197,7 +198,7 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any) -> Player:
         return SingleTurnPlayer(loop, tokenizer)
     from mcore_rl.rollout.episodes.load import start_episodes
 
-    return start_episodes(config.rollout, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path))
+    return start_episodes(config, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path))
 
 
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:

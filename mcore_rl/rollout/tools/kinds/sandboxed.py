@@ -1,0 +1,76 @@
+"""Tools of ours that run what a model wrote, in the sandbox: an interpreter and a shell, one of each per episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.rollout.tools.interface import Episode, Outcome
+from mcore_rl.rollout.tools.schemas import Schema
+from mcore_rl.sandbox.interpreter import Interpreter, Shell
+from mcore_rl.sandbox.local import LocalSandbox
+
+PYTHON, SHELL = "python", "shell"
+NO_OUTPUT = "(no output)"
+GONE = "The {} has ended ({}); the next call starts a new one, and what was defined is gone."
+
+
+def _schema(name: str, description: str, argument: str, meaning: str) -> Schema:
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string", "description": meaning}},
+        "required": [argument],
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+SCHEMAS: dict[str, Schema] = {
+    PYTHON: _schema(
+        PYTHON,
+        "Runs Python code and returns what it prints and the value of its last expression. What is defined stays for "
+        "later calls.",
+        "code",
+        "Python code",
+    ),
+    SHELL: _schema(
+        SHELL,
+        "Runs commands of a shell and returns what they print. Variables and the directory stay for later calls.",
+        "command",
+        "commands of bash",
+    ),
+}
+
+
+class SandboxedTool:
+    """`name` is python or shell. What an episode starts lasts until it is closed."""
+
+    def __init__(self, name: str, config: SandboxConfig) -> None:
+        self.schema = SCHEMAS[name]
+        self._name = name
+        sandbox = LocalSandbox(config)
+        self._start: Callable[[], Interpreter | Shell] = sandbox.interpreter if name == PYTHON else sandbox.shell
+        self._doors: dict[str, asyncio.Lock] = {}
+        """By episode: cells of one follow each other."""
+
+    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+        (code,) = arguments.values()
+        async with self._doors.setdefault(episode.id, asyncio.Lock()):
+            session = episode.state.get(self._name)
+            if session is None or not session.alive:
+                session = episode.state[self._name] = await asyncio.to_thread(self._start)
+            found = await asyncio.to_thread(session.cell, code)
+        text = found.output or NO_OUTPUT
+        if not session.alive:
+            text = f"{text}\n{GONE.format(self._name, found.why)}"
+        return Outcome(text, error=None if found.ok else f"{self._name}: {found.why}")
+
+    async def close_episode(self, episode: Episode) -> float | None:
+        self._doors.pop(episode.id, None)
+        session = episode.state.pop(self._name, None)
+        if session is not None:
+            await asyncio.to_thread(session.close)
+        return None
+
+    async def close(self) -> None: ...

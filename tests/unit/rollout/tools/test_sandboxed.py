@@ -1,0 +1,104 @@
+"""The interpreter and the shell as tools: state per episode, time limits, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.tools.entries import read_entries
+from mcore_rl.rollout.tools.toolbox import ToolBox
+from mcore_rl.sandbox.check import check_local
+
+YAML = Path(__file__).parents[4] / "configs" / "tools" / "sandbox.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox() -> None:
+    try:
+        check_local(SandboxConfig())
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def with_tools(play: Callable[[ToolBox], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
+        box = await ToolBox.start(RolloutConfig(tools=str(YAML)), SandboxConfig(seconds=1.0))
+        try:
+            return await play(box)
+        finally:
+            await box.shutdown()
+
+    return asyncio.run(run())
+
+
+def test_an_episode_has_an_interpreter_and_a_shell_of_its_own() -> None:
+    async def play(box: ToolBox) -> list[str]:
+        assert [schema["function"]["name"] for schema in box.schemas] == ["python", "shell"]
+        await asyncio.gather(*(box.call(name, "python", {"code": f"x = {len(name)}"}) for name in ("a", "bb")))
+        answers = [await box.call(name, "python", {"code": "x * 2"}) for name in ("a", "bb")]
+        answers.append(await box.call("a", "shell", {"command": "cd /tmp; y=5"}))
+        answers.append(await box.call("a", "shell", {"command": "echo $PWD $y"}))
+        answers.append(await box.call("a", "python", {"code": "open('/root/.bashrc')"}))
+        assert [answer.error for answer in answers[:4]] == [None] * 4
+        assert answers[4].error is not None
+        for name in ("a", "bb"):
+            await box.close_episode(name)
+        return [answer.text.strip() for answer in answers]
+
+    texts = with_tools(play)
+    assert texts[:4] == ["2", "4", "(no output)", "/tmp 5"]
+    assert "FileNotFoundError" in texts[4] or "PermissionError" in texts[4]
+
+
+def test_code_that_never_ends_costs_its_interpreter_which_says_so_and_begins_anew() -> None:
+    async def play(box: ToolBox) -> list[Any]:
+        await box.call("a", "python", {"code": "x = 1"})
+        stuck = await box.call("a", "python", {"code": "while True: pass"})
+        after = await box.call("a", "python", {"code": "'x' in dir()"})
+        return [stuck, after]
+
+    stuck, after = with_tools(play)
+    assert stuck.error == "python: timeout"
+    assert "The python has ended (timeout); the next call starts a new one" in stuck.text
+    assert after.text.strip() == "False"
+
+
+def test_nothing_is_left_of_an_episode_that_is_closed() -> None:
+    async def play(box: ToolBox) -> tuple[int, int]:
+        await box.call("a", "python", {"code": "1"})
+        during = _confined()
+        await box.close_episode("a")
+        for _ in range(100):
+            if not _confined():
+                break
+            await asyncio.sleep(0.05)
+        return during, _confined()
+
+    during, after = with_tools(play)
+    assert during > 0
+    assert after == 0
+
+
+def _confined() -> int:
+    found = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found += process.name() in ("bwrap", "prlimit") or "/usr/bin/python3" in process.cmdline()
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_an_unknown_builtin_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools: [{builtin: ruby}]")
+    with pytest.raises(ConfigError, match=r"tools\[0\]\.builtin=ruby must be one of python, shell"):
+        read_entries(str(path), 30.0)
