@@ -10,6 +10,8 @@ _ROWS = (
     ("reward (training)", "reward/mean", "{:.3f}", "{:+.3f}"),
     ("tokens (training)", "response_tokens/mean", "{:.1f}", "{:+.1f}"),
     ("entropy (training)", "actor/entropy", "{:.3f}", "{:+.3f}"),
+    ("turns (training)", "episode/turns", "{:.2f}", "{:+.2f}"),
+    ("tool calls (training)", "episode/tool_calls", "{:.2f}", "{:+.2f}"),
 )
 _HAS_BEST = "val/accuracy"
 _HEAD = ("", "before", "best", "after", "change")

@@ -105,8 +105,11 @@ class EpisodePlayer:
         except WithdrawnError:
             return None
         finally:
+            closed = None
             if self.around.tools is not None:
-                await self.around.tools.close_episode(session.id)
+                closed = await self.around.tools.close_episode(session.id)
+        if closed is not None and closed.rewards:
+            outcome = replace(outcome, extra={**outcome.extra, "episode_rewards_of_tools": dict(closed.rewards)})
         if source.failure is not None:
             raise source.failure
         client.begin()  # one that failed before it asked for anything

@@ -20,6 +20,7 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
+from mcore_rl.rollout.tools.tool_process import ClosedEpisode
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
@@ -41,7 +42,7 @@ class ToolCaller(Protocol):
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
     ) -> ToolAnswer: ...
 
-    async def close_episode(self, episode_id: str) -> object: ...
+    async def close_episode(self, episode_id: str) -> ClosedEpisode: ...
 
 
 class MessageParser(Protocol):

@@ -21,6 +21,7 @@ from mcore_rl.rollout.episodes.single_turn import Attempt, Course
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ToolCallParser
+from mcore_rl.rollout.tools.tool_process import ClosedEpisode
 from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.scripted import Say, ScriptedEngine, served
@@ -35,6 +36,8 @@ class FakeTools:
     answers: Callable[[dict[str, Any]], ToolAnswer | float]
     calls: list[tuple[str, str, dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Of whole episodes."""
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
@@ -46,8 +49,9 @@ class FakeTools:
         await asyncio.sleep(answer)
         return ToolAnswer("slept")
 
-    async def close_episode(self, episode_id: str) -> None:
+    async def close_episode(self, episode_id: str) -> ClosedEpisode:
         self.closed.append(episode_id)
+        return ClosedEpisode(self.rewards)
 
 
 @dataclass

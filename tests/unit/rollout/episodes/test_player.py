@@ -28,7 +28,7 @@ SetUp = Callable[..., Stage]
 
 
 def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
-    tools = FakeTools(echo)
+    tools = FakeTools(echo, rewards={"look": 2.5})
     on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=tools, extra_info={"tools_kwargs": {"look": {"a": 1}}})
     (outcome,) = on.play()
     turns = [f"now {call('0')}{END}", f"now {call('1')}{END}", f"done after 2{END}"]
@@ -39,7 +39,8 @@ def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> N
     assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
     assert (trajectory.logp[trajectory.trained > 0] == -trajectory.token_ids[trajectory.trained > 0]).all()
     assert (outcome.turns, outcome.tool_calls, outcome.finish_reason) == (3, 2, "stop")
-    assert outcome.extra == {"num_turns": 3, "tool_rewards": [0.5, 0.5]}
+    rewards = {"tool_rewards": [0.5, 0.5], "episode_rewards_of_tools": {"look": 2.5}}
+    assert outcome.extra == {"num_turns": 3, **rewards}
     assert [name for name, *_ in [(c[1], c[2]["q"], c[3]) for c in tools.calls]] == ["look", "look"]
     assert tools.calls[0][3] == {"look": {"a": 1}}
     assert tools.closed == ["train.0.0"]
