@@ -53,6 +53,13 @@ ALIASES = {
     "save_total_limit": "checkpoint.keep_last",
     # Generation.
     "rollout.n": "rollout.samples_per_prompt",
+    "multi_turn.max_assistant_turns": "rollout.max_turns",
+    "multi_turn.tool_config_path": "rollout.tools",
+    "multi_turn.function_tool_path": "rollout.tools",
+    "multi_turn.max_parallel_calls": "rollout.max_tool_calls_per_turn",
+    "multi_turn.max_tool_response_length": "rollout.tool_answer_characters",
+    "multi_turn.format": "rollout.tool_parser",
+    "agent.default_agent_loop": "rollout.episode",
     "val_kwargs.n": "rollout.validation_samples",
     "n_samples_per_prompt": "rollout.samples_per_prompt",
     "num_generations": "rollout.samples_per_prompt",

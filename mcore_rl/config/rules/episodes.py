@@ -5,8 +5,12 @@ from __future__ import annotations
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import names_function
+from mcore_rl.config.rules.unused import refuse_unless_default
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
+
+OF_TURNS = ("max_turns", "max_turn_tokens", "max_episode_seconds", "failed_reward", "history", "long_history")
+"""Keys of the section that a single turn has no use for."""
 
 
 def episode_of(rollout: RolloutConfig) -> str:
@@ -40,6 +44,9 @@ def check_episodes(config: Config) -> None:
         raise ConfigError(f"rollout.tools={rollout.tools} is not used by rollout.episode={chosen}; leave it out")
     if rollout.episode_kwargs and not (names_function(chosen) or chosen == WITH_ENVIRONMENT):
         raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; leave it out")
+    if chosen == SINGLE_TURN:
+        remedy = "set rollout.episode, rollout.tools or rollout.environment"
+        refuse_unless_default("rollout", rollout, remedy, OF_TURNS)
     _check_limits(rollout)
 
 

@@ -1,0 +1,62 @@
+"""Which episode the keys choose, and what of them contradicts each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
+from mcore_rl.config.rules.episodes import check_episodes, episode_of, has_turns
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [
+        ({}, "single_turn"),
+        ({"tools": "t.py:f"}, "tools"),
+        ({"environment": "g.py:Game"}, "environment"),
+        ({"tools": "t.py:f", "episode": "s.py:Solver"}, "s.py:Solver"),
+    ],
+)
+def test_what_is_brought_chooses_the_episode(keys: dict[str, str], chosen: str) -> None:
+    rollout = RolloutConfig(**keys)
+    assert episode_of(rollout) == chosen
+    assert has_turns(rollout) == (chosen != "single_turn")
+    check_episodes(Config(rollout=rollout))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"episode": "tools"}, r"^rollout\.episode=tools needs rollout\.tools: "),
+        ({"episode": "environment"}, r"needs rollout\.environment=module_or_file\.py:name"),
+        (
+            {"episode": "s.py:S", "environment": "g.py:G"},
+            r"^rollout\.environment=g\.py:G is not used by rollout\.episode=s",
+        ),
+        ({"tools": "t.yaml", "environment": "g.py:G"}, r"^rollout\.tools=t\.yaml is not used by rollout\.episode=env"),
+        ({"tools": "t.yaml", "episode": "single_turn"}, r"^rollout\.tools=t\.yaml is not used by"),
+        ({"episode_kwargs": {"a": "1"}}, r"^rollout\.episode_kwargs is not used by rollout\.episode=single_turn"),
+        ({"tools": "t.yaml", "episode_kwargs": {"a": "1"}}, r"^rollout\.episode_kwargs is not used"),
+        ({"max_turns": 3}, r"^rollout\.max_turns=3 has no effect; set rollout\.episode"),
+        ({"history": "keep"}, r"^rollout\.history=keep has no effect"),
+        (
+            {"tools": "t.yaml", "max_turn_tokens": 99, "max_response_tokens": 64},
+            r"^rollout\.max_turn_tokens=99 exceeds rollout\.max_response_tokens=64",
+        ),
+        (
+            {"tools": "t.yaml", "max_episode_seconds": 5.0},
+            r"^rollout\.max_tool_seconds=30 exceeds rollout\.max_episode_seconds=5",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_episodes(Config(rollout=RolloutConfig(**keys)))  # type: ignore[arg-type]
+
+
+def test_supervised_training_has_no_episodes() -> None:
+    config = Config(rollout=RolloutConfig(tools="t.yaml", episode="single_turn"))
+    config.algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
+    check_episodes(config)
