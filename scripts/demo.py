@@ -73,7 +73,10 @@ DEMOS = {
         "game",
         "configs/demo_game_cpu.yaml",
         "runs/demo_game",
-        ("rollout.max_prompt_tokens=24", "trainer.steps=250", "actor.optimizer.decay_steps=250"),
+        (
+            *("trainer.steps=250", "trainer.prompts_per_step=128", "trainer.prompts_per_update=128"),
+            *("actor.optimizer.lr=2e-3", "actor.optimizer.min_lr=2e-4", "actor.optimizer.decay_steps=250"),
+        ),
     ),
 }
 

@@ -2,9 +2,9 @@
 
 `tool`: 3-digit multiplication, which the tiny model cannot do, with a calculator, which it can call. The warm start
 teaches both to call it and, in most rows, to blurt some number: what pays is for the run to find out.
-`game`: guess a number from 0 to 15; after each guess the answer is `>` (it is higher) or `<` (it is lower). The warm
-start mostly teaches to blurt a number, and in some rows, after a `!`, to heed what was answered: again, what pays is
-for the run to find out.
+`game`: guess a number from 0 to 14, four times; a guess is answered by `>` (it is higher) or `<` (it is lower). The
+warm start mostly teaches to guess blindly, which finds one number in four; a guess after a `!` is the middle of what
+the answers have left, and four of those find any number. Again, what pays is for the run to find out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ TOOL_TEMPLATE = (
 GAME_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 CALLING_FRACTION = 0.25
 """Of the warm start's rows: they call the calculator."""
-HEEDING_FRACTION = 0.3
-"""Of the warm start's guesses: they begin with `!`, and heed all answers before."""
-NUMBERS, RANGE, LONGEST_GAME = 16, "0-15?", 5
-"""How many numbers there are, how a game is asked for, and how many guesses the warm start shows at most."""
+HEEDING_FRACTION = 0.15
+"""Of the warm start's games: most of their guesses heed the answers, and begin with `!`; in the others few do."""
+MOST, FEW = 0.9, 0.1
+"""Neither is all or none: a run sees games in which both kinds mix, and must know what `!` means in them too."""
+NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
+"""How many numbers there are, how a game is asked for, and how many guesses it takes at most."""
 
 Row = tuple[str, str, str]
 """Prompt, target of the warm start, answer."""
@@ -64,12 +66,12 @@ def _multiplication(a: int, b: int, rng: random.Random) -> Row:
 
 
 def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
-    """By split; the answer is the number, which only the game knows: validation has every one equally often."""
+    """By split; the answer is the number, which only the game knows: validation has all of them, in turn."""
     rng = random.Random(f"game/{seed}")
     return {
         "val": [_game(place % NUMBERS) for place in range(sizes["val"])],
         "train": [_game(rng.randrange(NUMBERS)) for _ in range(sizes["train"])],
-        "warm_start": [_moment(rng.randrange(NUMBERS), rng) for _ in range(sizes["warm_start"])],
+        "warm_start": [_shown_game(rng.randrange(NUMBERS), rng) for _ in range(sizes["warm_start"])],
     }
 
 
@@ -77,18 +79,19 @@ def _game(number: int) -> Row:
     return RANGE, "", str(number)
 
 
-def _moment(number: int, rng: random.Random) -> Row:
-    """A row of the warm start: a game after some guesses, and the next one."""
-    text, first, last = RANGE, 0, NUMBERS - 1
-    for _ in range(rng.randrange(LONGEST_GAME)):
-        guess = rng.randrange(NUMBERS)
-        if guess == number:
-            continue
-        text += f"{'!' if rng.random() < 0.5 else ''}{guess}{ENDS}{'>' if guess < number else '<'}"
+def _shown_game(number: int, rng: random.Random) -> Row:
+    """A row of the warm start: a whole game. What is answered is part of its target: no harm, as a turn ends before."""
+    played, first, last = "", 0, NUMBERS - 1
+    heeding = MOST if rng.random() < HEEDING_FRACTION else FEW
+    for turn in range(GUESSES):
+        heeds = rng.random() < heeding
+        guess = (first + last) // 2 if heeds else rng.randrange(NUMBERS)
+        played += f"!{guess}" if heeds else str(guess)
+        if guess == number or turn == GUESSES - 1:
+            break
+        played += f"{ENDS}{'>' if guess < number else '<'}"
         first, last = (max(first, guess + 1), last) if guess < number else (first, min(last, guess - 1))
-    heeds = rng.random() < HEEDING_FRACTION
-    guess = rng.randint(first, last) if heeds else rng.randrange(NUMBERS)
-    return text, f"!{guess}" if heeds else str(guess), str(number)
+    return RANGE, played, str(number)
 
 
 def num_tokens(target: str) -> int:

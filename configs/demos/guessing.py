@@ -4,30 +4,33 @@ import re
 
 
 class GuessingGame:
-    """Answers `>` to a guess that is too low and `<` to one that is too high. A guess that no answer has ruled out
-    gives a little, another one takes it, the number itself gives 1. What is no number ends the game."""
+    """Answers `>` to a guess that is too low and `<` to one that is too high, `guesses` times. The number gives 1; a
+    guess that an earlier answer has ruled out costs `ruled_out`. What is no number ends the game."""
 
-    def __init__(self, prompt, little="0.2"):
+    def __init__(self, prompt, guesses, ruled_out="0.5"):
         self.number = int(prompt.ground_truth)
         self.low, self.high = map(int, re.findall(r"\d+", prompt.messages[-1]["content"]))
-        self.little = float(little)
+        self.guesses_left, self.ruled_out = int(guesses), float(ruled_out)
         self.won = False
 
     def step(self, action):
         """(answer, reward, whether the game is over)"""
         if not re.fullmatch(r"!?\d+", action):
-            return "", -self.little, True
+            return "", 0.0, True
+        self.guesses_left -= 1
         guess = int(action.removeprefix("!"))
-        possible = self.low <= guess <= self.high
         if guess == self.number:
             self.won = True
             return "", 1.0, True
+        reward = 0.0 if self.low <= guess <= self.high else -self.ruled_out
         if guess < self.number:
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
-        return (">" if guess < self.number else "<"), self.little if possible else -self.little, False
+        return (">" if guess < self.number else "<"), reward, self.guesses_left == 0
 
     def score(self):
-        """What counts as right is a game that was won; its rewards are those of the guesses."""
-        return {"score": 0.0, "acc": float(self.won)}
+        """Added to the rewards of the guesses. Guesses that were not made cost as much as bad ones, and so giving up
+        never pays; what counts as right is a game that was won."""
+        given_up = 0.0 if self.won else -self.ruled_out * self.guesses_left
+        return {"score": given_up, "acc": float(self.won)}

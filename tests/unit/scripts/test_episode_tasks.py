@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import demo_task
 import episode_tasks
 import pytest
 
+from mcore_rl.config import load_config
 from mcore_rl.config.functions import load_function
 from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.data.chat.template import TemplateFacts, examine
 from mcore_rl.rewards.math_grader import is_correct
 from mcore_rl.rollout.tools.parsers import ToolCall, ToolCallParser
 from mcore_rl.rollout.tools.schemas import schema_of_function
-from mcore_rl.types import Prompt
 
 CALCULATOR = "configs/demos/calculator.py:calculator"
 
@@ -47,17 +49,24 @@ def test_the_tokenizer_read_back_knows_every_text_and_every_id_of_the_model(prep
 
 
 @pytest.mark.parametrize("name", ["tool", "game"])
-def test_what_is_validated_is_trained_nowhere_and_problems_depend_on_the_seed_alone(name: str) -> None:
-    splits = demo_task.problems(name)
-    asked = {split: {(p.prompt, p.answer) for p in problems} for split, problems in splits.items()}
-    assert len(asked["val"]) == 256
-    assert not asked["val"] & asked["train"]
-    begun = {
-        (p.prompt.split("<")[0].removeprefix("[calculator]").split("?")[0], p.answer) for p in splits["warm_start"]
-    }
-    assert not {(prompt.split("?")[0], answer) for prompt, answer in asked["val"]} & begun
+def test_problems_depend_on_the_seed_alone(name: str) -> None:
     assert demo_task.problems(name, 3) == demo_task.problems(name, 3)
     assert demo_task.problems(name, 3) != demo_task.problems(name, 4)
+
+
+def test_no_product_that_is_validated_is_trained() -> None:
+    splits = demo_task.problems("tool")
+    asked = {split: {p.prompt.removeprefix("[calculator]").split("<")[0] for p in splits[split]} for split in splits}
+    assert len(asked["val"]) == 256
+    assert not asked["val"] & (asked["train"] | asked["warm_start"])
+
+
+def test_a_game_is_asked_for_in_the_same_words_whatever_the_number() -> None:
+    splits = demo_task.problems("game")
+    assert {p.prompt for split in splits.values() for p in split} == {"0-14?"}
+    times = Counter(p.answer for p in splits["val"])
+    assert set(times) == set(map(str, range(15)))
+    assert set(times.values()) == {17, 18}
 
 
 def test_calls_of_the_warm_start_are_calls_and_what_follows_is_the_templates_rendering(calculator: Any) -> None:
@@ -97,22 +106,96 @@ def test_the_calculator_refuses_what_is_no_product(calculator: Any) -> None:
             calculator(expression)
 
 
-def test_the_game_answers_as_the_warm_start_shows_and_rewards_the_number() -> None:
-    game = load_function("rollout.environment", "configs/demos/guessing.py:GuessingGame")
+@pytest.fixture(scope="module")
+def game() -> Any:
+    return load_function("rollout.environment", "configs/demos/guessing.py:GuessingGame")
+
+
+def asked(number: str) -> Any:
+    """The row of a game, as an episode gets it."""
+    return SimpleNamespace(ground_truth=number, messages=[{"role": "user", "content": episode_tasks.RANGE}])
+
+
+def test_games_of_the_warm_start_are_what_the_game_answers_and_the_template_renders(game: Any) -> None:
     tokenizer = episode_tasks.game_tokenizer()
     talk = Conversation(tokenizer, [], [tokenizer.eos_token_id])
+    won = 0
     for problem in demo_task.problems("game")["warm_start"][:500]:
-        question, _, history = problem.prompt.partition("?")
-        row = Prompt(0, None, "", "", problem.answer, {}, [{"role": "user", "content": f"{question}?"}])  # type: ignore
-        playing = game(prompt=row)
-        messages = list(row.messages)
-        for guess, answer in re.findall(r"(\d+)<eos>([<>])", history):
-            assert playing.step(guess) == (answer, -0.1, False)
-            messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": answer}]
-        assert tokenizer(problem.prompt)["input_ids"] == talk.whole(messages)
-        assert playing.step(problem.answer) == ("<", 1.0, True)
-        assert playing.score() == {"score": 0.0, "acc": 1.0}
-    lost = game(prompt=row)
-    assert lost.step("63" if lost.high < 63 else "0")[1:] == (-1.0, True)
-    assert lost.step("x")[1:] == (-1.0, True)
-    assert lost.score()["acc"] == 0.0
+        row = asked(problem.answer)
+        playing = game(prompt=row, guesses=str(episode_tasks.GUESSES))
+        *before, last = problem.target.split("<eos>")
+        messages, said = list(row.messages), ""
+        for part in before:
+            assert part.startswith(said)
+            guess = part.removeprefix(said)
+            said, _, done = playing.step(guess)
+            assert not done
+            messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
+        assert last.startswith(said)
+        rendered = [*talk.whole(messages), *tokenizer(last.removeprefix(said))["input_ids"]]
+        assert tokenizer(problem.prompt + problem.target)["input_ids"] == rendered
+        assert playing.step(last.removeprefix(said))[2]  # it is over, where the target ends
+        won += playing.won
+    assert 100 < won < 300
+
+
+def test_a_guess_after_a_mark_was_ruled_out_by_no_answer_and_four_of_them_find_any_number(game: Any) -> None:
+    marked = blind = 0
+    middles: dict[tuple[str, ...], str] = {}
+    for problem in demo_task.problems("game")["warm_start"]:
+        turns = re.findall(r"(!?)(\d+)(?:<eos>([<>]))?", problem.target)
+        low, high = 0, 14
+        for place, (mark, guess, answer) in enumerate(turns):
+            if mark and all(turn[0] for turn in turns[:place]):
+                middles[tuple(turn[2] for turn in turns[:place])] = guess
+            marked += bool(mark)
+            blind += not mark
+            assert not mark or low <= int(guess) <= high, problem.target
+            low, high = (max(low, int(guess) + 1), high) if answer == ">" else (low, min(high, int(guess) - 1))
+    assert 0.1 < marked / (marked + blind) < 0.3  # what pays is there, and is rare
+    for number in range(15):
+        playing, answers, done = game(prompt=asked(str(number)), guesses="4"), [], False
+        while not done:
+            answer, reward, done = playing.step(f"!{middles[tuple(answers)]}")
+            assert reward >= 0
+            answers.append(answer)
+        assert playing.won
+
+
+def total(playing: Any, actions: list[str]) -> float:
+    """All that an episode of these actions is given."""
+    rewards = []
+    for action in actions:
+        _, reward, done = playing.step(action)
+        rewards.append(reward)
+        if done:
+            break
+    return sum(rewards) + playing.score()["score"]
+
+
+def test_the_number_pays_what_was_ruled_out_costs_and_giving_up_never_pays(game: Any) -> None:
+    def played(*actions: str) -> float:
+        return total(game(prompt=asked("6"), guesses="4"), list(actions))
+
+    assert played("6") == played("!7", "3", "6") == 1.0
+    assert played("7", "8", "6") == played("!7", "!7", "6") == 0.5
+    assert played("7", "3", "5", "4") == -0.5
+    worst = played("99", "99", "99", "99")
+    for given_up in ([], ["x"], [""], ["6!"], ["!"], ["-6"]):  # [] is a turn that was cut
+        assert played(*given_up) <= worst
+        assert played("7", *given_up) < played("7", "3", "4", "5")
+
+
+def test_a_game_is_right_when_the_number_was_found_in_time(game: Any) -> None:
+    playing = game(prompt=asked("6"), guesses="2")
+    assert playing.step("3") == (">", 0.0, False)
+    assert playing.step("!7") == ("<", 0.0, True)
+    assert playing.score() == {"score": 0.0, "acc": 0.0}
+    playing = game(prompt=asked("6"), guesses="2")
+    assert playing.step("!6") == ("", 1.0, True)
+    assert playing.score() == {"score": 0.0, "acc": 1.0}
+
+
+def test_the_configuration_plays_as_many_guesses_as_the_warm_start_shows() -> None:
+    config = load_config("configs/demo_game_cpu.yaml", [])
+    assert config.rollout.max_turns == int(config.rollout.episode_kwargs["guesses"]) == episode_tasks.GUESSES
