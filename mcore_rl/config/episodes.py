@@ -28,8 +28,9 @@ class EpisodeConfig:
     max_turn_tokens: int | None = setting(None, minimum=1)
     """Sampled in one turn; null: what rollout.max_response_tokens leaves, which counts all turns and what is said
     between them."""
-    max_episode_seconds: float | None = setting(None, above=0)
-    """After which an episode ends with what there is of it; null: no limit."""
+    max_episode_seconds: float | None = setting(3600.0, above=0)
+    """After which an episode ends with what there is of it, so that an environment that never answers holds up nobody
+    for ever; null: no limit."""
     failed_reward: float = 0.0
     """Reward of an episode that raised. Nothing of it is trained, but its group's mean counts it."""
     history: str | None = setting(None, choices=("keep", "new_sequence"))

@@ -45,12 +45,9 @@ def ended(session: Session, returned: Any, *, reason: str | None = None) -> Epis
     trajectories = _chosen(session, result)
     if reason is None:
         reason = session.limit or (LENGTH if session.truncated else STOP)
-    return replace(
-        _outcome(session, trajectories, reason),
-        reward=result.reward,
-        accuracy=result.accuracy,
-        parts=result.parts,
-    )
+    outcome = _outcome(session, trajectories, reason)
+    parts = {**outcome.parts, **result.parts}
+    return replace(outcome, reward=result.reward, accuracy=result.accuracy, parts=parts)
 
 
 def failed(session: Session, error: str, traceback: str | None, end_id: int, version: int) -> EpisodeOutcome:
@@ -82,7 +79,7 @@ def _outcome(session: Session, trajectories: Sequence[Trajectory], reason: str) 
         seconds=dict(session.seconds),
         extra={"num_turns": session.num_turns, "tool_rewards": list(session.tool_rewards)},
         messages=session.transcript(),
-        taken_over=session.taken_over,
+        parts={f"tool_{name}": sum(values) / len(values) for name, values in session.tool_figures.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -119,10 +120,9 @@ class Session:
         """What has been said, as far as it was rendered or parsed."""
         self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
         self.tool_rewards: list[float] = []
-        self.figures: dict[str, list[float]] = defaultdict(list)
-        """Of tools, by name."""
+        self.tool_figures: defaultdict[str, list[float]] = defaultdict(list)
+        """What calls of tools said besides, by name, as far as it is numbers."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.taken_over = 0
         self.limit: str | None = None
         """Why it could not go on."""
         self.truncated = False
@@ -197,7 +197,8 @@ class Session:
         if answer.reward is not None:
             self.tool_rewards.append(answer.reward)
         for name, value in answer.metrics.items():
-            self.figures[name].append(value)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self.tool_figures[name].append(float(value))
         return answer
 
     def count_malformed_call(self) -> None:

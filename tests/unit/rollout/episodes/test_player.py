@@ -41,6 +41,7 @@ def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> N
     assert (outcome.turns, outcome.tool_calls, outcome.finish_reason) == (3, 2, "stop")
     rewards = {"tool_rewards": [0.5, 0.5], "episode_rewards_of_tools": {"look": 2.5}}
     assert outcome.extra == {"num_turns": 3, **rewards}
+    assert outcome.parts == {"tool_depth": 2.0}
     assert [name for name, *_ in [(c[1], c[2]["q"], c[3]) for c in tools.calls]] == ["look", "look"]
     assert tools.calls[0][3] == {"look": {"a": 1}}
     assert tools.closed == ["train.0.0"]
