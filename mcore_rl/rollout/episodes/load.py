@@ -17,6 +17,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings
+from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -66,14 +67,18 @@ def load_episode(rollout: RolloutConfig) -> Episode:
 
 
 def start_episodes(
-    config: Config, loop: EngineLoop, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]
+    config: Config,
+    loop: EngineLoop,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: tuple[int, ...],
+    record: Record,
 ) -> EpisodePlayer:
-    """What runs the configured episodes on an engine, with their tools up.
+    """What runs the configured episodes on an engine, with their tools up. `record` takes spans for the timeline.
 
     Raises: ConfigError for what cannot be loaded or rendered.
     """
     rollout = config.rollout
-    player = EpisodePlayer(load_episode(rollout), loop, rollout)
+    player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
     tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(rollout, tokenizer, schemas, stop_ids)

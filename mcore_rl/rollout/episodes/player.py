@@ -20,6 +20,7 @@ from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings, TokenSource
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course
+from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
 from mcore_rl.rollout.failures import FAILED_EPISODE
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.loop import EngineLoop
@@ -54,8 +55,12 @@ class EpisodePlayer:
 
     around: Surroundings
 
-    def __init__(self, episode: Episode, loop: EngineLoop, config: RolloutConfig) -> None:
+    def __init__(
+        self, episode: Episode, loop: EngineLoop, config: RolloutConfig, record: Record = lambda *span: None
+    ) -> None:
+        """`record` takes spans for the timeline."""
         self._episode, self._engine, self._config = episode, loop, config
+        self._traces = EpisodeTraces(record)
         self.client = EngineClient(loop)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
@@ -91,7 +96,14 @@ class EpisodePlayer:
 
     async def _play(self, attempt: Attempt, course: Course, drawn: Mapping[str, Drawn]) -> EpisodeOutcome | None:
         """None: it was withdrawn."""
-        client = AttemptClient(self.client, drawn, attempt.request.request_id, course.begun)
+        traced = self._traces.begin(attempt.request.request_id)
+
+        def begin() -> None:
+            if traced is not None:
+                traced.enter(RUNNING)
+            course.begun()
+
+        client = AttemptClient(self.client, drawn, attempt.request.request_id, begin)
         source = WatchedSource(client)
         prompt = attempt.prompt
         limits = EpisodeLimits.of(
@@ -99,12 +111,15 @@ class EpisodePlayer:
             response_tokens=attempt.request.sampling.max_response_tokens,
             turns=prompt.max_turns,
         )
-        session = Session(replace(self.around, source=source), attempt.request, prompt, limits)
+        session = Session(replace(self.around, source=source), attempt.request, prompt, limits, traced)
+        ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)
+            ended_in = COMPLETED if outcome.error is None else FAILED
         except WithdrawnError:
             return None
         finally:
+            self._traces.end(traced, ended_in)
             closed = None
             if self.around.tools is not None:
                 closed = await self.around.tools.close_episode(session.id)

@@ -17,8 +17,10 @@ from mcore_rl.data.chat.conversation import Conversation, Message, call_id
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.errors import ConfigError
+from mcore_rl.rollout.episodes import trace
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
+from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
 from mcore_rl.rollout.tools.tool_process import ClosedEpisode
@@ -111,7 +113,14 @@ class Surroundings:
 class Session:
     """Of one episode. `request` is the one of a single turn: its seed and id are those of the episode."""
 
-    def __init__(self, around: Surroundings, request: GenerationRequest, prompt: Prompt, limits: EpisodeLimits) -> None:
+    def __init__(
+        self,
+        around: Surroundings,
+        request: GenerationRequest,
+        prompt: Prompt,
+        limits: EpisodeLimits,
+        traced: EpisodeTrace | None = None,
+    ) -> None:
         self.seed = request.seed
         self.id = request.request_id
         self.limits = limits
@@ -127,7 +136,8 @@ class Session:
         """Why it could not go on."""
         self.truncated = False
         """Whether the turn that was sampled last was cut by a limit."""
-        self._around, self._request, self._prompt = around, request, prompt
+        self._around, self._request, self._prompt, self._trace = around, request, prompt, traced
+        self._tool_calls_under_way = 0
         self._last: Sampled | None = None
         self._texts: list[str] = []
         self._said: list[list[Message]] = []
@@ -191,7 +201,7 @@ class Session:
         self._calls_of_turn += 1
         self.num_tool_calls += 1
         kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
-        with self._spent(TOOL_CALLING):
+        with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self._around.tools.call(self.id, tool_name, dict(arguments), kwargs)
         self.num_tool_errors += answer.error is not None
         if answer.reward is not None:
@@ -326,6 +336,18 @@ class Session:
         except EpisodeLimitError as error:
             self.limit = error.reason
             raise
+
+    @contextlib.contextmanager
+    def _traced_call(self) -> Iterator[None]:
+        self._tool_calls_under_way += 1
+        if self._trace is not None:
+            self._trace.enter(trace.TOOL_CALLING)
+        try:
+            yield
+        finally:
+            self._tool_calls_under_way -= 1
+            if self._trace is not None and not self._tool_calls_under_way:
+                self._trace.enter(trace.RUNNING)
 
     @contextlib.contextmanager
     def _spent(self, state: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mcore_rl.rollout.tasks import GivenUp, TaskRunner
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.delivery import Kept
+from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
     RolloutScalars,
     RolloutTask,
@@ -53,6 +55,7 @@ class EngineProcess(RunProcess):
     def __init__(self, name: str, logs: str | None = None) -> None:
         super().__init__(name, logs)
         self._kept = Kept(name)
+        self._episodes = SpanRecorder(f"{name}, episodes")
 
     def setup(
         self,
@@ -74,7 +77,7 @@ class EngineProcess(RunProcess):
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
-            player = _player(config, self.loop, tokenizer)
+            player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
                 player,
                 rewarder,
@@ -171,7 +174,7 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def drain_spans(self) -> list[Span]:
-        return self.spans.drain()
+        return self.spans.drain() + self._episodes.drain()
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
@@ -192,13 +195,13 @@ class FollowerProcess(RunProcess):
         )
 
 
-def _player(config: Config, loop: EngineLoop, tokenizer: Any) -> Player:
+def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[str, float, float], None]) -> Player:
     """What makes responses of prompts: single turns, or episodes with their tools."""
     if not has_turns(config.rollout):
         return SingleTurnPlayer(loop, tokenizer)
     from mcore_rl.rollout.episodes.load import start_episodes
 
-    return start_episodes(config, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path))
+    return start_episodes(config, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path), record)
 
 
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:

@@ -64,6 +64,7 @@ class Stage:
     prompt: Prompt
     tokenizer: Any
     tokens: int
+    spans: list[tuple[str, float, float]]
 
     def attempts(self, count: int = 1, seed: int = 5) -> list[Attempt]:
         options = SamplingOptions(self.tokens)
@@ -111,12 +112,14 @@ def stage() -> Iterator[Callable[..., Stage]]:
         ) -> Stage:
             config = RolloutConfig(**({"max_prompt_tokens": 200, "max_response_tokens": 600} | rollout))
             tokenizer = made.tokenizer(template)
+            spans: list[tuple[str, float, float]] = []
             engine = ScriptedEngine(tokenizer, say, config, experts=experts)
             loop = stack.enter_context(served(engine))
             player = EpisodePlayer(
                 episode if hasattr(episode, "run") else FunctionEpisode(episode, {}),  # type: ignore[arg-type]
                 loop,
                 config,
+                lambda name, start, end: spans.append((name, start, end)),
             )
             stack.callback(player.shutdown)
             schemas = [made.LOOK] if tools else []
@@ -140,6 +143,6 @@ def stage() -> Iterator[Callable[..., Stage]]:
                 extra_info or {},
                 QUESTION,
             )
-            return Stage(engine, player, tools, prompt, tokenizer, config.max_response_tokens)
+            return Stage(engine, player, tools, prompt, tokenizer, config.max_response_tokens, spans)
 
         yield set_up
