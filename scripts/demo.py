@@ -154,7 +154,7 @@ def validations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def curve(rows: Sequence[dict[str, Any]]) -> str:
     """Accuracy at every validated step as text; empty without any."""
     lines = [f"{row['step']:>6}  {row['val/accuracy']:.3f}  {'█' * round(40 * row['val/accuracy'])}" for row in rows]
-    return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} held-out problems", *lines] if lines else [])
+    return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} validated problems", *lines] if lines else [])
 
 
 def closing(demo: Demo) -> str:

@@ -118,7 +118,8 @@ TASKS = {
 
 
 def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
-    """Draws the splits `warm_start`, `train` and `val`; what is validated is in neither of the others."""
+    """Draws the splits `warm_start`, `train` and `val`; what is validated is in neither of the others, but for
+    games, which are all asked for in the same words."""
     task = TASKS[name]
     sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
     splits = task.kind.draw(name, seed, sizes)
