@@ -32,6 +32,7 @@ BENCHMARKS = {
     "refit": Benchmark("benchmarks.refit", 600, "weights of two expert-parallel ranks to two engines, beside mbridge"),
     "plan": Benchmark("benchmarks.plan", 300, "the plan of 512 trainer ranks"),
     "engine_loop": Benchmark("benchmarks.engine_loop", 1200, "our loop over vLLM, beside batches and LLM.generate"),
+    "episodes": Benchmark("benchmarks.episodes", 1200, "episodes beside single turns, engines beside slow tools"),
     "sglang_steps": Benchmark("benchmarks.sglang_steps", 1200, "SGLang by our loop, beside its Engine and its server"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
     "gpu_updates": Benchmark(
