@@ -50,6 +50,8 @@ def _measure(model: str) -> list[Result]:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     config = RolloutConfig(
+        episode="benchmarks/episodes.py:_conversation",
+        max_concurrent_episodes=CONVERSATIONS,
         max_prompt_tokens=PROMPT_TOKENS,
         max_response_tokens=TURNS * TURN_TOKENS + TURNS,
         max_turn_tokens=TURN_TOKENS,

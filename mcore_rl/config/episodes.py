@@ -31,6 +31,9 @@ class EpisodeConfig:
     max_episode_seconds: float | None = setting(3600.0, above=0)
     """After which an episode ends with what there is of it, so that an environment that never answers holds up nobody
     for ever; null: no limit."""
+    max_concurrent_episodes: int | None = setting(None, minimum=1)
+    """Episodes of one engine that are under way together, whose tools and environments hold memory; null: four for each
+    of rollout.max_concurrent_requests, so that it has enough to decode while some wait for tools."""
     failed_reward: float = 0.0
     """Reward of an episode that raised. Nothing of it is trained, but its group's mean counts it."""
     history: str | None = setting(None, choices=("keep", "new_sequence"))

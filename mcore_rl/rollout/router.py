@@ -14,8 +14,8 @@ TASKS_PER_ENGINE = 2
 TASKS_AT_ONCE = 2
 """At least so many tasks make up what an engine decodes together."""
 ROOM = 2
-"""Times what an engine decodes together it is given at most. It asks for more when only that is left: what ends is
-replaced by what waits in the engine, not by what the driver sends."""
+"""Times what an engine has under way together it is given at most. It asks for more when only that is left: what
+ends is replaced by what waits in the engine, not by what the driver sends."""
 
 
 def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) -> list[np.ndarray]:

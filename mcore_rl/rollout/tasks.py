@@ -23,7 +23,7 @@ UNWATCHED = Progress(lambda: None, lambda: None)
 Run = Callable[[RolloutTask, Progress], tuple[TrajectoryBuffers, RolloutScalars] | None]
 """RolloutWorker.run."""
 Withdraw = Callable[[Callable[[Collection[str]], Collection[str]]], None]
-"""EngineLoop.withdraw."""
+"""Player.withdraw."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
+from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.router import ROOM
@@ -212,7 +213,7 @@ def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Engin
     return EnginePool(
         [PooledEngine(engine) for engine in engines],
         watch,
-        ROOM * rollout.max_concurrent_requests,
+        ROOM * concurrent_episodes(rollout),
         rollout.max_engine_restarts,
         steals=config.reward.manager != "batch",  # whose graders see a task's responses together
     )

@@ -9,8 +9,13 @@ from mcore_rl.config.rules.unused import refuse_unless_default
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
-OF_TURNS = ("max_turns", "max_turn_tokens", "max_episode_seconds", "failed_reward", "history", "long_history")
+OF_TURNS = (
+    *("max_turns", "max_turn_tokens", "max_episode_seconds", "max_concurrent_episodes"),
+    *("failed_reward", "history", "long_history"),
+)
 """Keys of the section that a single turn has no use for."""
+EPISODES_PER_REQUEST = 4
+"""Under way for each request that an engine decodes, unless the configuration says how many."""
 
 
 def episode_of(rollout: RolloutConfig) -> str:
@@ -25,6 +30,13 @@ def episode_of(rollout: RolloutConfig) -> str:
 def has_turns(rollout: RolloutConfig) -> bool:
     """Whether an episode may be more than one turn."""
     return episode_of(rollout) != SINGLE_TURN
+
+
+def concurrent_episodes(rollout: RolloutConfig) -> int:
+    """Of one engine, that are under way together; single turns are as many as it decodes."""
+    if not has_turns(rollout):
+        return rollout.max_concurrent_requests
+    return rollout.max_concurrent_episodes or EPISODES_PER_REQUEST * rollout.max_concurrent_requests
 
 
 def check_episodes(config: Config) -> None:

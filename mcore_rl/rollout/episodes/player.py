@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mcore_rl.config.functions import describe
+from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError, WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import Episode
@@ -23,7 +24,7 @@ from mcore_rl.rollout.episodes.single_turn import Attempt, Course
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
 from mcore_rl.rollout.failures import FAILED_EPISODE
 from mcore_rl.rollout.journal import Drawn
-from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
 
 MAX_TRACEBACK_CHARACTERS = 4000
@@ -61,6 +62,12 @@ class EpisodePlayer:
         """`record` takes spans for the timeline."""
         self._episode, self._engine, self._config = episode, loop, config
         self._traces = EpisodeTraces(record)
+        # An engine takes requests in the order they come: without a limit all first turns would come before any second
+        # one, and every conversation be open.
+        self._slots = asyncio.Semaphore(concurrent_episodes(config))
+        self._door = threading.Lock()
+        self._waiting: set[str] = set()
+        """For a slot, by the ids of their first requests; who is no longer among them when it comes was withdrawn."""
         self.client = EngineClient(loop)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
@@ -70,6 +77,18 @@ class EpisodePlayer:
     def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         """As Player.play. An episode that fails costs itself: its outcome says why."""
         self.run(self._play_all(attempts, course, drawn))
+
+    def withdraw(self, choose: Choose) -> None:
+        """As Player.withdraw: of those that wait for a slot, and of first turns that have not begun."""
+
+        def choose_of_both(unbegun: Collection[str]) -> Collection[str]:
+            with self._door:
+                chosen = choose(self._waiting.union(unbegun))
+                here = self._waiting.intersection(chosen)
+                self._waiting -= here
+            return [request_id for request_id in chosen if request_id not in here]
+
+        self._engine.withdraw(choose_of_both)
 
     def shutdown(self) -> None:
         """Ends what runs."""
@@ -83,7 +102,14 @@ class EpisodePlayer:
 
     async def _play_all(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
         async def play(place: int) -> None:
-            course.ended(place, await self._play(attempts[place], course, drawn))
+            attempt = attempts[place]
+            async with self._slots:
+                stays = self._leave(attempt)
+                outcome = await self._play(attempt, course, drawn) if stays else None
+            course.ended(place, outcome)
+
+        with self._door:
+            self._waiting.update(attempt.request.request_id for attempt in attempts)
 
         tasks = [self._loop.create_task(play(place)) for place in range(len(attempts))]
         try:
@@ -92,7 +118,16 @@ class EpisodePlayer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for attempt in attempts:
+                self._leave(attempt)
             raise
+
+    def _leave(self, attempt: Attempt) -> bool:
+        """It waits no longer for a slot; whether it did."""
+        with self._door:
+            waits = attempt.request.request_id in self._waiting
+            self._waiting.discard(attempt.request.request_id)
+            return waits
 
     async def _play(self, attempt: Attempt, course: Course, drawn: Mapping[str, Drawn]) -> EpisodeOutcome | None:
         """None: it was withdrawn."""

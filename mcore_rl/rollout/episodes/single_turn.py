@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory
 
 
@@ -37,6 +38,9 @@ class Player(Protocol):
         Raises: what the engine raises; none of them runs then.
         """
 
+    def withdraw(self, choose: Choose) -> None:
+        """As EngineLoop.withdraw, of attempts by the ids of their requests."""
+
 
 class Generator(Protocol):
     """An EngineLoop."""
@@ -47,6 +51,8 @@ class Generator(Protocol):
         on_finish: Callable[[Completion], None],
         begun: Callable[[], None],
     ) -> None: ...
+
+    def withdraw(self, choose: Choose) -> None: ...
 
 
 class SingleTurnPlayer:
@@ -77,6 +83,10 @@ class SingleTurnPlayer:
                 course.begun()
                 end(replace(found.completion, finish_reason=found.finish_reason))
         self._generator.generate(left, end, course.begun)
+
+    def withdraw(self, choose: Choose) -> None:
+        """As Player.withdraw."""
+        self._generator.withdraw(choose)
 
     def _outcome(self, request: GenerationRequest, completion: Completion, before: Drawn | None) -> EpisodeOutcome:
         trajectory = Trajectory(

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from mcore_rl.config.reward import NO_RULE
-from mcore_rl.config.rules.episodes import has_turns
+from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
@@ -85,9 +85,9 @@ class EngineProcess(RunProcess):
                 failed_reward=config.rollout.failed_reward,
                 has_rules=config.reward.function != NO_RULE,
             )
-            low = config.rollout.max_concurrent_requests
+            low = concurrent_episodes(config.rollout)
             # A thread for each task: the smallest have one request, and none of them should wait for another.
-            self._runner = TaskRunner(worker.run, self.loop.withdraw, num_threads=ROOM * low, low=low)
+            self._runner = TaskRunner(worker.run, player.withdraw, num_threads=ROOM * low, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:

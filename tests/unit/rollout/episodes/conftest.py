@@ -110,7 +110,9 @@ def stage() -> Iterator[Callable[..., Stage]]:
             extra_info: dict[str, Any] | None = None,
             **rollout: Any,
         ) -> Stage:
-            config = RolloutConfig(**({"max_prompt_tokens": 200, "max_response_tokens": 600} | rollout))
+            config = RolloutConfig(
+                **({"episode": "a.py:b", "max_prompt_tokens": 200, "max_response_tokens": 600} | rollout)
+            )
             tokenizer = made.tokenizer(template)
             spans: list[tuple[str, float, float]] = []
             engine = ScriptedEngine(tokenizer, say, config, experts=experts)

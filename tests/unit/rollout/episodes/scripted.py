@@ -38,6 +38,8 @@ class ScriptedEngine(SteppedEngine):
         """Seeds, by the id of the request."""
         self.go = threading.Event()
         self.go.set()
+        self.passing = threading.Event()
+        """Set when the first pass begins."""
         self.fails: Exception | None = None
         self.slots: int | None = None
         """How many run at a time."""
@@ -63,6 +65,7 @@ class ScriptedEngine(SteppedEngine):
             self._parts[engine_id] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _pass(self) -> list[Output]:
+        self.passing.set()
         self.go.wait(30)
         if self.fails is not None:
             raise self.fails

@@ -311,9 +311,10 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
         course = Course(lambda: begun.append(None), outcomes.__setitem__)
         playing = pool.submit(on.player.play, on.attempts(2), course, {})
         deadline = time.monotonic() + 30
+        assert on.engine.passing.wait(30)
         while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
-        withdrawing = pool.submit(loop.withdraw, choose)
+        withdrawing = pool.submit(on.player.withdraw, choose)
         while loop._asked.empty() and not withdrawing.done() and time.monotonic() < deadline:
             time.sleep(0.005)
         on.engine.go.set()
@@ -324,3 +325,55 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
     assert outcomes[0].turns == 2
     assert len(begun) == 1
     assert sorted(tools.closed) == ["train.0.0", "train.0.1"]
+
+
+def test_no_more_episodes_are_under_way_than_may_be(stage: SetUp) -> None:
+    """So that what begins comes to its end before others begin: tools and environments hold memory."""
+    under_way: list[int] = []
+    running = 0
+
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        nonlocal running
+        running += 1
+        under_way.append(running)
+        first = await session.generate(prompt.token_ids)
+        await session.generate(prompt.token_ids + first.token_ids + session.encode("on"))
+        running -= 1
+
+    on = stage(lambda text: f"a{END}", run, max_concurrent_episodes=3)
+    assert [outcome.turns for outcome in on.play(10)] == [2] * 10
+    assert max(under_way) == 3
+
+
+def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_not_begun(stage: SetUp) -> None:
+    """Another engine could begin them at once. Two have slots, and one of them decodes."""
+
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate(prompt.token_ids)
+
+    on = stage(lambda text: f"a{END}", run, max_concurrent_episodes=2)
+    on.engine.slots = 1
+    on.engine.go.clear()
+    outcomes: dict[int, Any] = {}
+    seen: list[list[str]] = []
+
+    def choose(unbegun: Collection[str]) -> list[str]:
+        seen.append(sorted(unbegun))
+        return [name for name in unbegun if not name.endswith(".0")]
+
+    loop = on.player._engine
+    with ThreadPoolExecutor(2) as pool:
+        course = Course(lambda: None, outcomes.__setitem__)
+        playing = pool.submit(on.player.play, on.attempts(5), course, {})
+        deadline = time.monotonic() + 30
+        assert on.engine.passing.wait(30)
+        while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        withdrawing = pool.submit(on.player.withdraw, choose)
+        while loop._asked.empty() and not withdrawing.done() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        on.engine.go.set()
+        withdrawing.result(30)
+        playing.result(30)
+    assert seen == [[f"train.0.{place}" for place in (1, 2, 3, 4)]]
+    assert [outcomes[place] is None for place in range(5)] == [False, True, True, True, True]
