@@ -55,6 +55,10 @@ CASES = {
     "python scripts/demo.py --task think2": Case(
         add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think", on_demand=True
     ),
+    "make demo TASK=tool": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("tool",), says="run directory  runs/demo_tool"),
+    "make demo TASK=game": Case(
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("game",), says="run directory  runs/demo_game", on_demand=True
+    ),
     "python scripts/compare_algorithms.py": Case(
         add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
     ),
@@ -103,9 +107,13 @@ READY = {
     "mcore-rl train configs/demo_warm_start_cpu.yaml trainer.steps=1",
     "think2": "python scripts/demo_task.py --task think2 --out runs/demo_task/think2 && "
     "cp -r runs/demo_task/think2/model runs/demo_task/think2/warm_start",
+    "tool": "python scripts/demo_task.py --task tool --out runs/demo_task/tool && "
+    "cp -r runs/demo_task/tool/model runs/demo_task/tool/warm_start",
+    "game": "python scripts/demo_task.py --task game --out runs/demo_task/game && "
+    "cp -r runs/demo_task/game/model runs/demo_task/game/warm_start",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
 }
-"""What a reader has made before; of the demos, the first warm start is a step long and the second is left out."""
+"""What a reader has made before; of the demos, the first warm start is a step long and the others are left out."""
 
 
 @dataclass

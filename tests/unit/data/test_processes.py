@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,14 @@ from mcore_rl.errors import DataError, WorkerDiedError
 
 BAD_ROW, BAD_LINE = 2100, "{torn"
 """A row of the third block that has no prompt; the line behind it, in the same block, is not JSON."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tokenizer_file: Path) -> Iterator[None]:
+    """Other tests' ranks may run beside."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) - before == set()
 
 
 def load(names: list[str], tokenizer_file: Path, workers: int) -> PromptSet:
@@ -48,7 +57,6 @@ def test_rows_and_their_order_are_those_of_one_process(tmp_path: Path, tokenizer
     for name, value in vars(one).items():
         other = getattr(three, name)
         assert np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_what_needs_only_the_first_rows_ends_the_processes_early(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -57,7 +65,6 @@ def test_what_needs_only_the_first_rows_ends_the_processes_early(tmp_path: Path,
     path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
     prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
     assert prompts.ground_truths == list(range(7))
-    assert psutil.Process().children(recursive=True) == []
 
 
 @pytest.mark.parametrize("torn_block", [2, 3])
@@ -74,22 +81,22 @@ def test_the_first_malformed_row_is_named_whichever_is_found_first(
     assert messages[0] == messages[1]
     # A block is read whole before any of its rows is tokenised.
     assert ("line 2149 is not valid JSON" if torn_block == 2 else "line 2101 has no prompt") in messages[0]
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_a_process_that_dies_is_an_error_and_not_an_end_of_data(tmp_path: Path, tokenizer_file: Path) -> None:
     tokeniser = BlockTokeniser(load_tokenizer(tokenizer_file), DataConfig(workers=1), RolloutConfig(), "data.train")
 
+    before = set(psutil.Process().children())
+
     def blocks():  # type: ignore[no-untyped-def]
         for number in range(3):
             yield RawBlock(0, tmp_path / "a.jsonl", [("a place", json.loads(rows(1, "a")[0]))])
             if number == 0:
-                (child,) = psutil.Process().children()
+                (child,) = set(psutil.Process().children()) - before
                 child.kill()
 
     with pytest.raises(WorkerDiedError, match=r"data\.workers.* exit code -9"):
         list(tokenise_in_processes(blocks(), tokeniser))
-    assert psutil.Process().children(recursive=True) == []
 
 
 HOST = """

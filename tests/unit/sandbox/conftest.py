@@ -41,12 +41,12 @@ def landlock() -> LocalSandbox:
     return working(limited("landlock"))
 
 
-def left_behind() -> list[str]:
-    """Living processes of the sandboxes' user, children of this one, and control groups."""
+def left_behind(before: set[psutil.Process]) -> list[str]:
+    """Living processes of the sandboxes' user, children of this one but for those `before`, and control groups."""
     uid = unused_uid(os.getpid()) if os.geteuid() == 0 else None
     children = psutil.Process().children(recursive=True)
     strangers = [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == uid]
-    living = [p for p in {*children, *strangers} if p.status() != psutil.STATUS_ZOMBIE]
+    living = [p for p in {*children, *strangers} - before if p.status() != psutil.STATUS_ZOMBIE]
     parent = memory._parent_group()
     groups = [str(path) for path in parent.glob(f"{memory.PREFIX}{os.getpid()}_*")] if parent else []
     return [*(f"{p.pid} {p.name()}" for p in living), *groups]
@@ -54,11 +54,12 @@ def left_behind() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))  # other tests' ranks
     yield
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
-            left = left_behind()
+            left = left_behind(before)
         except psutil.NoSuchProcess:
             continue
         if not left:

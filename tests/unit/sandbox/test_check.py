@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,11 +77,15 @@ def test_a_python_that_is_not_inside_is_named(sandbox: LocalSandbox) -> None:
         check_sandbox(limited(python="/opt/none/python"))
 
 
-def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    for place in (tmp_path, *list(tmp_path.parents)[:2]):
-        place.chmod(0o755)
+@pytest.fixture
+def own() -> Iterator[Path]:
+    """A directory that every user may enter: pytest's lie in one that only its own may."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, own: Path) -> None:
     (own / "python").symlink_to("/usr/bin/python3")
     (own / "note").write_text("read only")
     config = limited(python=str(own / "python"), read_only=[str(own)])
