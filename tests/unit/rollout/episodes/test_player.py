@@ -291,25 +291,15 @@ def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
         assert replace(outcome, trajectories=()).reward is None
 
 
-def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp) -> None:
-    """One request runs at a time: the second episode has not begun when the first one is in its first turn, nor when it
-    waits for its second, which is no beginning."""
-    tools = FakeTools(echo)
-    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools)
+def withdraw_in_the_first_pass(
+    on: Stage, count: int, course: Course, choose: Callable[[Collection[str]], Collection[str]]
+) -> None:
+    """Of `count` attempts, two of whose requests have come to the engine, which runs one at a time."""
     on.engine.slots = 1
     on.engine.go.clear()
-    outcomes: dict[int, Any] = {}
-    begun: list[None] = []
-    seen: list[list[str]] = []
-
-    def choose(unbegun: Collection[str]) -> list[str]:
-        seen.append(sorted(unbegun))
-        return [name for name in unbegun if name.endswith(".1")]
-
     loop = on.player._engine
     with ThreadPoolExecutor(2) as pool:
-        course = Course(lambda: begun.append(None), outcomes.__setitem__)
-        playing = pool.submit(on.player.play, on.attempts(2), course, {})
+        playing = pool.submit(on.player.play, on.attempts(count), course, {})
         deadline = time.monotonic() + 30
         assert on.engine.passing.wait(30)
         while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
@@ -320,6 +310,22 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
         on.engine.go.set()
         withdrawing.result(30)
         playing.result(30)
+
+
+def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp) -> None:
+    """One request runs at a time: the second episode has not begun when the first one is in its first turn, nor when it
+    waits for its second, which is no beginning."""
+    tools = FakeTools(echo)
+    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools)
+    outcomes: dict[int, Any] = {}
+    begun: list[None] = []
+    seen: list[list[str]] = []
+
+    def choose(unbegun: Collection[str]) -> list[str]:
+        seen.append(sorted(unbegun))
+        return [name for name in unbegun if name.endswith(".1")]
+
+    withdraw_in_the_first_pass(on, 2, Course(lambda: begun.append(None), outcomes.__setitem__), choose)
     assert seen == [["train.0.1"]]
     assert outcomes[1] is None
     assert outcomes[0].turns == 2
@@ -352,8 +358,6 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
         await session.generate(prompt.token_ids)
 
     on = stage(lambda text: f"a{END}", run, max_concurrent_episodes=2)
-    on.engine.slots = 1
-    on.engine.go.clear()
     outcomes: dict[int, Any] = {}
     seen: list[list[str]] = []
 
@@ -361,19 +365,6 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
         seen.append(sorted(unbegun))
         return [name for name in unbegun if not name.endswith(".0")]
 
-    loop = on.player._engine
-    with ThreadPoolExecutor(2) as pool:
-        course = Course(lambda: None, outcomes.__setitem__)
-        playing = pool.submit(on.player.play, on.attempts(5), course, {})
-        deadline = time.monotonic() + 30
-        assert on.engine.passing.wait(30)
-        while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        withdrawing = pool.submit(on.player.withdraw, choose)
-        while loop._asked.empty() and not withdrawing.done() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        on.engine.go.set()
-        withdrawing.result(30)
-        playing.result(30)
+    withdraw_in_the_first_pass(on, 5, Course(lambda: None, outcomes.__setitem__), choose)
     assert seen == [[f"train.0.{place}" for place in (1, 2, 3, 4)]]
     assert [outcomes[place] is None for place in range(5)] == [False, True, True, True, True]
