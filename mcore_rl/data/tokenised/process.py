@@ -7,24 +7,19 @@ DataError that it has; anything else ends the process.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 from mcore_rl.errors import DataError
-
-_PR_SET_PDEATHSIG = 1
+from mcore_rl.parent_death import die_with
 
 
 def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
+    die_with(parent)
     os.set_inheritable(descriptor, False)
     parent_gone = contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
     with Connection(descriptor) as connection, parent_gone:

@@ -7,7 +7,6 @@ lists of (number of a task, its scores).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection
 from mcore_rl.config.reward import NAIVE, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.parent_death import die_with
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
 from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.processes.concurrent import ConcurrentCalls
@@ -28,13 +28,12 @@ from mcore_rl.types import Score
 
 FLUSH_SECONDS = 0.1
 """A finished score waits at most this long (and until the sample that is being graded is done)."""
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _die_with(parent)
+    die_with(parent)  # elsewhere than on Linux an idle one notices the closed connection
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.set_inheritable(descriptor, False)
     parent_gone = contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
@@ -82,15 +81,6 @@ def _grade_batch(connection: Connection, guarded: Guarded, tasks: list[Task]) ->
         shown = shown or any(score.traceback for score in scores)
         finished.append((task.number, scores))
     connection.send(finished)
-
-
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux); an idle worker elsewhere
-    notices the closed connection."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from typing import Any
 
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
+from mcore_rl.parent_death import die_with
 from mcore_rl.rollout.tools import frames
 from mcore_rl.rollout.tools.interface import Episode, ToolAnswer
 from mcore_rl.rollout.tools.limits import LimitedTool, failure
 from mcore_rl.rollout.tools.load import load_tools
-from mcore_rl.rollout.tools.parent_death import die_with
 from mcore_rl.rollout.tools.settings import ToolSettings
 
 READY, REFUSED, ANSWER, CLOSED, STUCK, BEAT = "ready", "refused", "answer", "closed", "stuck", "beat"

@@ -12,8 +12,8 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from typing import Any
 
 from mcore_rl.config.functions import load_function
+from mcore_rl.parent_death import die_with
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError
-from mcore_rl.rollout.tools.parent_death import die_with
 from mcore_rl.rollout.tools.schemas import Schema
 
 THREADS = 32

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools import parent_death
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 

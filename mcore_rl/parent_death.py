@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them: `python -m mcore_rl.rollout.tools.parent_death PARENT CMD...` runs
+"""Processes that end with the one that started them: `python -m mcore_rl.parent_death PARENT CMD...` runs
 a command so that Linux kills it when the thread that started it ends."""
 
 from __future__ import annotations
