@@ -20,13 +20,14 @@ from mcore_rl.sandbox.interface import Why
 Ended = Why | Literal["gone"]
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 SHELL = r"""
-sandbox_answers=$1
-echo ready >&"$sandbox_answers"
+case $1 in 3) ;; *) eval "exec 3>&$1 $1>&-" ;; esac
+echo ready >&3
 while IFS= read -r -d '' sandbox_command; do
-  eval 'eval "$sandbox_command" </dev/null '"$sandbox_answers"'>&-'
-  echo "$?" >&"$sandbox_answers"
+  eval "$sandbox_command" </dev/null 3>&-
+  echo "$?" >&3
 done
 """
+"""Answers go to descriptor 3: from 10 on bash puts its own copies, of those that a command has redirected."""
 START_SECONDS = 60.0
 _ANSWER_BYTES = 1 << 12
 _SLACK_BYTES = 1 << 12

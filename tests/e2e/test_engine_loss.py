@@ -61,6 +61,18 @@ def in_midst_of_responses(run_dir: Path) -> bool:
     return any(drawn.finish_reason is None for drawn in read_journal(journal).values())
 
 
+def suspend_in_midst_of_responses(run: TrainProcess) -> None:
+    """An engine that went on could finish them before it is killed."""
+    while True:
+        run.wait_until(lambda: in_midst_of_responses(run.run_dir))
+        (engine,) = run.processes(ENGINE)
+        engine.suspend()
+        time.sleep(0.2)  # what it has sent arrives
+        if in_midst_of_responses(run.run_dir):
+            return
+        engine.resume()
+
+
 @pytest.mark.parametrize(
     ("phase", "signal"), [("generating", "kill"), pytest.param("updating", "kill", marks=pytest.mark.on_demand)]
 )
@@ -71,7 +83,7 @@ def test_the_only_engine_dies_and_starts_again(
     with TrainProcess(task, run_dir) as run:
         run.wait_until(in_step(run, 3, phase))
         if phase == "generating":
-            run.wait_until(lambda: in_midst_of_responses(run_dir))
+            suspend_in_midst_of_responses(run)
         run.kill_one(ENGINE)
         assert run.finish() == 0, run.text()[-4000:]
         assert "rollout engine 0 died" in run.text()
