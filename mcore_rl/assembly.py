@@ -15,9 +15,11 @@ import numpy as np
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
+from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.records import remove_unjoined
@@ -26,17 +28,20 @@ from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
-from mcore_rl.ports import Critic, PendingSave, Validator
+from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
+from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
+from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.base import RankMap, Role
 from mcore_rl.runtime.roles.critic import critic_role
+from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.judge import judge_role
 from mcore_rl.runtime.roles.reward_model import reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
@@ -114,18 +119,28 @@ class _Site:
         stages = self._stages(journal)
         staged, scorers = StagedPool(engines, stages), self._scorers(stages)
         has_rules = config.reward.function != NO_RULE
-        pool = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else staged
+        scored = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else None
+        pool = staged if scored is None else scored
         sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
-        collector = self._collector(pool, sampler, failures)
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
+        staged_publisher: Publisher = StagedPublisher(publisher, stages)
+        collector: RolloutCollector | StreamingCollector
+        if config.rollout.max_staleness:
+            stream = EngineStream(engines, concurrent_episodes(config.rollout))
+            engines.stream = stream
+            collector = self._streaming(stream, sampler, failures, None if scored is None else scored.scored)
+            finish = config.rollout.swap == FINISH
+            staged_publisher = SwappingPublisher(staged_publisher, collector, finish)
+        else:
+            collector = self._collector(pool, sampler, failures)
         engines.supply, engines.note = self._supply(publisher, stages), journal.note
         reference, kept = self._reference(journal)
         return Run(
             config=config,
             actor=StagedActor(self.processes.trainers, stages),
             collector=StagedCollector(collector, stages),
-            publisher=StagedPublisher(publisher, stages),
+            publisher=staged_publisher,
             validator=self._validator(pool, stages, failures),
             journal=journal,
             checkpoints=self._checkpoints(),
@@ -265,6 +280,24 @@ class _Site:
             records_dir=self.directory / "rollouts",
             with_greedy=self.prepared.estimator.needs.baseline_rewards,
             failures=failures,
+        )
+
+    def _streaming(
+        self, stream: EngineStream, sampler: PromptSampler, failures: GradingFailures, score: Score | None
+    ) -> StreamingCollector:
+        config = self.config
+        return StreamingCollector(
+            stream=stream,
+            sampler=sampler,
+            rollout=config.rollout,
+            dynamic=config.algorithm.dynamic_sampling,
+            has_signal=groups_with_variance,
+            prompts_per_step=config.trainer.prompts_per_step,
+            steps=config.trainer.steps,
+            seed=config.run.seed,
+            records_dir=self.directory / "rollouts",
+            failures=failures,
+            score=score,
         )
 
     def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:

@@ -16,6 +16,7 @@ from mcore_rl.config.fields import setting
 from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.staleness import StalenessConfig
 
 TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "mistral", "llama3", "glm45")
 """In which tool calls can be read (rollout.tools.formats has them)."""
@@ -91,7 +92,7 @@ class DataConfig:
 
 
 @dataclass
-class RolloutConfig(EpisodeConfig):
+class RolloutConfig(EpisodeConfig, StalenessConfig):
     engine: str = setting("vllm", choices=("vllm", "sglang"))
     """vllm | sglang."""
     num_engines: int = setting(1, minimum=1)

@@ -37,6 +37,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
     scores = [r.score for r in responses for _ in r.outcome.trajectories]
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
+    versions = buffers.versions.astype(np.int64) * buffers.trained
     several = bool((counts > 1).any())
     return RolloutScalars(
         group_ids=np.repeat(task.group_ids[groups], counts),
@@ -53,7 +54,8 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         traceback=next((s.traceback for s in scores if s.traceback is not None), None),
         episodes=first if several else None,
         figures=_figures([r.outcome for r in responses], counts),
-        digests=_digests(responses),
+        digests=_digests(task, responses),
+        version_sums=np.add.reduceat(versions, edges[0]) if scores else np.empty(0, np.int64),
     )
 
 
@@ -83,9 +85,9 @@ def _figures(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str
     return {name: np.repeat(np.array(values, np.float64), counts) for name, values in columns.items()}
 
 
-def _digests(responses: Sequence[Response]) -> np.ndarray | None:
+def _digests(task: RolloutTask, responses: Sequence[Response]) -> np.ndarray | None:
     trajectories = [t for r in responses for t in r.outcome.trajectories]
-    if all(t.trained is None for t in trajectories):  # of single turns
+    if task.version is None and all(t.trained is None for t in trajectories):  # single turns, under one version
         return None
     texts = [np.concatenate([t.prompt_ids, t.token_ids]).astype(np.int32).tobytes() for t in trajectories]
     return np.array([zlib.crc32(text) for text in texts], np.uint32)
@@ -97,11 +99,13 @@ def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) 
         for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
             for trajectory in response.outcome.trajectories:
-                record = _record(response, trajectory, *place)
+                record = _record(response, trajectory, *place, task.version)
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 
-def _record(response: Response, trajectory: Trajectory, group: int, sample: int) -> dict[str, Any]:
+def _record(
+    response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int | None
+) -> dict[str, Any]:
     prompt, outcome, score = response.attempt.prompt, response.outcome, response.score
     record = {
         **score.parts,
@@ -115,6 +119,7 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int)
         "sample": sample,
         "version": int(trajectory.versions[0]),
         "versions": version_spans(trajectory.versions),
+        "submitted_version": int(trajectory.versions[0]) if submitted is None else submitted,
         "ground_truth": prompt.ground_truth,
         "error": score.error,
         "turns": outcome.turns,

@@ -50,7 +50,10 @@ class ScoredPool:
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """As RolloutPool.run; scoring counts as grading."""
-        results = self.pool.run(tasks)
+        return self.scored(tasks, self.pool.run(tasks))
+
+    def scored(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
+        """The results with the scores, which are in the tasks' records then."""
         started = time.perf_counter()
         scores_by_name = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
         seconds = time.perf_counter() - started

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from mcore_rl.rollout.stealing import Tail, share
 from mcore_rl.types import RolloutScalars, RolloutTask, TrajectoryBuffers
@@ -24,6 +25,14 @@ Run = Callable[[RolloutTask, Progress], tuple[TrajectoryBuffers, RolloutScalars]
 """RolloutWorker.run."""
 Withdraw = Callable[[Callable[[Collection[str]], Collection[str]]], None]
 """Player.withdraw."""
+
+
+class Until(Enum):
+    """What a caller waits for: that all tasks have ended; that more are asked for, or all have; or that any has."""
+
+    ALL = "all"
+    ASKS = "asks"
+    ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -58,19 +67,28 @@ class TaskRunner:
         self._finished: list[Finished] = []
         self._error: BaseException | None = None
 
-    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], *, more: bool) -> tuple[list[Finished], int]:
-        """Begins `tasks`; returns what has finished since the last call, and how many requests are left: when all has
-        ended or, if there are `more` tasks to be had, as soon as it asks for them.
-
-        Raises: what a task raised; what the others did is lost.
-        """
+    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        """Each under its number; beside those that run."""
         with self._changed:
             for number, task in tasks:
                 self._tasks[number] = task
                 self._requests_left += task.num_responses
                 self._unbegun += task.num_responses
                 self._pool.submit(self._do, number, task)
-            self._changed.wait_for(lambda: self._error or not self._tasks or (more and self._asks()))
+
+    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until) -> tuple[list[Finished], int]:
+        """Begins `tasks`, and waits; returns what has finished since the last call, and how many requests are left.
+
+        Raises: what a task raised; what the others did is lost.
+        """
+        reached = {
+            Until.ALL: lambda: not self._tasks,
+            Until.ASKS: lambda: not self._tasks or self._asks(),
+            Until.ANY: lambda: bool(self._finished),
+        }[until]
+        with self._changed:
+            self.begin(tasks)
+            self._changed.wait_for(lambda: self._error or reached())
             if self._error is not None:
                 raise self._error
             finished, self._finished = self._finished, []

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -23,8 +23,23 @@ SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 SECONDS_TO_SAY = 2.0
 # While results are awaited, deaths of processes that owe none are looked for this often.
 SECONDS_BETWEEN_LOOKS = 0.5
+# Of an attendant's calls, one in so many is waited for, but not longer than this.
+PART_OF_CALLS = 16
+SECONDS_TO_GATHER = 0.05
 # Of the time that a silent process has, this much passes between two questions whether it still runs.
 QUESTIONS_PER_TIMEOUT = 10
+
+
+class Attendant(Protocol):
+    """Has calls of its own under way, which end while others are waited for."""
+
+    def calls(self) -> list[Any]: ...
+
+    def ended(self, calls: Sequence[Any]) -> None:
+        """Of these it takes the values; it must not wait for anything.
+
+        Raises: what ends the run.
+        """
 
 
 @dataclass
@@ -38,6 +53,8 @@ class Watch:
     start_seconds: float = 1800.0
     """How long one may take to start."""
     handles: dict[str, Any] = field(default_factory=dict)
+    attendant: Attendant | None = None
+    """Whose calls are looked after in every wait of this process."""
     _replaceable: set[str] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
     _lost: dict[str, str] = field(default_factory=dict, init=False)
@@ -154,14 +171,34 @@ class Watch:
         STOPS.raise_swallowed()
         if (name := self.daemons.dead()) is not None:
             raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
-        ready, pending = ray.wait(list(refs), num_returns=num_returns, timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False)
-        if pending and self.names and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+        ready, pending = self._ended(refs, num_returns)
+        if self.names and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
             dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
             if dead:
                 self._report_death(dead[0])
             self._ask(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
         return ready, pending
+
+    def _ended(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        """As `wait`. The calls of the attendant are handed to it; then fewer than `num_returns` may come."""
+        own = self.attendant.calls() if self.attendant is not None else []
+        if self.attendant is None or not own:
+            ready, pending = ray.wait(
+                list(refs), num_returns=num_returns, timeout=SECONDS_BETWEEN_LOOKS, fetch_local=False
+            )
+            return ready, pending
+        every = [*refs, *own]
+        # Each look costs as much as there are calls: they wait a little for each other.
+        enough = max(1, len(own) // PART_OF_CALLS)
+        seconds = SECONDS_BETWEEN_LOOKS if enough == 1 else SECONDS_TO_GATHER
+        ended, _ = ray.wait(every, num_returns=enough, timeout=seconds, fetch_local=False)
+        if ended and len(ended) < len(every):  # and what has ended beside them
+            ended, _ = ray.wait(every, num_returns=len(every), timeout=0, fetch_local=False)
+        there = set(ended)
+        if of_attendant := [call for call in own if call in there]:
+            self.attendant.ended(of_attendant)
+        return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
 
     def _ask(self, seconds: float) -> None:
         """`seconds` after the last time. A stopped process is not dead, and nobody may be waiting for it in a

@@ -11,6 +11,7 @@ import ray
 import torch.distributed as dist
 
 from mcore_rl.config.schema import Config
+from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.ports import Publisher
 from mcore_rl.runtime.roles.engine_pool import EnginePool
@@ -41,6 +42,8 @@ class SlicePublisher:
     address: str
     """Of the store."""
     timeout_seconds: float
+    recompute: bool = False
+    """Whether requests that run compute what they have of the KV cache anew."""
     version: int = field(default=0, init=False)
     _generation: int = field(default=0, init=False)
     """Of the group in which all have met; 0: none."""
@@ -58,7 +61,8 @@ class SlicePublisher:
         check_plan(plan)
         address = ray.util.get_node_ip_address()
         seconds = config.cluster.collective_timeout_seconds
-        publisher = cls(trainers, engines, plan, open_store(address), address, seconds)
+        recompute = config.rollout.swap == RECOMPUTE
+        publisher = cls(trainers, engines, plan, open_store(address), address, seconds, recompute)
         publisher._meet()
         return publisher
 
@@ -139,14 +143,15 @@ class SlicePublisher:
 
     def _send(self, version: int) -> None:
         sending = self.trainers.begin("send_weights")
-        results = self.trainers.watch.get(self.engines.send("receive_update", version) + sending.references)
-        received = [num_bytes for of_engine in results[: self.engines.num_engines] for num_bytes in of_engine]
+        received = self.engines.send("receive_update", version, self.recompute)
+        results = self.trainers.watch.get(received + sending.references)
+        acknowledged = [num_bytes for of_engine in results[: self.engines.num_engines] for num_bytes in of_engine]
         sent = np.sum(sending.results(results[self.engines.num_engines :]), axis=0)
         for number, window in enumerate(self.plan.topology.windows):
             for reader in window.readers:
-                if received[reader] != sent[number]:
+                if acknowledged[reader] != sent[number]:
                     name = self.plan.topology.name(self.plan.topology.member(reader))
-                    raise WeightSyncError(f"{name} acknowledged {received[reader]} of {sent[number]} bytes")
+                    raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
 
 
 def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:

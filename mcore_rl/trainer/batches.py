@@ -155,6 +155,7 @@ def describe(groups: Groups) -> dict[str, Metric]:
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
         **describe_lengths(groups.scalars),
+        **groups.figures,
     }
 
 

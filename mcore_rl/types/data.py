@@ -147,7 +147,8 @@ class RolloutScalars:
     `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
     of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
     numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, where they hang on
-    more than prompt, seed and weights: on what tools answer.
+    more than prompt, seed and weights: on what tools answer, or on when weights changed. `version_sums` int64 [B] over
+    the trained tokens, where somebody samples.
     """
 
     group_ids: np.ndarray
@@ -169,6 +170,7 @@ class RolloutScalars:
     episodes: np.ndarray | None = None
     figures: Mapping[str, np.ndarray] = field(default_factory=dict)
     digests: np.ndarray | None = None
+    version_sums: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

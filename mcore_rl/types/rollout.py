@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions
+from mcore_rl.types.metrics import Metric
 
 RolloutResult = tuple[BuffersRef, RolloutScalars]
 """Of one task."""
@@ -19,7 +21,7 @@ class RolloutTask:
     Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
     that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
-    before the second; None: all.
+    before the second; None: all. `version` of the weights when it was submitted, None: that which draws its tokens.
     """
 
     prompt_set: str
@@ -31,6 +33,7 @@ class RolloutTask:
     records: str | None = None
     journals: tuple[str, ...] = ()
     responses: tuple[int, int] | None = None
+    version: int | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -53,7 +56,7 @@ class Groups:
     """What a step generated and what of it is trained on.
 
     `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
-    response to the prompt of every kept group, where they were asked for.
+    response to the prompt of every kept group, where they were asked for. `figures`: of how they were collected.
     """
 
     chunks: tuple[BuffersRef, ...]
@@ -65,3 +68,4 @@ class Groups:
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
     greedy: tuple[RolloutScalars, ...] = ()
+    figures: Mapping[str, Metric] = field(default_factory=dict)

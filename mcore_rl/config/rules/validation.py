@@ -19,6 +19,7 @@ from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
 from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.rules.staleness import check_staleness
 from mcore_rl.config.rules.tools import check_tool_keys
 from mcore_rl.config.rules.unused import changed
 from mcore_rl.config.schema import Config
@@ -59,6 +60,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_batches,
         _check_lengths,
         check_episodes,
+        check_staleness,
         _check_row,
         _check_engine,
         _check_layout,

@@ -21,7 +21,7 @@ from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.router import ROOM
-from mcore_rl.rollout.tasks import GivenUp, TaskRunner
+from mcore_rl.rollout.tasks import GivenUp, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.delivery import Kept
@@ -97,13 +97,18 @@ class EngineProcess(RunProcess):
         self.loop.serve()
 
     @ray.method(concurrency_group="run")
-    def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
         """As TaskRunner.exchange. Trajectories are kept until a later call says to forget their keys."""
         self._kept.forget(forget)
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
-            finished, requests_left = self._runner.exchange(tasks, more=more)
+            finished, requests_left = self._runner.exchange(tasks, until)
         ended = [(task.number, self._kept.keep(task.buffers), task.scalars) for task in finished]
         return Report(ended, requests_left, self.loop.busy_seconds)
+
+    @ray.method(concurrency_group="engine")
+    def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
+        """As TaskRunner.begin, while `run` waits."""
+        self._runner.begin(tasks)
 
     @ray.method(concurrency_group="engine")
     def give_up(self, free: int) -> GivenUp:
@@ -120,7 +125,7 @@ class EngineProcess(RunProcess):
         """Also while the engine generates."""
         return self._kept.cut(keys, offsets, rows)
 
-    @ray.method(concurrency_group="run")
+    @ray.method(concurrency_group="cut")
     def amend_records(
         self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
     ) -> None:
@@ -150,12 +155,12 @@ class EngineProcess(RunProcess):
         self._num_turns = connection.plan.num_turns
 
     @ray.method(concurrency_group="engine")
-    def receive_update(self, version: int) -> list[int]:
+    def receive_update(self, version: int, recompute: bool) -> list[int]:
         """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
-        it."""
-        return self.loop.between_steps(lambda: self._receive_update(version))
+        it, as WeightReceiver.finish_update says."""
+        return self.loop.between_steps(lambda: self._receive_update(version, recompute))
 
-    def _receive_update(self, version: int) -> list[int]:
+    def _receive_update(self, version: int, recompute: bool) -> list[int]:
         self.receiver.begin_update()
         totals = [0]
         for turn in range(self._num_turns):
@@ -163,7 +168,7 @@ class EngineProcess(RunProcess):
                 received = self.receiver.receive_bucket(turn)
             totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
-            self.receiver.finish_update(version)
+            self.receiver.finish_update(version, recompute=recompute)
         self.loop.weights_changed()
         return totals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mcore_rl.rollout.router import Work
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import drain_spans
 from mcore_rl.runtime.roles.delivery import Chunk, Forgotten, Part
+from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
@@ -92,6 +93,8 @@ class EnginePool:
     note: Callable[[str], None] = print
     num_restarts: int = field(default=0, init=False)
     forgotten: Forgotten = field(default_factory=Forgotten)
+    stream: EngineStream | None = field(default=None, init=False)
+    """Through which all tasks go, where engines have work all the time."""
     _lengths: tuple[int, int] = field(default=(0, 0), init=False)
     """Tokens and number of the responses so far, with their prompts."""
     _asleep: bool = field(default=False, init=False)
@@ -116,6 +119,8 @@ class EnginePool:
 
         Raises: WorkerDiedError when an engine is lost once more than `max_restarts`.
         """
+        if self.stream is not None:
+            return self.stream.run(tasks)
         run = PoolRun(self, tasks)
         results = run.results()
         if all(task.prompt_set == "train" for task in tasks):
@@ -243,13 +248,13 @@ class EnginePool:
         lost = [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.maker not in makers]
         if not lost or self._asleep:
             return False
-        run = PoolRun(self, [self._made_again(chunk.task, part) for chunk, part in lost])
-        run.results()
-        for number, (chunk, part) in enumerate(lost):
-            made = run.parts(number)
+        again = [self._made_again(chunk.task, part) for chunk, part in lost]
+        results = PoolRun(self, again).results() if self.stream is None else self.stream.run(again)
+        for (chunk, part), (ref, _) in zip(lost, results, strict=True):
+            made = cast(Chunk, ref).parts
             _require_same(part, made)
-            again = [replace(new, first=part.first + new.first, last=part.first + new.last) for new in made]
-            chunk.parts = [each for old in chunk.parts for each in (again if old is part else [old])]
+            moved = [replace(new, first=part.first + new.first, last=part.first + new.last) for new in made]
+            chunk.parts = [each for old in chunk.parts for each in (moved if old is part else [old])]
         return True
 
     def _made_again(self, task: RolloutTask, part: Part) -> RolloutTask:
@@ -301,7 +306,7 @@ def _require_same(lost: Part, again: Sequence[Part]) -> None:
     digests = [part.digests for part in again if part.digests is not None]
     if lost.digests is not None and not np.array_equal(lost.digests, np.concatenate(digests)):
         raise WorkerDiedError(
-            f"{lost.place.maker} was lost with responses that ranks had not fetched, and their episodes went otherwise "
-            "when they were run again: tools or environments that answer differently cannot be repeated. The run "
-            "resumes from its last checkpoint"
+            f"{lost.place.maker} was lost with responses that ranks had not fetched, and they came out otherwise when "
+            "they were made again: tools or environments that answer differently cannot be repeated, nor what began "
+            "with earlier weights where its journal is lost too. The run resumes from its last checkpoint"
         )

@@ -14,6 +14,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.router import Router, Work
 from mcore_rl.rollout.scalars import join_scalars
 from mcore_rl.rollout.stealing import Pieces
+from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime.roles.delivery import Chunk, Part, Place
 from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask
 
@@ -130,8 +131,8 @@ class PoolRun:
             tasks = [(number, self._task(number)) for number in numbers]
             forget = self._pool.forgotten.take(engine.maker)
             # Who gets nothing now is not given anything before it has ended what it has.
-            more = bool(tasks) and self._router.has_more
-            self._calls[engine.handle.run.remote(tasks, more, forget)] = index
+            until = Until.ASKS if tasks and self._router.has_more else Until.ALL
+            self._calls[engine.handle.run.remote(tasks, until, forget)] = index
         for index, free in self._router.steal():
             self._asks[self._pool.engines[index].handle.give_up.remote(free)] = index
 

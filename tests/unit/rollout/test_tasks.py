@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner
+from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner, Until
 from mcore_rl.types import RolloutTask, SamplingOptions
 
 SECONDS = 20.0
@@ -82,7 +82,7 @@ def numbers(call: Future[Any]) -> tuple[list[int], int]:
 def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=3)
-    call = caller.submit(runner.exchange, [task(10, 2), task(20, 3)], more=True)
+    call = caller.submit(runner.exchange, [task(10, 2), task(20, 3)], until=Until.ASKS)
     engine.begin(10, 2)
     engine.begin(20, 2)
     engine.end_requests(10, 2)
@@ -93,13 +93,13 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
     engine.begin(20, 1)
     finished, left = numbers(call)
     assert left == 2
-    call = caller.submit(runner.exchange, [task(30, 2)], more=True)
+    call = caller.submit(runner.exchange, [task(30, 2)], until=Until.ASKS)
     engine.begin(30, 2)
     engine.end_requests(20, 2)
     engine.end(20)
     more, left = numbers(call)
     assert left == 2
-    call = caller.submit(runner.exchange, [], more=False)
+    call = caller.submit(runner.exchange, [], until=Until.ALL)
     engine.end_requests(30, 2)
     assert not call.done()
     engine.end(30)
@@ -110,7 +110,7 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
 def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
-    call = caller.submit(runner.exchange, [task(13, 1), task(20, 1)], more=False)
+    call = caller.submit(runner.exchange, [task(13, 1), task(20, 1)], until=Until.ALL)
     engine.end(13)
     with pytest.raises(LookupError, match="unlucky"):
         call.result(SECONDS)
@@ -120,7 +120,7 @@ def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> Non
 def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=2)
-    call = caller.submit(runner.exchange, [task(10, 3), task(20, 2)], more=True)
+    call = caller.submit(runner.exchange, [task(10, 3), task(20, 2)], until=Until.ASKS)
     engine.begin(10, 1)
     engine.begin(20, 0)
     assert runner.give_up(free=0) == GivenUp([(20, 0)], 2)
@@ -129,11 +129,11 @@ def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller:
     assert engine.withdrawn == ["train.20.0", "train.21.0", "train.11.0", "train.12.0"]
     assert runner.give_up(free=9) == GivenUp([], 0)
     assert call.result(SECONDS)[1] == 1
-    call = caller.submit(runner.exchange, [], more=False)
+    call = caller.submit(runner.exchange, [], until=Until.ALL)
     engine.end_requests(10, 1)
     engine.end(10)
     assert numbers(call) == ([10], 0)
 
 
 def test_without_tasks_nothing_is_waited_for() -> None:
-    assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], more=False) == ([], 0)
+    assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], until=Until.ALL) == ([], 0)

@@ -1,0 +1,1 @@
+"""Rollouts beside training: groups that are submitted ahead of the step that trains them."""

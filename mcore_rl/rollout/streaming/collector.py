@@ -1,0 +1,270 @@
+"""Collects groups while the trainer updates: they are submitted as others leave, and trained as they finish.
+
+version 0    submit (max_staleness + 1) B groups
+collect      waits for B of them that may be trained (admission.take_batch), oldest first
+published    what was in training has left: as many may begin
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.records import join_parts, part_path
+from mcore_rl.ports import Collector
+from mcore_rl.rollout.admission import may_submit, take_batch
+from mcore_rl.rollout.collector import RowSampler
+from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.streaming.staleness import describe_staleness
+from mcore_rl.types import Groups, Mean, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions, Total
+
+
+class TaskStream(Protocol):
+    """Engines that have work all the time."""
+
+    @property
+    def num_engines(self) -> int: ...
+
+    @property
+    def running_requests(self) -> int: ...
+
+    @property
+    def slots(self) -> int:
+        """Requests that all engines have under way together."""
+
+    def attend(self, heard: Callable[[], None]) -> None:
+        """`heard` is called when tasks have ended, whatever the driver waits for; it must not wait itself."""
+
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
+        """A ticket, under which what comes of the task is put into `results` when it has ended."""
+
+    def wait(self) -> None:
+        """Until something has ended, or a while has passed."""
+
+    def idle_fraction(self) -> Mean:
+        """Of the time of all engines since the last call, what they had nothing to do in."""
+
+
+Score = Callable[[Sequence[RolloutTask], Sequence[RolloutResult]], list[RolloutResult]]
+"""The results with the scores of reward models; it may wait."""
+
+
+@dataclass
+class Group:
+    """Of one prompt; `version` of the weights when it was submitted."""
+
+    task: RolloutTask
+    version: int
+    result: RolloutResult | None = None
+
+    @property
+    def number(self) -> int:
+        return int(self.task.group_ids[0])
+
+    @property
+    def scalars(self) -> RolloutScalars:
+        assert self.result is not None
+        return self.result[1]
+
+
+@dataclass
+class StreamingCollector:
+    """A Collector that submits groups ahead of their training, by the rules of `admission`.
+
+    What exists is counted, and nothing else: groups that run, that have finished, and that are trained just now. With
+    dynamic sampling a group without signal leaves the count when it finishes, and another one takes its place; those
+    that a step has no more room for stay in it, `dynamic.max_batches` times a step's, and fill the step up when nothing
+    better is to be had, as in a synchronous run. It all happens in the waits of the driver, on its one thread.
+    """
+
+    stream: TaskStream
+    sampler: RowSampler
+    rollout: RolloutConfig
+    dynamic: DynamicSamplingConfig
+    has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    prompts_per_step: int
+    steps: int
+    """Of the whole run: what no step would train is not submitted."""
+    seed: int
+    records_dir: Path
+    failures: GradingFailures | None = None
+    score: Score | None = None
+    next_group: int = field(default=0)
+    _version: int | None = field(default=None, init=False)
+    """Of the weights; None before there are any."""
+    _collected: int = field(default=0, init=False)
+    """The last step whose groups were collected."""
+    _in_training: int = field(default=0, init=False)
+    _paused: bool = field(default=False, init=False)
+    _results: dict[int, RolloutResult] = field(default_factory=dict, init=False)
+    """What has ended since the last look, by ticket."""
+    _running: dict[int, Group] = field(default_factory=dict, init=False)
+    _unscored: list[Group] = field(default_factory=list, init=False)
+    _finished: list[Group] = field(default_factory=list, init=False)
+    _dull: list[Group] = field(default_factory=list, init=False)
+    """Groups without signal that have finished since the last step."""
+
+    def __post_init__(self) -> None:
+        self.stream.attend(self._advance)
+
+    def published(self, version: int) -> None:
+        """Engines have these weights from now on; what was in training has left."""
+        self._version, self._in_training, self._paused = version, 0, False
+        self._admit()
+
+    def settle(self) -> None:
+        """Waits until all that runs has ended; nothing begins before the next weights."""
+        self._paused = True
+        while self._running:
+            self.stream.wait()
+
+    def collect(self, step: int) -> Groups:
+        """The groups of a step: the oldest that have finished, as soon as all others can be trained in time as well."""
+        started = time.perf_counter()
+        self._advance()
+        while (taken := self._take()) is None:
+            self.stream.wait()
+            self._score()
+        waited = time.perf_counter() - started
+        self._collected, self._in_training = step, len(taken)
+        dropped, self._dull = [group for group in self._dull if group not in taken], []
+        groups = sorted([*taken, *dropped], key=lambda group: group.number)
+        join_parts([str(group.task.records) for group in groups], self.records_dir, f"step_{step}")
+        if self.failures is not None:
+            self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
+        return self._as_groups(groups, {group.number for group in taken}, waited)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""
+        return {"next_group": self.next_group}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_group = int(state["next_group"])
+
+    def _advance(self) -> None:
+        """Takes what has ended, and submits what may begin. It does not wait."""
+        for ticket in sorted(self._results):
+            group = self._running.pop(ticket)
+            group.result = self._results.pop(ticket)
+            if self.score is not None:
+                self._unscored.append(group)
+            else:
+                self._sort(group)
+        self._admit()
+
+    def _score(self) -> None:
+        if self.score is None or not self._unscored:
+            return
+        groups, self._unscored = self._unscored, []
+        results = [group.result for group in groups if group.result is not None]
+        for group, result in zip(groups, self.score([group.task for group in groups], results), strict=True):
+            group.result = result
+            self._sort(group)
+        self._admit()
+
+    def _sort(self, group: Group) -> None:
+        values = group.scalars.accuracies if self.dynamic.metric == "accuracy" else group.scalars.rewards
+        dull = self.dynamic.enable and not self.has_signal(values, group.scalars.group_ids).all()
+        (self._dull if dull else self._finished).append(group)
+
+    def _admit(self) -> None:
+        while self._version is not None and not self._paused and self._may_submit():
+            self._submit(self._version)
+
+    def _may_submit(self) -> bool:
+        spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
+        finished = len(self._unscored) + len(self._finished) + max(0, len(self._dull) - spare)
+        wanted = self.prompts_per_step * (self.steps - self._collected)
+        return len(self._running) + finished < wanted and may_submit(
+            running=len(self._running),
+            finished=finished,
+            in_training=self._in_training,
+            groups_per_version=self.prompts_per_step,
+            max_staleness=self.rollout.max_staleness,
+            running_requests=self.stream.running_requests,
+            slots=self.stream.slots,
+            samples_per_group=self.rollout.samples_per_prompt,
+        )
+
+    def _submit(self, version: int) -> None:
+        options, number = self.rollout, self.next_group
+        rows = np.asarray(self.sampler.draw(1), np.int64)
+        self.next_group += 1
+        task = RolloutTask(
+            "train",
+            rows,
+            np.array([number], np.int64),
+            options.samples_per_prompt,
+            SamplingOptions(options.max_response_tokens, options.temperature, options.top_p, options.top_k),
+            self.seed,
+            part_path(self.records_dir, "group", 0, number),
+            version=version,
+        )
+        self._running[self.stream.begin(task, self._results)] = Group(task, version)
+
+    def _take(self) -> list[Group] | None:
+        """The groups that are trained now; None while there are too few, or others would become too old."""
+        assert self._version is not None, "a step was collected before any weights were published"
+        size, hard = self.prompts_per_step, self.rollout.hard_staleness
+        self._finished.sort(key=lambda group: group.number)
+        under_way = [group.version for group in (*self._running.values(), *self._unscored)]
+        places = take_batch(
+            [group.version for group in self._finished],
+            sorted(under_way),
+            version=self._version,
+            groups_per_version=size,
+            max_staleness_hard=hard,
+        )
+        if places is not None:
+            taken = [self._finished[place] for place in places]
+        elif not under_way and len(self._finished) < size:  # nothing may begin any more
+            filling = sorted(self._dull, key=lambda group: group.number)[: size - len(self._finished)]
+            taken = [*self._finished, *filling]
+        else:
+            return None
+        oldest = max(self._version - group.version for group in taken)
+        if len(taken) != size or oldest > hard:  # our own invariant: admission promises both
+            raise RuntimeError(f"{len(taken)} groups of {size} are to be trained, the oldest {oldest} versions old")
+        numbers = {group.number for group in taken}
+        self._finished = [group for group in self._finished if group.number not in numbers]
+        return taken
+
+    def _as_groups(self, groups: Sequence[Group], taken: set[int], waited: float) -> Groups:
+        results = [group.result for group in groups if group.result is not None]
+        keep = [
+            np.arange(len(group.scalars.group_ids) if group.number in taken else 0, dtype=np.int64) for group in groups
+        ]
+        assert self._version is not None
+        idle = self.stream.idle_fraction()
+        trained = [group for group in groups if group.number in taken]
+        submitted, scalars = [group.version for group in trained], [group.scalars for group in trained]
+        figures = describe_staleness(submitted, scalars, self._version)
+        return Groups(
+            tuple(chunk for chunk, _ in results),
+            tuple(scalars for _, scalars in results),
+            tuple(keep),
+            groups_drawn=len(groups),
+            groups_dropped=len(groups) - len(taken),
+            batches=1,
+            seconds_generating=waited,
+            seconds_grading=0.0,
+            figures={
+                **figures,
+                "engine/idle_fraction": idle,
+                "time/trainer_idle": Total(waited),
+                "time/generator_idle": Total(idle.total / self.stream.num_engines),
+                "async/running_groups": Total(len(self._running)),
+                "async/finished_groups": Total(len(self._finished) + len(self._unscored)),
+            },
+        )
+
+
+if TYPE_CHECKING:
+    _port: type[Collector] = StreamingCollector

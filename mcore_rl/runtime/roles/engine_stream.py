@@ -1,0 +1,223 @@
+"""Tasks that come to the engines one by one, while others run, and leave them as they end: nobody waits for a batch."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.roles.delivery import Chunk, Part
+from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutTask
+
+if TYPE_CHECKING:
+    from mcore_rl.runtime.roles.engine import Report
+    from mcore_rl.runtime.roles.engine_pool import EnginePool
+
+
+@dataclass
+class Underway:
+    """A task, who takes what comes of it, and the engine that has it, as it was called then; None: nobody has it."""
+
+    task: RolloutTask
+    results: dict[int, RolloutResult]
+    engine: int | None = None
+    maker: str = ""
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A call that waits until something has ended on an engine, as it was called then."""
+
+    engine: int
+    maker: str
+
+
+@dataclass
+class EngineStream:
+    """The tasks of a run under way on the engines of `pool`: an Attendant of its watch, and a TaskStream.
+
+    A task goes, whole, to the engine that has fewest requests under way. At each engine one call waits for something to
+    end; where that is under way, another brings tasks. `slots` are requests that an engine has under way together.
+
+    Whatever ends is taken in every wait of the driver. What an engine that died had is given to others in `wait` only,
+    where nothing else is in progress: whoever publishes weights meanwhile finds that it died, and starts it again.
+    """
+
+    pool: EnginePool
+    slots_per_engine: int
+    _heard: Callable[[], None] | None = None
+    _tickets: itertools.count[int] = field(default_factory=itertools.count)
+    _underway: dict[int, Underway] = field(default_factory=dict)
+    _homeless: deque[int] = field(default_factory=deque)
+    """Tickets of tasks that no engine has."""
+    _polls: dict[Any, Poll] = field(default_factory=dict)
+    _begins: dict[Any, Poll] = field(default_factory=dict)
+    _unpolled: set[int] = field(default_factory=set)
+    """Engines at which no call waits."""
+    _loads: dict[int, int] = field(default_factory=dict)
+    """Requests under way, by engine."""
+    _heap: list[tuple[int, int]] = field(default_factory=list)
+    """(requests, engine), among them some that are no longer so."""
+    _num_requests: int = 0
+    _looked: float = field(default_factory=time.perf_counter)
+    _busy_before: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool.watch.attendant = self
+        self._unpolled = set(range(self.pool.num_engines))
+
+    def attend(self, heard: Callable[[], None]) -> None:
+        """`heard` is called when tasks have ended, in any wait of the driver; it must not wait itself."""
+        self._heard = heard
+
+    @property
+    def num_engines(self) -> int:
+        return self.pool.num_engines
+
+    @property
+    def running_requests(self) -> int:
+        return self._num_requests
+
+    @property
+    def slots(self) -> int:
+        """Requests that all engines that have weights have under way together."""
+        return self.slots_per_engine * max(1, sum(engine.serves for engine in self.pool.engines))
+
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
+        """The ticket of a task, which begins as soon as some engine can; what comes of it is put into `results`."""
+        ticket = next(self._tickets)
+        self._underway[ticket] = Underway(task, results)
+        self._num_requests += task.num_responses
+        self._homeless.append(ticket)
+        self._place()
+        return ticket
+
+    def wait(self) -> None:
+        """Until something has ended, or a while has passed. To be called where the driver does nothing else.
+
+        Raises: as Watch.wait; WorkerDiedError when an engine was lost once too often.
+        """
+        self._mend()
+        self.pool.watch.wait([], 0)
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        """As EnginePool.run, beside what is under way."""
+        results: dict[int, RolloutResult] = {}
+        tickets = [self.begin(task, results) for task in tasks]
+        while len(results) < len(tickets):
+            self.wait()
+        return [results[ticket] for ticket in tickets]
+
+    def calls(self) -> list[Any]:
+        """As Attendant.calls."""
+        return [*self._polls, *self._begins]
+
+    def ended(self, calls: Sequence[Any]) -> None:
+        """As Attendant.ended."""
+        for call in calls:
+            if (poll := self._polls.pop(call, None)) is not None:
+                self._unpolled.add(poll.engine)
+                self._take(call, poll)
+            elif (poll := self._begins.pop(call, None)) is not None:
+                self._value(call, poll)
+        self._place()
+        if self._heard is not None:
+            self._heard()
+
+    def idle_fraction(self) -> Mean:
+        """Of the time of all engines since the last call, what they had nothing to do in."""
+        now = time.perf_counter()
+        elapsed, self._looked = now - self._looked, now
+        seconds = elapsed * self.pool.num_engines
+        busy = {engine.maker: engine.busy_seconds for engine in self.pool.engines}
+        worked = sum(min(elapsed, value - self._busy_before.get(maker, 0.0)) for maker, value in busy.items())
+        self._busy_before = busy
+        return Mean(max(0.0, seconds - max(0.0, worked)), seconds)
+
+    def _take(self, call: Any, poll: Poll) -> None:
+        report: Report | None = self._value(call, poll)
+        engine = self.pool.engines[poll.engine]
+        if report is None or engine.maker != poll.maker:
+            return
+        engine.busy_seconds = report.busy_seconds
+        for ticket, key, scalars in report.ended:
+            entry = self._underway.pop(ticket)
+            self._num_requests -= entry.task.num_responses
+            self._count(poll.engine, -entry.task.num_responses)
+            self.pool.count("engine/tokens_taken_over", scalars.tokens_taken_over)
+            self.pool.count_lengths(int(scalars.total_tokens.sum()), len(scalars.total_tokens))
+            place = self.pool.forgotten.refer(engine.maker, engine.handle, key)
+            part = Part(place, 0, len(scalars.group_ids), entry.task.span, scalars.digests)
+            entry.results[ticket] = self._chunk(entry.task, part), scalars
+
+    def _chunk(self, task: RolloutTask, part: Part) -> BuffersRef:
+        return BuffersRef(Chunk([part], replace(task, journals=()), self.pool.renew))
+
+    def _value(self, call: Any, poll: Poll) -> Any:
+        """None where the engine is lost: what it had is given to others."""
+        try:
+            return self.pool.watch.value(call)
+        except WorkerDiedError:
+            engine = self.pool.engines[poll.engine]
+            if engine.maker == poll.maker and not self.pool.is_lost(engine):
+                raise
+            return None
+
+    def _place(self) -> None:
+        """Gives the tasks that nobody has to the engines that have fewest requests."""
+        given: dict[int, list[tuple[int, RolloutTask]]] = {}
+        while self._homeless and (index := self._least_loaded()) is not None:
+            ticket = self._homeless.popleft()
+            entry = self._underway[ticket]
+            entry.engine, entry.maker = index, self.pool.engines[index].maker
+            self._count(index, entry.task.num_responses)
+            given.setdefault(index, []).append((ticket, entry.task))
+        for index in {*given, *self._unpolled}:
+            engine, tasks = self.pool.engines[index], given.get(index, [])
+            if engine.serves and index in self._unpolled:
+                self._unpolled.remove(index)
+                forget = self.pool.forgotten.take(engine.maker)
+                self._polls[engine.handle.run.remote(tasks, Until.ANY, forget)] = Poll(index, engine.maker)
+            elif tasks:
+                self._begins[engine.handle.begin.remote(tasks)] = Poll(index, engine.maker)
+
+    def _least_loaded(self) -> int | None:
+        """Of the engines that have weights and live, as far as is known; None where there is none."""
+        while self._heap:
+            load, index = self._heap[0]
+            if self.pool.engines[index].serves and self._loads.get(index) == load:
+                return index
+            heapq.heappop(self._heap)
+        for index, engine in enumerate(self.pool.engines):
+            if engine.serves:
+                heapq.heappush(self._heap, (self._loads.setdefault(index, 0), index))
+        return self._heap[0][1] if self._heap else None
+
+    def _count(self, index: int, requests: int) -> None:
+        self._loads[index] = self._loads.get(index, 0) + requests
+        heapq.heappush(self._heap, (self._loads[index], index))
+
+    def _mend(self) -> None:
+        """What engines had that are lost begins on others, where they had come to."""
+        pool = self.pool
+        pool.lose_dead()
+        makers = {engine.maker for engine in pool.engines if engine.serves}
+        placed = {ticket: entry for ticket, entry in self._underway.items() if entry.engine is not None}
+        lost = {ticket: entry for ticket, entry in placed.items() if entry.maker not in makers}
+        for ticket, entry in lost.items():
+            assert entry.engine is not None
+            self._count(entry.engine, -entry.task.num_responses)
+            self._underway[ticket] = Underway(pool.taken_over(entry.task, entry.maker), entry.results)
+        self._homeless.extendleft(sorted(lost, reverse=True))
+        for call in [call for call, poll in self._polls.items() if poll.maker not in makers]:
+            self._unpolled.add(self._polls.pop(call).engine)
+        self._begins = {call: poll for call, poll in self._begins.items() if poll.maker in makers}
+        if not makers:
+            pool.supply()
+        self._place()
