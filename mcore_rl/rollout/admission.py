@@ -29,8 +29,8 @@ def may_submit(
     """Whether another group may begin. To be asked again whenever a group finishes, is rejected, fails, or is trained.
 
     `running`, `finished` and `in_training` count groups; `running_requests` and `slots` count requests, of all engines.
-    It cannot stop for ever while `samples_per_group` <= `slots`: a trainer that waits has nothing in training and less
-    than a version's groups finished, so that either something runs, which ends, or another group may begin.
+    It cannot stop for ever while `samples_per_group` <= `slots`: a trainer that waits has nothing in training, and
+    either something runs, which ends, or less than a version's groups have finished, and another one may begin.
     """
     exist = running + finished + in_training
     room = running_requests + samples_per_group <= slots
@@ -47,10 +47,11 @@ def take_batch(
 ) -> list[int] | None:
     """Which finished groups a step of `version` trains: the oldest; None while it has to wait.
 
-    `finished` and `running` are the versions at which groups were submitted, oldest first. It waits where fewer than
-    `groups_per_version` have finished, or where those that are left could not all be trained in time: of groups that
-    were submitted at v or before, no more may be left than the steps of the versions up to v + max_staleness_hard take.
-    The oldest ones always pass once all that runs has ended, if max_staleness_hard >= max_staleness.
+    `finished` and `running` are the versions at which groups were submitted, in any order; returned are indices of
+    `finished`. It waits where fewer than `groups_per_version` have finished, or where those that are left could not all
+    be trained in time: of groups that were submitted at v or before, no more may be left than the steps of the versions
+    up to v + max_staleness_hard take. The oldest ones always pass once all that runs has ended, if max_staleness_hard
+    >= max_staleness.
 
     Costs groups times their logarithm.
     """

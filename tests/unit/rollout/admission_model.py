@@ -1,0 +1,306 @@
+"""A model of asynchronous rollouts and their trainer, for tests of what may begin and what may be trained.
+
+No engines, no threads, and no time unless `timed` adds it: a system offers the moves that can happen next, and any of
+them may. It asks the two rules of `admission`; what has happened is in a ledger that they never see.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+from mcore_rl.rollout.admission import may_submit, take_batch
+
+ENDLESS = 3000
+"""Moves: several times what the longest schedule of the tests needs."""
+
+Move = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    max_staleness: int
+    max_staleness_hard: int
+    groups_per_version: int
+    samples_per_group: int
+    engines: tuple[int, ...]
+    """Slots of each."""
+    max_batches: int = 0
+    """The first max_batches * groups_per_version groups that end in a version may be rejected."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    number: int
+    submitted: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    version: int
+    groups: list[Group]
+    passed_over: list[Group]
+    """Had finished as well."""
+
+
+@dataclass
+class Ledger:
+    submitted: list[Group] = field(default_factory=list)
+    trained: list[Batch] = field(default_factory=list)
+    rejected: list[Group] = field(default_factory=list)
+    failed: list[Group] = field(default_factory=list)
+    accepted: int = 0
+    """Groups that ended and were not rejected when they did; a later filter does not count them out."""
+
+    def copy(self) -> Ledger:
+        return Ledger([*self.submitted], [*self.trained], [*self.rejected], [*self.failed], self.accepted)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a resume knows. What is in training has finished, and no more: its version has not ended."""
+
+    version: int = 0
+    finished: tuple[Group, ...] = ()
+    running: tuple[Group, ...] = ()
+
+
+class System:
+    def __init__(self, shape: Shape, start: Checkpoint = Checkpoint(), ledger: Ledger | None = None) -> None:
+        self.shape, self.version, self.ledger = shape, start.version, ledger or Ledger()
+        self.finished, self.slots = list(start.finished), list(shape.engines)
+        self.batch: Batch | None = None
+        self.running: dict[Group, list[int | None]] = {g: [None] * shape.samples_per_group for g in start.running}
+        """The engine of each request that has not ended; None: it waits for a place in which to begin again."""
+        self.closed, self.judged = False, 0
+        self.saved = start, self.ledger.copy()
+        self._place()
+
+    # The two rules; tests of other rules replace these.
+
+    def admits(self) -> bool:
+        return may_submit(
+            running=len(self.running),
+            finished=len(self.finished),
+            in_training=len(self.in_training),
+            groups_per_version=self.shape.groups_per_version,
+            max_staleness=self.shape.max_staleness,
+            running_requests=self.num_requests,
+            slots=sum(self.slots),
+            samples_per_group=self.shape.samples_per_group,
+        )
+
+    def takes(self) -> list[int] | None:
+        return take_batch(
+            [group.submitted for group in self.finished],
+            [group.submitted for group in self.running],
+            version=self.version,
+            groups_per_version=self.shape.groups_per_version,
+            max_staleness_hard=self.shape.max_staleness_hard,
+        )
+
+    # What exists.
+
+    @property
+    def in_training(self) -> list[Group]:
+        return self.batch.groups if self.batch else []
+
+    @property
+    def existing(self) -> list[Group]:
+        return [*self.running, *self.finished, *self.in_training]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(engines) for engines in self.running.values())
+
+    @property
+    def free(self) -> list[int]:
+        """Slots of each engine that nobody uses."""
+        free = list(self.slots)
+        for engine in itertools.chain.from_iterable(self.running.values()):
+            if engine is not None:
+                free[engine] -= 1
+        return free
+
+    # What can happen.
+
+    def moves(
+        self, order: Sequence[str] = ("submit", "take", "publish", "end"), *, youngest: bool = False
+    ) -> list[Move]:
+        """What brings the system on; none: it stands still. Of the groups that run, first those submitted first."""
+        found: dict[str, list[Move]] = {kind: [] for kind in order}
+        if not self.closed and self.admits():
+            found["submit"] = [self.submit]
+        if self.batch:
+            found["publish"] = [self.publish]
+        elif self.takes() is not None:
+            found["take"] = [self.take]
+        filters = self.judged < self.shape.max_batches * self.shape.groups_per_version
+        for group, engines in reversed(self.running.items()) if youngest else self.running.items():
+            for engine in {engine for engine in engines if engine is not None}:
+                found["end"].append(partial(self.end, group, engine))
+                if filters and len(engines) == 1:
+                    found["end"].append(partial(self.end, group, engine, rejected=True))
+        return [move for moves in found.values() for move in moves]
+
+    def submit(self) -> Group:
+        """Each request goes where most slots are free, even if there is none: to know that is the rule's part."""
+        group = Group(len(self.ledger.submitted), self.version)
+        self.ledger.submitted.append(group)
+        engines = self.running.setdefault(group, [])
+        for _ in range(self.shape.samples_per_group):
+            engines.append(self.free.index(max(self.free)))
+        return group
+
+    def end(self, group: Group, engine: int, *, rejected: bool = False) -> None:
+        """A request ends, and with its last one the group."""
+        self.running[group].remove(engine)
+        if not self.running[group]:
+            del self.running[group]
+            self.judged += 1
+            self.ledger.accepted += not rejected
+            (self.ledger.rejected if rejected else self.finished).append(group)
+        self._place()
+
+    def take(self) -> None:
+        taken = self.takes()
+        assert taken is not None
+        groups = [self.finished[index] for index in taken]
+        self.finished = [group for index, group in enumerate(self.finished) if index not in taken]
+        self.batch = Batch(self.version, groups, list(self.finished))
+
+    def publish(self) -> None:
+        assert self.batch
+        self.ledger.trained.append(self.batch)
+        self.batch, self.judged, self.version = None, 0, self.version + 1
+
+    # What can go wrong.
+
+    def mishap(self, kind: str, which: int) -> Self:
+        """Strikes `which` group or engine, where there is a choice. A resume makes a new system of a checkpoint."""
+        if kind == "fail" and self.running:
+            self.fail(list(self.running)[which % len(self.running)])
+        elif kind == "die":
+            self.die(which % len(self.slots), whole_groups=which % 2 == 0)
+        elif kind == "save":
+            self.saved = (
+                Checkpoint(self.version, (*self.in_training, *self.finished), tuple(self.running)),
+                self.ledger.copy(),
+            )
+        elif kind == "resume":
+            return type(self)(self.shape, *self.saved)
+        return self
+
+    def fail(self, group: Group) -> None:
+        """A sample is lost for good, and its group is counted out."""
+        del self.running[group]
+        self.ledger.failed.append(group)
+        self._place()
+
+    def die(self, engine: int, *, whole_groups: bool) -> None:
+        """Its requests begin again elsewhere, or all those of their groups, as submitted when they were. Its slots are
+        gone, unless no group would fit any more: then it comes back at once."""
+        for group, engines in self.running.items():
+            if engine in engines and whole_groups:
+                self.running[group] = [None] * self.shape.samples_per_group
+            else:
+                self.running[group] = [None if at == engine else at for at in engines]
+        if sum(self.slots) - self.slots[engine] >= self.shape.samples_per_group:
+            self.slots[engine] = 0
+        self._place()
+
+    def drop(self, dull: Callable[[Group], bool]) -> None:
+        """A filter at the trainer, of groups that ended some time ago."""
+        self.ledger.rejected += filter(dull, self.finished)
+        self.finished = [group for group in self.finished if not dull(group)]
+
+    def _place(self) -> None:
+        for engines in self.running.values():
+            for index, engine in enumerate(engines):
+                if engine is None and max(self.free) > 0:
+                    engines[index] = self.free.index(max(self.free))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    choices: Sequence[int] = ()
+    """Which of the possible moves happen first; later ones are drawn."""
+    order: Sequence[str] = ("submit", "take", "publish", "end")
+    youngest: bool = False
+    """Moves are in this order, and of groups that run the youngest ones' come first."""
+    bias: float = 1.0
+    """The higher it is, the more often is the first of the moves drawn."""
+    seed: int = 0
+    mishaps: Sequence[tuple[int, str, int]] = ()
+    """Before which move, what, and to whom."""
+
+
+def play(
+    system: System, schedule: Schedule, versions: float, seen: Callable[[System], object] = lambda system: None
+) -> System:
+    """The system at the end: of `versions`, or where nothing can happen any more. `seen` sees every state."""
+    chance = random.Random(schedule.seed)
+    for number in range(ENDLESS):
+        for _, kind, which in (mishap for mishap in schedule.mishaps if mishap[0] == number):
+            system = system.mishap(kind, which)
+        seen(system)
+        moves = system.moves(schedule.order, youngest=schedule.youngest) if system.version < versions else []
+        if not moves:
+            return system
+        drawn = int(len(moves) * chance.random() ** schedule.bias)
+        moves[schedule.choices[number] % len(moves) if number < len(schedule.choices) else drawn]()
+    raise AssertionError(f"goes on for ever, at version {system.version}")
+
+
+def timed(
+    system: System,
+    versions: int,
+    *,
+    training: float,
+    seconds: Callable[[Group], Sequence[float]],
+    dull: Callable[[Group], bool] = lambda group: False,
+) -> None:
+    """Plays with durations, of a batch's training and of a group's requests; the trainer filters what is `dull`. Groups
+    begin, and a batch is taken, as soon as they may."""
+    clock, serial = 0.0, itertools.count()
+    events: list[tuple[float, int, Move]] = []
+    while system.version < versions:
+        system.drop(dull)
+        if not system.batch and system.takes() is not None:
+            system.take()
+            heapq.heappush(events, (clock + training, next(serial), system.publish))
+        while system.admits():
+            group = system.submit()
+            for engine, length in zip(system.running[group], seconds(group), strict=True):
+                assert engine is not None
+                ends: Move = partial(system.end, group, engine)
+                heapq.heappush(events, (clock + length, next(serial), ends))
+        if not events:
+            return
+        clock, _, happens = heapq.heappop(events)
+        happens()
+
+
+def areal_capacity(system: System) -> int:
+    """Groups that AReaL would submit now: it counts what has happened."""
+    shape = system.shape
+    room = (sum(system.slots) - system.num_requests) // shape.samples_per_group
+    history = (shape.max_staleness + system.version + 1) * shape.groups_per_version
+    return min(room, history - (system.ledger.accepted + len(system.running)))
+
+
+class Areal(System):
+    """Whatever has finished may be trained, the oldest first."""
+
+    def admits(self) -> bool:
+        return areal_capacity(self) > 0
+
+    def takes(self) -> list[int] | None:
+        oldest = sorted(range(len(self.finished)), key=lambda i: (self.finished[i].submitted, self.finished[i].number))
+        batch = self.shape.groups_per_version
+        return oldest[:batch] if len(oldest) >= batch else None

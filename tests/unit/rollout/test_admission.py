@@ -1,0 +1,281 @@
+"""Admission: nothing stops for ever, is trained too late or gets lost. On a model without engines, in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.admission import may_submit, take_batch
+from tests.unit.rollout.admission_model import Areal, Group, Move, Schedule, Shape, System, areal_capacity, play, timed
+
+VERSIONS = 10
+NO_DEADLINE = 10**6
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    eta, samples = draw(st.integers(0, 4)), draw(st.integers(1, 4))
+    engines = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    engines[0] += max(0, samples - sum(engines))  # a group fits, often just so
+    return Shape(
+        max_staleness=eta,
+        max_staleness_hard=eta + draw(st.integers(0, 4)),
+        groups_per_version=draw(st.integers(1, 4)),
+        samples_per_group=samples,
+        engines=tuple(engines),
+        max_batches=draw(st.integers(0, 3)),
+    )
+
+
+MISHAPS = st.tuples(st.integers(0, 100), st.sampled_from(["fail", "die", "save", "resume"]), st.integers(0, 63))
+STRAGGLING = st.permutations(["submit", "take", "publish"]).map(lambda kinds: [*kinds, "end"])
+"""What runs ends late, so that, with the youngest first, old ones go on as long as they can."""
+SCHEDULES = st.builds(
+    Schedule,
+    choices=st.lists(st.integers(0, 63), max_size=20),
+    order=STRAGGLING | st.permutations(["submit", "take", "publish", "end"]),
+    youngest=st.booleans(),
+    bias=st.sampled_from([1.0, 5.0, 100.0, math.inf]),
+    seed=st.integers(0, 2**32),
+    mishaps=st.lists(MISHAPS, max_size=8),
+)
+
+
+def trained(system: System) -> list[Group]:
+    return [group for batch in system.ledger.trained for group in batch.groups]
+
+
+def staleness(system: System) -> Counter[int]:
+    return Counter(batch.version - group.submitted for batch in system.ledger.trained for group in batch.groups)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(shapes(), SCHEDULES)
+def test_every_version_is_reached_whatever_ends_first_is_rejected_fails_dies_or_is_resumed(
+    shape: Shape, schedule: Schedule
+) -> None:
+    """No order is fair here: what can wait may wait until nothing else is possible."""
+    assert play(System(shape), schedule, VERSIONS).version == VERSIONS
+
+
+@settings(max_examples=1000, deadline=None)
+@given(shapes(), SCHEDULES)
+def test_no_group_is_trained_too_late_or_twice_or_is_lost_and_the_oldest_are_trained_first(
+    shape: Shape, schedule: Schedule
+) -> None:
+    def require_in_time(system: System) -> None:  # also of a batch whose training a resume undoes
+        assert all(system.version - group.submitted <= shape.max_staleness_hard for group in system.in_training)
+
+    system = play(System(shape), schedule, VERSIONS, require_in_time)
+    system.closed = True  # nothing more begins, and what exists is trained, but for less than a batch
+    system = play(system, replace(schedule, mishaps=()), math.inf)
+    assert not system.running
+    assert not system.batch
+    assert len(system.finished) < shape.groups_per_version
+    ledger = system.ledger
+    assert Counter(ledger.submitted) == Counter(trained(system) + ledger.rejected + ledger.failed + system.finished)
+    assert max(staleness(system)) <= shape.max_staleness_hard
+    for version, batch in enumerate(ledger.trained):
+        assert batch.version == version
+        assert len(batch.groups) == shape.groups_per_version
+        assert max(g.submitted for g in batch.groups) <= min((g.submitted for g in batch.passed_over), default=version)
+
+
+@settings(max_examples=500, deadline=None)
+@given(shapes(), SCHEDULES)
+def test_no_more_groups_exist_and_no_more_requests_run_than_may(shape: Shape, schedule: Schedule) -> None:
+    def require_bounds(system: System) -> None:
+        assert len(system.existing) <= (shape.max_staleness + 1) * shape.groups_per_version
+        assert min(system.free) >= 0
+
+    play(System(shape), schedule, VERSIONS, require_bounds)
+
+
+class Prompt(System):
+    """A group begins as soon as it may."""
+
+    def moves(self, order: Sequence[str] = (), *, youngest: bool = False) -> list[Move]:
+        return [self.submit] if self.admits() else super().moves(order, youngest=youngest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes(), SCHEDULES)
+def test_the_tightest_bound_trains_in_order_of_submission_where_all_that_may_exist_do(
+    shape: Shape, schedule: Schedule
+) -> None:
+    """With fewer, for want of slots or because some were rejected, there is time to let others overtake."""
+    places = (shape.max_staleness + 1) * shape.groups_per_version * shape.samples_per_group
+    shape = replace(shape, max_staleness_hard=shape.max_staleness, engines=(places,), max_batches=0)
+    system = play(Prompt(shape), replace(schedule, mishaps=()), VERSIONS)
+    versions = [v for batch in system.ledger.trained for v in sorted(group.submitted for group in batch.groups)]
+    assert versions == sorted(versions)
+    assert take_batch([1], [0], version=1, groups_per_version=1, max_staleness_hard=4) == [0]
+
+
+@settings(max_examples=500, deadline=None)
+@given(shapes(), SCHEDULES)
+def test_a_group_may_begin_exactly_where_areals_rule_has_capacity_while_its_counters_are_right(
+    shape: Shape, schedule: Schedule
+) -> None:
+    """As they are here: groups that are rejected or fail are counted out, and a resume restores the counters."""
+
+    def require_the_same(system: System) -> None:
+        assert system.admits() == (areal_capacity(system) > 0)
+
+    play(System(shape), schedule, VERSIONS, require_the_same)
+
+
+@pytest.mark.parametrize("slots", [20, 1000])
+@pytest.mark.parametrize("eta", [0, 1, 2, 4])
+def test_the_same_groups_begin_at_the_same_versions_and_are_as_stale_as_with_areals_rules(eta: int, slots: int) -> None:
+    shape = Shape(eta, NO_DEADLINE, groups_per_version=4, samples_per_group=4, engines=(slots,))
+
+    def seconds(group: Group) -> list[float]:
+        chance = random.Random(group.number)
+        return [chance.lognormvariate(0.0, 1.0) for _ in range(4)]
+
+    ours, theirs = System(shape), Areal(shape)
+    for system in (ours, theirs):
+        timed(system, 60, training=2.0, seconds=seconds)
+        assert system.version == 60
+    assert [group.submitted for group in ours.ledger.submitted] == [g.submitted for g in theirs.ledger.submitted]
+    assert staleness(ours) == staleness(theirs)
+    assert (max(staleness(ours)) > eta) == (eta > 0)  # with responses of such lengths order matters
+
+
+@pytest.mark.parametrize(("eta", "stops_at"), [(0, 0), (2, 3), (8, 12)])
+def test_counting_groups_that_are_rejected_later_stops_for_ever_and_counting_what_exists_does_not(
+    eta: int, stops_at: int
+) -> None:
+    """The trainer rejects two of five: of 5 (eta + version + 1) that may ever have begun, 3 in 5 are left, and 5
+    (version + 1) are needed."""
+    shape = Shape(eta, NO_DEADLINE, groups_per_version=5, samples_per_group=2, engines=(1000,))
+    history, exists = Areal(shape), System(shape)
+    for system in (history, exists):
+        timed(system, 40, training=1.0, seconds=lambda group: [1.0, 2.0], dull=lambda group: group.number % 5 in (1, 3))
+    assert history.version == stops_at
+    assert exists.version == 40
+
+
+class Careless(System):
+    """Trains whatever leaves the finished ones in time, without a look at what runs."""
+
+    def takes(self) -> list[int] | None:
+        return take_batch(
+            [group.submitted for group in self.finished],
+            [],
+            version=self.version,
+            groups_per_version=self.shape.groups_per_version,
+            max_staleness_hard=self.shape.max_staleness_hard,
+        )
+
+
+@pytest.mark.parametrize(("rules", "oldest"), [(System, 2), (Careless, VERSIONS)])
+def test_a_straggler_is_trained_too_late_by_who_does_not_look_at_what_runs(rules: type[System], oldest: int) -> None:
+    """The group of version 0 that began first ends when nothing else can happen."""
+    shape = Shape(1, 2, groups_per_version=1, samples_per_group=1, engines=(4,))
+    system = play(rules(shape), Schedule(youngest=True, bias=math.inf), VERSIONS)
+    system.closed = True
+    play(system, Schedule(), math.inf)
+    assert max(staleness(system)) == oldest
+
+
+@pytest.mark.parametrize("hard", range(5))
+@pytest.mark.parametrize("version", range(3, 12))
+def test_a_batch_waits_for_one_that_runs_exactly_where_the_next_version_would_be_too_late_for_it(
+    version: int, hard: int
+) -> None:
+    def take(finished: list[int], running: list[int]) -> list[int] | None:
+        return take_batch(finished, running, version=version, groups_per_version=2, max_staleness_hard=hard)
+
+    too_late = version + 1 - 3 > hard
+    assert take([version, version], [3]) == (None if too_late else [0, 1])
+    assert take([version, version], []) == [0, 1]
+    if not too_late:
+        assert take([version, 3, version], [3]) == [0, 1]
+    steps = 3 + hard - version
+    if steps >= 0:
+        assert take([version, version], [3] * 2 * steps) == [0, 1]
+        assert take([version, version], [3] * (2 * steps + 1)) is None
+
+
+def reference(finished: list[int], running: list[int], version: int, batch: int, hard: int) -> list[int] | None:
+    """For every v: of those not taken, at most (v + hard - version) * batch were submitted at v or before, and none
+    where that is negative."""
+    if len(finished) < batch:
+        return None
+    taken = sorted(sorted(range(len(finished)), key=lambda index: finished[index])[:batch])
+    left = [submitted for index, submitted in enumerate(finished) if index not in taken] + running
+    for v in range(-1, version + 1):
+        if sum(submitted <= v for submitted in left) > max(0, (v + hard - version) * batch):
+            return None
+    return taken
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    finished=st.lists(st.integers(0, 5), max_size=12),
+    running=st.lists(st.integers(0, 5), max_size=4),
+    later=st.integers(0, 2),
+    batch=st.integers(1, 4),
+    hard=st.integers(0, 9),
+)
+def test_a_batch_is_taken_exactly_where_its_definition_allows_it(
+    finished: list[int], running: list[int], later: int, batch: int, hard: int
+) -> None:
+    version = max([*finished, *running], default=0) + later
+    taken = take_batch(finished, running, version=version, groups_per_version=batch, max_staleness_hard=hard)
+    assert taken == reference(finished, running, version, batch, hard)
+
+
+def test_indices_are_those_of_what_finished_the_oldest_and_among_equals_the_first() -> None:
+    def take(finished: list[int], batch: int) -> list[int] | None:
+        return take_batch(finished, (), version=4, groups_per_version=batch, max_staleness_hard=NO_DEADLINE)
+
+    assert take([4, 2, 3, 2], 2) == [1, 3]
+    assert take([4, 2, 3, 2], 3) == [1, 2, 3]
+    assert take([4, 2, 3, 2], 4) == [0, 1, 2, 3]
+    assert take([4, 2, 3, 2], 5) is None
+    assert take([], 1) is None
+    assert take([3, 4] * 1000, 10) == list(range(0, 20, 2))
+    assert take([4] * 1000 + [3], 10) == [*range(9), 1000]
+
+
+def begins(**what_exists: int) -> bool:
+    """With eta 1, 3 groups a version and 2 samples a group."""
+    nothing = {"running": 0, "finished": 0, "in_training": 0, "running_requests": 0, "slots": 100}
+    return may_submit(groups_per_version=3, max_staleness=1, samples_per_group=2, **(nothing | what_exists))
+
+
+def test_a_group_begins_only_where_all_its_requests_have_a_slot() -> None:
+    assert begins(slots=2)
+    assert not begins(slots=1)
+    assert not begins(slots=0)
+    assert begins(slots=9, running_requests=7)
+    assert not begins(slots=9, running_requests=8)
+    assert not begins(slots=9, running_requests=10)  # an engine has died
+
+
+@pytest.mark.parametrize("place", ["running", "finished", "in_training"])
+def test_groups_count_wherever_they_are(place: str) -> None:
+    assert begins(**{place: 5})
+    assert not begins(**{place: 6})
+    each = {"running": 1, "finished": 1, "in_training": 1}
+    assert begins(**each | {place: 3})
+    assert not begins(**each | {place: 4})
+
+
+@pytest.mark.parametrize("slots", [3, 1000])
+def test_without_staleness_each_version_begins_its_own_groups_and_trains_them(slots: int) -> None:
+    shape = Shape(0, 0, groups_per_version=4, samples_per_group=3, engines=(slots,))
+    system = System(shape)
+    timed(system, 5, training=10.0, seconds=lambda group: [1.0, 2.0, 3.0])
+    assert Counter(group.submitted for group in system.ledger.submitted) == dict.fromkeys(range(5), 4)
+    assert staleness(system) == {0: 20}
