@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 WINDOW = 20
 """Steps: over which a gradient's usual norm is known, and before which a critic may be bad."""
 
+SETTLED = 5
+"""Steps, after which shares of time are those of the run, not of its start."""
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -43,7 +46,7 @@ SIGNS = (
         "reward.overlong.enable=true",
     ),
     Sign(
-        "rollout/logp_diff_mean",
+        "rollout/logp_diff_fresh_mean",
         lambda now, first: now > 0.05,
         "log-probabilities of engine and trainer differ by {now:.3f} nats on average: weights.verify_every=1 compares "
         "their weights, algorithm.correction corrects for the difference",
@@ -76,6 +79,20 @@ SIGNS = (
         "the critic explains {now:.2f} of the returns' variance, less than a constant would: change "
         "critic.optimizer.lr, or raise trainer.critic_warmup_steps",
         after_step=WINDOW,
+    ),
+    Sign(
+        "time/trainer_idle_fraction",
+        lambda now, first: now > 0.5,
+        "the trainer ranks wait for responses {now:.0%} of the time: raise rollout.num_engines, "
+        "rollout.max_concurrent_requests or rollout.max_staleness, or give ranks to the engines",
+        after_step=SETTLED,
+    ),
+    Sign(
+        "time/generator_idle_fraction",
+        lambda now, first: now > 0.5,
+        "engines have nothing to do {now:.0%} of the time: lower rollout.num_engines and give their devices to the "
+        "trainer ranks, or raise rollout.max_staleness",
+        after_step=SETTLED,
     ),
 )
 GRADIENT = "actor/grad_norm"

@@ -13,7 +13,18 @@ MAX_MESSAGE_CHARS = 300
 MAX_PART_CHARS = 2000
 METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
 FIELDS = (
-    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
+    *(
+        "prompt",
+        "response",
+        "tokens",
+        "response_tokens",
+        "finish_reason",
+        "group",
+        "sample",
+        "version",
+        "versions",
+        "submitted_version",
+    ),
     *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))

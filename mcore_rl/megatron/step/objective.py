@@ -265,18 +265,20 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     """How far the policy's log-probabilities are from those that the engine sampled with; kl and kl_low_var estimate
-    KL(rollout || policy) by k1 and k3."""
+    KL(rollout || policy) by k1 and k3. logp_diff_fresh_mean is of tokens that were sampled with these very weights."""
     ours, theirs = logp.double(), batch.logp_rollout.double()
     difference = (ours - theirs).abs()
     largest = difference.max() if len(difference) else difference.sum()
-    sums = [difference.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
+    fresh = (batch.staleness == 1).double()
+    sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
     sums += [ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
     # One transfer for all of them: each would wait for the device.
-    total, low_var, most, *moments = torch.stack(sums).tolist()
+    total, of_fresh, num_fresh, low_var, most, *moments = torch.stack(sums).tolist()
     return {
         "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
         "rollout/logp_diff_mean": Mean(total, len(difference)),
+        "rollout/logp_diff_fresh_mean": Mean(of_fresh, num_fresh),
         "rollout/logp_diff_max": Max(most),
         "rollout/logp_pearson": Correlation(len(difference), *moments),
     }

@@ -79,9 +79,12 @@ class StreamingCollector:
     """A Collector that submits groups ahead of their training, by the rules of `admission`.
 
     What exists is counted, and nothing else: groups that run, that have finished, and that are trained just now. With
-    dynamic sampling a group without signal leaves the count when it finishes, and another one takes its place; those
-    that a step has no more room for stay in it, `dynamic.max_batches` times a step's, and fill the step up when nothing
-    better is to be had, as in a synchronous run. It all happens in the waits of the driver, on its one thread.
+    dynamic sampling a group without signal leaves the count when it finishes, and another one takes its place; beyond
+    `dynamic.max_batches` times a step's they stay in it, and fill the step up when nothing better is to be had, as in a
+    synchronous run. It all happens in the waits of the driver, on its one thread.
+
+    Where rollout.max_staleness_hard is rollout.max_staleness, groups are trained in the order of submission. What is
+    trained does not hang on time then, as long as the versions at which groups are submitted do not (swap=finish).
     """
 
     stream: TaskStream
@@ -102,6 +105,8 @@ class StreamingCollector:
     _collected: int = field(default=0, init=False)
     """The last step whose groups were collected."""
     _in_training: int = field(default=0, init=False)
+    _last: float = field(default_factory=time.perf_counter, init=False)
+    """When groups were collected for the last time."""
     _paused: bool = field(default=False, init=False)
     _results: dict[int, RolloutResult] = field(default_factory=dict, init=False)
     """What has ended since the last look, by ticket."""
@@ -134,8 +139,7 @@ class StreamingCollector:
             self._score()
         waited = time.perf_counter() - started
         self._collected, self._in_training = step, len(taken)
-        dropped, self._dull = [group for group in self._dull if group not in taken], []
-        groups = sorted([*taken, *dropped], key=lambda group: group.number)
+        groups = sorted([*taken, *self._drop_dull(taken)], key=lambda group: group.number)
         join_parts([str(group.task.records) for group in groups], self.records_dir, f"step_{step}")
         if self.failures is not None:
             self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
@@ -214,16 +218,18 @@ class StreamingCollector:
         assert self._version is not None, "a step was collected before any weights were published"
         size, hard = self.prompts_per_step, self.rollout.hard_staleness
         self._finished.sort(key=lambda group: group.number)
-        under_way = [group.version for group in (*self._running.values(), *self._unscored)]
+        under_way = [*self._running.values(), *self._unscored]
         places = take_batch(
             [group.version for group in self._finished],
-            sorted(under_way),
+            sorted(group.version for group in under_way),
             version=self._version,
             groups_per_version=size,
             max_staleness_hard=hard,
         )
         if places is not None:
             taken = [self._finished[place] for place in places]
+            if self._in_order and any(group.number < taken[-1].number for group in under_way):
+                return None
         elif not under_way and len(self._finished) < size:  # nothing may begin any more
             filling = sorted(self._dull, key=lambda group: group.number)[: size - len(self._finished)]
             taken = [*self._finished, *filling]
@@ -236,13 +242,26 @@ class StreamingCollector:
         self._finished = [group for group in self._finished if group.number not in numbers]
         return taken
 
+    @property
+    def _in_order(self) -> bool:
+        """Whether groups are trained in the order in which they were submitted."""
+        return self.rollout.hard_staleness == self.rollout.max_staleness
+
+    def _drop_dull(self, taken: Sequence[Group]) -> list[Group]:
+        """Groups without signal that are given up with a step: in order, those before its last group."""
+        numbers, last = {group.number for group in taken}, max(group.number for group in taken)
+        left = [group for group in self._dull if group.number not in numbers]
+        self._dull = [group for group in left if self._in_order and group.number > last]
+        return [group for group in left if not self._in_order or group.number < last]
+
     def _as_groups(self, groups: Sequence[Group], taken: set[int], waited: float) -> Groups:
         results = [group.result for group in groups if group.result is not None]
         keep = [
             np.arange(len(group.scalars.group_ids) if group.number in taken else 0, dtype=np.int64) for group in groups
         ]
         assert self._version is not None
-        idle = self.stream.idle_fraction()
+        idle, now = self.stream.idle_fraction(), time.perf_counter()
+        elapsed, self._last = now - self._last, now
         trained = [group for group in groups if group.number in taken]
         submitted, scalars = [group.version for group in trained], [group.scalars for group in trained]
         figures = describe_staleness(submitted, scalars, self._version)
@@ -257,9 +276,10 @@ class StreamingCollector:
             seconds_grading=0.0,
             figures={
                 **figures,
-                "engine/idle_fraction": idle,
                 "time/trainer_idle": Total(waited),
+                "time/trainer_idle_fraction": Mean(waited, elapsed),
                 "time/generator_idle": Total(idle.total / self.stream.num_engines),
+                "time/generator_idle_fraction": idle,
                 "async/running_groups": Total(len(self._running)),
                 "async/finished_groups": Total(len(self._finished) + len(self._unscored)),
             },

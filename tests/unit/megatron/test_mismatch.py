@@ -17,14 +17,18 @@ def measured(cuts: list[int]) -> dict[str, float]:
     generator = np.random.default_rng(0)
     ours = generator.normal(-1, 0.7, 50).astype(np.float32)
     theirs = (ours + generator.normal(0, 0.2, 50)).astype(np.float32)
+    staleness = generator.integers(1, 4, 50).astype(np.float32)
     parts: list[Any] = []
     for rows in np.split(np.arange(50), cuts):
-        batch: Any = SimpleNamespace(logp_rollout=torch.from_numpy(theirs[rows]))
+        ages = torch.from_numpy(staleness[rows])
+        batch: Any = SimpleNamespace(logp_rollout=torch.from_numpy(theirs[rows]), staleness=ages)
         parts.append(mismatch(batch, torch.from_numpy(ours[rows])))
     found = {name: metric.value for name, metric in merge_metrics(parts).items()}
     difference = np.abs(ours.astype(float) - theirs)
     assert found["rollout/logp_diff_mean"] == pytest.approx(difference.mean(), rel=1e-6)
     assert found["rollout/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-6)
+    fresh = difference[staleness == 1]  # the step's updates lead one version beyond the weights that drew them
+    assert found["rollout/logp_diff_fresh_mean"] == pytest.approx(fresh.mean(), rel=1e-6)
     gap = theirs.astype(float) - ours  # of tokens that the engine drew
     assert found["rollout/kl"] == pytest.approx(gap.mean(), rel=1e-9)
     assert found["rollout/kl_low_var"] == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-9)
@@ -38,5 +42,5 @@ def test_parts_add_up(cuts: list[int]) -> None:
 
 
 def test_without_tokens_there_is_no_difference() -> None:
-    batch: Any = SimpleNamespace(logp_rollout=torch.empty(0))
+    batch: Any = SimpleNamespace(logp_rollout=torch.empty(0), staleness=torch.empty(0))
     assert {metric.value for metric in mismatch(batch, torch.empty(0)).values()} == {0.0}

@@ -12,25 +12,29 @@ HEALTHY = {
     "actor/entropy": 1.0,
     "response_tokens/mean": 200.0,
     "response_tokens/clipped_fraction": 0.1,
-    "rollout/logp_diff_mean": 0.001,
+    "rollout/logp_diff_fresh_mean": 0.001,
     "actor/clip_fraction": 0.05,
     "actor/ppo_kl": 0.01,
     "groups/without_signal": 0.4,
     "actor/grad_norm": 1.0,
     "correction/effective_sample_fraction": 0.9,
     "critic/explained_variance": 0.2,
+    "time/trainer_idle_fraction": 0.3,
+    "time/generator_idle_fraction": 0.3,
 }
 SIGNS: dict[str, tuple[dict[str, float], str]] = {
     "entropy": ({"actor/entropy": 0.09}, "entropy fell from 1 to 0.09"),
     "length": ({"response_tokens/mean": 50.0}, "shrank from 200 to 50"),
     "truncation": ({"response_tokens/clipped_fraction": 0.6}, "60% of the responses are cut off"),
-    "engine": ({"rollout/logp_diff_mean": 0.2}, "weights.verify_every=1"),
+    "engine": ({"rollout/logp_diff_fresh_mean": 0.2}, "weights.verify_every=1"),
     "clip": ({"actor/clip_fraction": 0.5}, "50% of the tokens are clipped"),
     "kl": ({"actor/ppo_kl": 0.8}, "0.80 nats"),
     "kl negative": ({"actor/ppo_kl": -0.8}, "-0.80 nats"),
     "signal": ({"groups/without_signal": 1.0}, "100% of the groups"),
     "gradient": ({"actor/grad_norm": 30.0}, "30 times the median"),
     "weights": ({"correction/effective_sample_fraction": 0.2}, "20% of the samples"),
+    "trainer": ({"time/trainer_idle_fraction": 0.7}, "wait for responses 70% of the time"),
+    "generator": ({"time/generator_idle_fraction": 0.6}, "nothing to do 60% of the time"),
     "critic": ({"critic/explained_variance": -2.0}, "explains -2.00"),
 }
 
@@ -67,5 +71,7 @@ def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
     signs = CollapseSigns(())
     first = [line for step in range(1, 31) for line in signs.look(step, HEALTHY)]
     assert first == []
-    (line,) = signs.look(31, HEALTHY | {"actor/entropy": 0.0, "rollout/logp_diff_mean": 9.0, "actor/grad_norm": 30.0})
+    (line,) = signs.look(
+        31, HEALTHY | {"actor/entropy": 0.0, "rollout/logp_diff_fresh_mean": 9.0, "actor/grad_norm": 30.0}
+    )
     assert "30 times the median" in line

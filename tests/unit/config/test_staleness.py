@@ -1,0 +1,75 @@
+"""How far generation may be ahead: which keys go together, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
+from mcore_rl.config.models import ActorConfig, MoeConfig
+from mcore_rl.config.rules.staleness import check_staleness
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+APART = ClusterConfig(placement="disaggregated")
+
+
+def config_of(rollout: dict[str, Any], **sections: Any) -> Config:
+    return Config(**{"rollout": RolloutConfig(**rollout), "cluster": APART, **sections})
+
+
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        ({"max_staleness": 1}, 3),
+        ({"max_staleness": 4, "max_staleness_hard": 4}, 4),
+        ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute"}, 7),
+    ],
+)
+def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
+    config = config_of(given)
+    check_staleness(config)
+    assert config.rollout.hard_staleness == bound
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of({"swap": "finish"}), r"^rollout\.swap=finish has no effect; set rollout\.max_staleness above 0"),
+        (config_of({"max_staleness_hard": 3}), r"^rollout\.max_staleness_hard=3 has no effect"),
+        (
+            config_of({"max_staleness": 3, "max_staleness_hard": 2}),
+            r"^rollout\.max_staleness_hard=2 is below rollout\.max_staleness=3",
+        ),
+        (
+            config_of({"max_staleness": 1}, cluster=ClusterConfig()),
+            r"^rollout\.max_staleness=1 generates while .*; set cluster\.placement=disaggregated",
+        ),
+        (
+            config_of({"max_staleness": 1, "samples_per_prompt": 9, "max_concurrent_requests": 8, "num_engines": 2}),
+            r"^rollout\.samples_per_prompt=9 exceeds the 8 requests that one engine",
+        ),
+        (
+            config_of({"max_staleness": 1}, algorithm=AlgorithmConfig(advantage="remax")),
+            r"^rollout\.max_staleness=1: the greedy baseline of algorithm\.advantage=remax",
+        ),
+        (
+            config_of({"max_staleness": 1}, actor=ActorConfig(moe=MoeConfig(router_replay="engine"))),
+            r"rollout\.swap=keep .* actor\.moe\.router_replay=engine replays .*set rollout\.swap=finish",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_set(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_staleness(config)
+
+
+def test_experts_are_replayed_where_no_response_mixes_weights() -> None:
+    moe = ActorConfig(moe=MoeConfig(router_replay="engine"))
+    check_staleness(config_of({"max_staleness": 1, "swap": "finish"}, actor=moe))
+
+
+def test_supervised_training_generates_nothing() -> None:
+    sft = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
+    check_staleness(config_of({"max_staleness": 3}, cluster=ClusterConfig(), algorithm=sft))

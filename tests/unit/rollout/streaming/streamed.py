@@ -1,0 +1,115 @@
+"""A stream of tasks without engines: each waits until a test, or chance, lets it end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.algorithms import groups_with_variance
+from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.streaming.collector import StreamingCollector
+from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
+
+SAMPLES = 4
+SIZE = 4
+"""Groups of a step."""
+
+
+class CountingSampler:
+    """Rows 0, 1, 2, ...: what was drawn can be read off the rows."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def draw(self, count: int) -> np.ndarray:
+        rows = np.arange(self.next, self.next + count)
+        self.next += count
+        return rows
+
+
+class Stream:
+    """`choose` says which of the tickets under way end in a wait; `dull` which groups have equal rewards. Weights of
+    `version` draw all tokens of what ends."""
+
+    num_engines = 2
+
+    def __init__(self, choose: Callable[[list[int]], Sequence[int]], *, slots: int = 1 << 20) -> None:
+        self.choose, self.slots, self.waits, self.version = choose, slots, 0, 0
+        self.underway: dict[int, tuple[RolloutTask, dict[int, RolloutResult]]] = {}
+        self.begun: list[RolloutTask] = []
+        self.dull: Callable[[int], bool] = lambda group: False
+        self.most_requests = 0
+        self.heard: Callable[[], None] = lambda: None
+
+    @property
+    def running_requests(self) -> int:
+        return sum(task.num_responses for task, _ in self.underway.values())
+
+    def attend(self, heard: Callable[[], None]) -> None:
+        self.heard = heard
+
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
+        ticket = len(self.begun)
+        self.begun.append(task)
+        self.underway[ticket] = task, results
+        self.most_requests = max(self.most_requests, self.running_requests)
+        return ticket
+
+    def wait(self) -> None:
+        self.waits += 1
+        assert self.underway, "it waits, and nothing runs: it would wait for ever"
+        self.end(self.choose(sorted(self.underway)))
+
+    def end(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            task, results = self.underway.pop(ticket)
+            results[ticket] = f"chunk {task.group_ids[0]}", self._scalars(task)  # type: ignore[assignment]
+        self.heard()
+
+    def idle_fraction(self) -> Mean:
+        return Mean(1.0, 4.0)
+
+    def _scalars(self, task: RolloutTask) -> RolloutScalars:
+        Path(str(task.records)).write_text(f"{task.group_ids[0]}\n")
+        count = task.num_responses
+        ones, rewards = np.ones(count, np.int32), np.zeros(count, np.float32)
+        rewards[0] = 0 if self.dull(int(task.group_ids[0])) else 1
+        versions = np.full((count, 2), self.version, np.int32)
+        versions[:, 0] = task.version
+        sums = versions[:, 1].astype(np.int64)
+        return RolloutScalars(
+            np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), ones, ones, ones, rewards, rewards,
+            np.zeros(count, np.uint8), versions, version_sums=sums,
+        )  # fmt: skip
+
+
+def all_of_them(tickets: list[int]) -> list[int]:
+    return tickets
+
+
+def some(seed: int) -> Callable[[list[int]], list[int]]:
+    """A few of them, by chance."""
+    chance = random.Random(seed)
+    return lambda tickets: chance.sample(tickets, chance.randint(1, min(3, len(tickets))))
+
+
+def collector_of(stream: Stream, tmp_path: Path, *, steps: int = 50, **given: Any) -> StreamingCollector:
+    rollout = {"samples_per_prompt": SAMPLES, "max_staleness": 1, **given.pop("rollout", {})}
+    dynamic = given.pop("dynamic", {"enable": False})
+    return StreamingCollector(
+        stream=stream,
+        sampler=CountingSampler(),
+        rollout=RolloutConfig(**rollout),
+        dynamic=DynamicSamplingConfig(**dynamic),
+        has_signal=groups_with_variance,
+        prompts_per_step=SIZE,
+        steps=steps,
+        seed=1,
+        records_dir=tmp_path,
+        **given,
+    )

@@ -1,0 +1,196 @@
+"""Groups that are submitted ahead of their training: which, when, and how old they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.rollout.streaming.collector import StreamingCollector
+from mcore_rl.rollout.streaming.swaps import SwappingPublisher
+from mcore_rl.types import Groups, Max, Mean, RolloutResult, RolloutTask
+from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, all_of_them, collector_of, some
+
+
+def trained(groups: Groups) -> list[int]:
+    """Ids of the groups that are trained."""
+    pairs = zip(groups.scalars, groups.keep, strict=True)
+    return [int(scalars.group_ids[0]) for scalars, keep in pairs if len(keep)]
+
+
+def ages(groups: Groups, version: int) -> list[int]:
+    pairs = zip(groups.scalars, groups.keep, strict=True)
+    return [version - int(scalars.versions[0, 0]) for scalars, keep in pairs if len(keep)]
+
+
+def run(collector: StreamingCollector, stream: Stream, steps: int) -> list[Groups]:
+    """As the trainer does it: engines go on while it trains."""
+    collected = []
+    collector.published(0)
+    for step in range(1, steps + 1):
+        collected.append(collector.collect(step))
+        if stream.underway:
+            stream.end(stream.choose(sorted(stream.underway)))
+        stream.version = step
+        collector.published(step)
+    return collected
+
+
+@pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 6)])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_group_is_trained_once_in_whole_steps_and_none_is_older_than_the_bound(
+    eta: int, hard: int, seed: int, tmp_path: Path
+) -> None:
+    stream = Stream(some(seed), slots=SAMPLES * 6)
+    collector = collector_of(stream, tmp_path, rollout={"max_staleness": eta, "max_staleness_hard": hard})
+    collected = run(collector, stream, 50)
+    of_steps = [trained(groups) for groups in collected]
+    assert all(len(of_step) == SIZE for of_step in of_steps)
+    assert sorted(group for of_step in of_steps for group in of_step) == list(range(50 * SIZE)), (
+        "what is drawn is trained, and no more is drawn"
+    )
+    oldest = [max(ages(groups, version)) for version, groups in enumerate(collected)]
+    assert max(oldest) <= hard
+    assert [groups.figures["staleness/max"] for groups in collected] == [Max(float(age)) for age in oldest]
+    assert stream.most_requests <= stream.slots
+    if eta == hard:  # first in, first out
+        versions = [[int(s.versions[0, 0]) for s in groups.scalars] for groups in collected]
+        assert versions == sorted(versions)
+
+
+def test_as_many_exist_as_the_mean_staleness_says(tmp_path: Path) -> None:
+    stream = Stream(lambda tickets: tickets[:SIZE])
+    collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
+    collector.published(0)
+    assert len(stream.begun) == 3 * SIZE
+    collector.collect(1)
+    stream.end(sorted(stream.underway))
+    assert len(stream.begun) == 3 * SIZE, "what is in training exists"
+    collector.published(1)
+    assert len(stream.begun) == 4 * SIZE
+    assert [task.version for task in stream.begun] == [0] * 3 * SIZE + [1] * SIZE
+
+
+def test_one_step_off_no_response_mixes_weights_and_time_changes_nothing(tmp_path: Path) -> None:
+    """With rollout.swap=finish, whatever the order in which groups end; also with groups that have no signal."""
+    outcomes = []
+    for seed in range(6):
+        stream = Stream(some(seed))
+        stream.dull = lambda group: group % 3 == 0
+        given = {"max_staleness": 1, "max_staleness_hard": 1, "swap": "finish"}
+        collector = collector_of(stream, tmp_path, rollout=given, dynamic={"enable": True, "max_batches": 3})
+        publisher = SwappingPublisher(FakePublisher(stream), collector, finish=True)
+        publisher.publish(0)
+        steps: list[Any] = []
+        for step in range(1, 12):
+            groups = collector.collect(step)
+            assert set(ages(groups, step - 1)) <= {0, 1}
+            for scalars in groups.scalars:
+                assert (scalars.versions[:, 0] == scalars.versions[:, 1]).all()
+            drawn = [(int(s.group_ids[0]), int(s.prompt_rows[0])) for s in groups.scalars]
+            steps.append((drawn, trained(groups)))
+            stream.end(stream.choose(sorted(stream.underway)) if stream.underway else [])
+            publisher.publish(step)
+        outcomes.append(steps)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+class FakePublisher:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def publish(self, version: int) -> int:
+        assert not self.stream.underway, "weights change under responses"
+        self.stream.version = version
+        return version
+
+    def verify(self) -> int:
+        return 0
+
+
+def test_groups_without_signal_leave_and_others_take_their_places(tmp_path: Path) -> None:
+    stream = Stream(all_of_them)
+    stream.dull = lambda group: group % 2 == 0
+    collector = collector_of(stream, tmp_path, dynamic={"enable": True, "max_batches": 4})
+    groups = run(collector, stream, 1)[0]
+    assert trained(groups) == [1, 3, 5, 7]
+    dropped = [int(s.group_ids[0]) for s, keep in zip(groups.scalars, groups.keep, strict=True) if not len(keep)]
+    assert dropped
+    assert all(group % 2 == 0 for group in dropped)
+    assert (groups.groups_drawn, groups.groups_dropped) == (SIZE + len(dropped), len(dropped))
+    recorded = (tmp_path / "step_1.jsonl").read_text().split()
+    assert recorded == [str(group) for group in sorted([1, 3, 5, 7, *dropped])]
+
+
+def test_where_no_group_has_signal_a_step_is_filled_with_the_oldest_of_them(tmp_path: Path) -> None:
+    stream = Stream(some(1))
+    stream.dull = lambda group: group != 6
+    collector = collector_of(stream, tmp_path, steps=3, dynamic={"enable": True, "max_batches": 2})
+    collected = run(collector, stream, 3)
+    assert trained(collected[0]) == [0, 1, 2, 6]
+    # (max_batches - 1) steps' worth leave the count, and 2 steps' worth of what exists without signal ends it.
+    assert collected[0].groups_drawn == SIZE + 2 * SIZE
+    assert all(len(trained(groups)) == SIZE for groups in collected)
+
+
+def test_validation_beside_it_takes_slots(tmp_path: Path) -> None:
+    stream = Stream(all_of_them, slots=3 * SAMPLES)
+    stream.begin(RolloutTask("val", np.arange(1), np.arange(1), 2 * SAMPLES, Any, 0, str(tmp_path / "v")), {})
+    collector = collector_of(stream, tmp_path)
+    collector.published(0)
+    assert len(stream.begun) == 1 + 1
+
+
+def test_scores_of_models_come_before_the_filter_and_never_in_the_waits_of_others(tmp_path: Path) -> None:
+    stream, scored = Stream(lambda tickets: tickets[:1]), []
+
+    def score(tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
+        assert collecting, "what scores waits: it would do so in a wait of the trainer"
+        scored.extend(int(task.group_ids[0]) for task in tasks)
+        stream.end(sorted(stream.underway)[:1])  # while it waits for the model
+        flat = [np.zeros(SAMPLES, np.float32) if int(task.group_ids[0]) % 2 else part.rewards
+                for task, (_, part) in zip(tasks, results, strict=True)]  # fmt: skip
+        return [(ref, replace(part, rewards=rewards)) for (ref, part), rewards in zip(results, flat, strict=True)]
+
+    dynamic = {"enable": True, "max_batches": 4, "metric": "reward"}
+    collector = collector_of(stream, tmp_path, dynamic=dynamic, score=score)
+    collecting = False
+    collector.published(0)
+    stream.end([0, 1])
+    assert scored == []
+    collecting = True
+    groups = collector.collect(1)
+    assert trained(groups) == [0, 2, 4, 6]
+    assert len(scored) == len(set(scored))
+
+
+def test_figures_say_how_old_groups_and_tokens_are(tmp_path: Path) -> None:
+    stream = Stream(lambda tickets: tickets[:SIZE])
+    collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
+    first, second, third = run(collector, stream, 3)
+    assert first.figures["staleness/mean"] == Mean(0.0, SIZE)
+    # The second step's ended while the first one was trained; the third's under the weights that came after it.
+    assert second.figures["staleness/mean"] == Mean(4.0, SIZE)
+    assert second.figures["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
+    assert third.figures["staleness/mean"] == Mean(2.0 * SIZE, SIZE)
+    assert third.figures["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
+    assert (second.figures["staleness/mixed_fraction"].value, third.figures["staleness/mixed_fraction"].value) == (0, 1)
+    assert [third.figures[f"staleness/groups_{age}"].value for age in range(3)] == [0, 0, 1]
+    assert third.figures["time/generator_idle"].value == 0.5
+
+
+def test_errors_of_graders_end_the_run_after_they_are_recorded(tmp_path: Path) -> None:
+    class Failures:
+        def check(self, graded: Any, what: str, records: str) -> None:
+            assert (tmp_path / Path(records).name).exists()
+            raise LookupError(what)
+
+    stream = Stream(all_of_them)
+    collector = collector_of(stream, tmp_path, failures=Failures())
+    collector.published(0)
+    with pytest.raises(LookupError, match="step 1"):
+        collector.collect(1)
