@@ -8,6 +8,7 @@ EXTRA ?= cpu
 HOSTS ?= 1
 ENGINE ?= vllm
 TASK ?= work3
+MODE ?= sync
 # Of the test suite. Runs from end to end wait for each other's processes now and then: one more than two cores are busy with.
 WORKERS ?= 3
 PY := .venv/bin/python
@@ -20,8 +21,8 @@ help: ## this list
 setup: ## make .venv ready (the other targets do it by themselves)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended; ENGINE=sglang; TASK=tool, TASK=game: several turns
-	@$(PY) scripts/demo.py --task $(TASK) --hosts $(HOSTS) rollout.engine=$(ENGINE) $(ARGS)
+demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended; ENGINE=sglang; TASK=tool, TASK=game: several turns; MODE=async
+	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --hosts $(HOSTS) rollout.engine=$(ENGINE) $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)

@@ -126,10 +126,11 @@ class _Site:
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
         staged_publisher: Publisher = StagedPublisher(publisher, stages)
         collector: RolloutCollector | StreamingCollector
+        underway: StreamingCollector | None = None
         if config.rollout.max_staleness:
             stream = EngineStream(engines, concurrent_episodes(config.rollout))
             engines.stream = stream
-            collector = self._streaming(stream, sampler, failures, None if scored is None else scored.scored)
+            collector = underway = self._streaming(stream, sampler, failures, None if scored is None else scored.scored)
             finish = config.rollout.swap == FINISH
             staged_publisher = SwappingPublisher(staged_publisher, collector, finish)
         else:
@@ -146,7 +147,8 @@ class _Site:
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,
             stops=STOPS,
-            positions={"sampler": sampler, "collector": collector, **kept},
+            positions={"collector": collector, "sampler": sampler, **kept},  # which draws nothing more by then
+            underway=underway,
             batch_of=self._batch_of(journal),
             describe=self._describe,
             estimates_tokens=not self.prepared.estimator.per_response,
@@ -298,6 +300,7 @@ class _Site:
             records_dir=self.directory / "rollouts",
             failures=failures,
             score=score,
+            drain=config.checkpoint.drain,
         )
 
     def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:

@@ -68,6 +68,7 @@ class Demo:
 DEMOS = {
     "work3": Demo("work3", "configs/demo_cpu.yaml", "runs/demo"),
     "think2": Demo("think2", "configs/demo_think_cpu.yaml", "runs/demo_think", ("trainer.steps=280",)),
+    "work3 async": Demo("work3", "configs/demo_async_cpu.yaml", "runs/demo_async"),
     "tool": Demo("tool", "configs/demo_tool_cpu.yaml", "runs/demo_tool", ("rollout.max_prompt_tokens=24",)),
     "game": Demo(
         "game",
@@ -205,12 +206,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
     )
-    parser.add_argument("--task", choices=sorted(DEMOS), default="work3")
+    parser.add_argument("--task", choices=sorted({demo.task for demo in DEMOS.values()}), default="work3")
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: of work3")
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: pretended ones, as root on Linux")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
     options = parser.parse_args(arguments)
+    name = options.task if options.mode == "sync" else f"{options.task} {options.mode}"
+    if name not in DEMOS:
+        parser.error(f"--mode {options.mode} has no --task {options.task}")
     try:
-        run_demo(DEMOS[options.task], options.overrides, hosts=options.hosts)
+        run_demo(DEMOS[name], options.overrides, hosts=options.hosts)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

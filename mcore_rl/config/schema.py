@@ -195,6 +195,9 @@ class CheckpointConfig:
     """Older ones are removed."""
     keep_best: int = setting(1, minimum=0, unit="checkpoints")
     """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
+    drain: bool = False
+    """With rollout.max_staleness, responses in progress end before a checkpoint is saved; false: it holds what there is
+    of them, and they go on from there."""
     async_save: bool = False
     """Files are written while training goes on; a checkpoint counts once it is complete."""
 

@@ -37,6 +37,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Underway(Protocol):
+    """Groups that no step has trained."""
+
+    def start_save(self, directory: str) -> PendingSave: ...
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None: ...
+
+
 class Journal(Protocol):
     """Where figures go: one row per step; validation rows join the step they follow."""
 
@@ -80,6 +88,8 @@ class Run:
     """Whether advantages are made token by token, on the ranks; else batch_of has made them."""
     critic: Critic | None = None
     reference: Reference | None = None
+    underway: Underway | None = None
+    """Groups that were submitted ahead of the step that trains them, where there are such."""
     state: RunState = field(default_factory=RunState)
 
 
@@ -103,9 +113,9 @@ def resume(run: Run | SupervisedRun) -> bool:
     """Continues from the newest checkpoint of the run directory, if there is one; what earlier processes recorded of
     later steps is set aside."""
     run.checkpoints.clean()
+    run.remove_unfinished()
     resumed = load_latest(run)
     last_known = run.state.step if resumed else -1
-    run.remove_unfinished()
     run.journal.resume_after(last_known)
     return resumed
 
@@ -131,13 +141,20 @@ def load_latest(run: Run | SupervisedRun) -> bool:
     return True
 
 
-CRITIC = "critic"
-"""Directory of the critic's files in a checkpoint, beside the actor's."""
+CRITIC, GROUPS = "critic", "rollouts"
+"""Directories of a checkpoint, beside the actor's files: of the critic's, and of groups that no step has trained."""
 
 
 def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile]) -> None:
     """Checks and loads the files of the actor, and those of the critic."""
-    actor_files, critics = split_files(files, CRITIC)
+    others, critics = split_files(files, CRITIC)
+    actor_files, groups = split_files(others, GROUPS)
+    underway = run.underway if isinstance(run, Run) else None
+    if groups and underway is None:
+        raise CheckpointError(
+            f"{path} has groups that no step has trained, and this run is synchronous; set rollout.max_staleness as it "
+            "was, or run.dir to a new directory"
+        )
     critic = run.critic if isinstance(run, Run) else None
     if (critic is None) != (not critics):
         there, wanted = ("a", "none") if critics else ("no", "one")
@@ -145,6 +162,8 @@ def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile
     run.actor.load(str(path), actor_files)
     if critic is not None:
         critic.load(str(path / CRITIC), critics)
+    if groups and underway is not None:
+        underway.load(str(path / GROUPS), groups)
 
 
 def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
@@ -182,14 +201,19 @@ def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
 
 
 def _start_save(run: Run | SupervisedRun, directory: str, *, snapshot: bool) -> PendingSave:
-    critic = run.critic if isinstance(run, Run) else None
-    saves: dict[str, PendingSave] = {"": run.actor.start_save(directory, snapshot=snapshot)}
-    if critic is None:
-        return saves[""]
-    path = Path(directory, CRITIC)
+    saves: dict[str, PendingSave] = {}
+    if isinstance(run, Run) and run.underway is not None:
+        saves[GROUPS] = run.underway.start_save(_made(directory, GROUPS))
+    saves[""] = run.actor.start_save(directory, snapshot=snapshot)
+    if isinstance(run, Run) and run.critic is not None:
+        saves[CRITIC] = run.critic.start_save(_made(directory, CRITIC), snapshot=snapshot)
+    return saves[""] if len(saves) == 1 else JoinedSave(saves)
+
+
+def _made(directory: str, name: str) -> str:
+    path = Path(directory, name)
     path.mkdir()
-    saves[CRITIC] = critic.start_save(str(path), snapshot=snapshot)
-    return JoinedSave(saves)
+    return str(path)
 
 
 @contextlib.contextmanager

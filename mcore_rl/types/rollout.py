@@ -45,6 +45,10 @@ class RolloutTask:
         first, last = self.span
         return last - first
 
+    @property
+    def request_ids(self) -> list[str]:
+        return [self.request_id(response) for response in range(*self.span)]
+
     def request_id(self, response: int) -> str:
         """Of one response, by its number."""
         group, sample = divmod(response, self.samples_per_prompt)

@@ -18,7 +18,9 @@ def check_staleness(config: Config) -> None:
     if is_supervised(config.algorithm):
         return
     if rollout.max_staleness == 0:
-        refuse_unless_default("rollout", rollout, "set rollout.max_staleness above 0", OF_ASYNCHRONOUS_RUNS)
+        remedy = "set rollout.max_staleness above 0"
+        refuse_unless_default("rollout", rollout, remedy, OF_ASYNCHRONOUS_RUNS)
+        refuse_unless_default("checkpoint", config.checkpoint, remedy, ("drain",))
         return
     asked = f"rollout.max_staleness={rollout.max_staleness}"
     if rollout.hard_staleness < rollout.max_staleness:

@@ -11,67 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import Collector
+from mcore_rl.ports import Collector, PendingSave
 from mcore_rl.rollout.admission import may_submit, take_batch
 from mcore_rl.rollout.collector import RowSampler
 from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
+from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
+from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
 from mcore_rl.rollout.streaming.staleness import describe_staleness
-from mcore_rl.types import Groups, Mean, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions, Total
-
-
-class TaskStream(Protocol):
-    """Engines that have work all the time."""
-
-    @property
-    def num_engines(self) -> int: ...
-
-    @property
-    def running_requests(self) -> int: ...
-
-    @property
-    def slots(self) -> int:
-        """Requests that all engines have under way together."""
-
-    def attend(self, heard: Callable[[], None]) -> None:
-        """`heard` is called when tasks have ended, whatever the driver waits for; it must not wait itself."""
-
-    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
-        """A ticket, under which what comes of the task is put into `results` when it has ended."""
-
-    def wait(self) -> None:
-        """Until something has ended, or a while has passed."""
-
-    def idle_fraction(self) -> Mean:
-        """Of the time of all engines since the last call, what they had nothing to do in."""
-
-
-Score = Callable[[Sequence[RolloutTask], Sequence[RolloutResult]], list[RolloutResult]]
-"""The results with the scores of reward models; it may wait."""
-
-
-@dataclass
-class Group:
-    """Of one prompt; `version` of the weights when it was submitted."""
-
-    task: RolloutTask
-    version: int
-    result: RolloutResult | None = None
-
-    @property
-    def number(self) -> int:
-        return int(self.task.group_ids[0])
-
-    @property
-    def scalars(self) -> RolloutScalars:
-        assert self.result is not None
-        return self.result[1]
+from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SamplingOptions, SavedFile, Total
 
 
 @dataclass
@@ -99,6 +54,8 @@ class StreamingCollector:
     records_dir: Path
     failures: GradingFailures | None = None
     score: Score | None = None
+    drain: bool = False
+    """Whether what runs ends before a checkpoint is saved."""
     next_group: int = field(default=0)
     _version: int | None = field(default=None, init=False)
     """Of the weights; None before there are any."""
@@ -115,6 +72,8 @@ class StreamingCollector:
     _finished: list[Group] = field(default_factory=list, init=False)
     _dull: list[Group] = field(default_factory=list, init=False)
     """Groups without signal that have finished since the last step."""
+    _restored: list[Group] = field(default_factory=list, init=False)
+    """Those that ran when the checkpoint was saved, and have not begun again."""
 
     def __post_init__(self) -> None:
         self.stream.attend(self._advance)
@@ -122,6 +81,9 @@ class StreamingCollector:
     def published(self, version: int) -> None:
         """Engines have these weights from now on; what was in training has left."""
         self._version, self._in_training, self._paused = version, 0, False
+        restored, self._restored = self._restored, []
+        for group in restored:
+            self._running[self.stream.begin(group.task, self._results)] = group
         self._admit()
 
     def settle(self) -> None:
@@ -132,7 +94,7 @@ class StreamingCollector:
 
     def collect(self, step: int) -> Groups:
         """The groups of a step: the oldest that have finished, as soon as all others can be trained in time as well."""
-        started = time.perf_counter()
+        started, self._paused = time.perf_counter(), False
         self._advance()
         while (taken := self._take()) is None:
             self.stream.wait()
@@ -146,11 +108,42 @@ class StreamingCollector:
         return self._as_groups(groups, {group.number for group in taken}, waited)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""
-        return {"next_group": self.next_group}
+        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them. What a
+        checkpoint has of groups is what there is at this moment: nothing begins between this call and start_save."""
+        self._paused = True
+        if self.drain:
+            self.settle()
+        return {"next_group": self.next_group, "collected": self._collected}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_group = int(state["next_group"])
+        self.next_group, self._collected = int(state["next_group"]), int(state.get("collected", 0))
+
+    def start_save(self, directory: str) -> PendingSave:
+        """Writes the groups that no step has trained, whole or as far as they have come."""
+        self._advance()
+        groups: list[tuple[int | None, Group, str]] = [
+            (ticket, group, RUNNING) for ticket, group in self._running.items()
+        ]
+        for state, of_state in ((UNSCORED, self._unscored), (FINISHED, self._finished), (DULL, self._dull)):
+            groups += [(None, group, state) for group in of_state]
+        saved = save_groups(self.stream, Path(directory), self._bounds, groups)
+        self._paused = False
+        self._admit()
+        return DoneSave(saved)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """The groups of a checkpoint; those that ran go on with the next weights that are published.
+
+        Raises: DamagedCheckpointError, CheckpointError.
+        """
+        lists = {RUNNING: self._restored, UNSCORED: self._unscored, FINISHED: self._finished, DULL: self._dull}
+        for group, state in load_groups(self.stream, Path(directory), files, self._bounds, self._task):
+            lists[state].append(group)
+
+    @property
+    def _bounds(self) -> Bounds:
+        rollout = self.rollout
+        return Bounds(rollout.max_staleness, rollout.hard_staleness, self.prompts_per_step, rollout.samples_per_prompt)
 
     def _advance(self) -> None:
         """Takes what has ended, and submits what may begin. It does not wait."""
@@ -198,12 +191,16 @@ class StreamingCollector:
         )
 
     def _submit(self, version: int) -> None:
-        options, number = self.rollout, self.next_group
-        rows = np.asarray(self.sampler.draw(1), np.int64)
+        row, number = int(np.asarray(self.sampler.draw(1))[0]), self.next_group
         self.next_group += 1
-        task = RolloutTask(
+        task = self._task(number, row, version)
+        self._running[self.stream.begin(task, self._results)] = Group(task, version)
+
+    def _task(self, number: int, row: int, version: int) -> RolloutTask:
+        options = self.rollout
+        return RolloutTask(
             "train",
-            rows,
+            np.array([row], np.int64),
             np.array([number], np.int64),
             options.samples_per_prompt,
             SamplingOptions(options.max_response_tokens, options.temperature, options.top_p, options.top_k),
@@ -211,7 +208,6 @@ class StreamingCollector:
             part_path(self.records_dir, "group", 0, number),
             version=version,
         )
-        self._running[self.stream.begin(task, self._results)] = Group(task, version)
 
     def _take(self) -> list[Group] | None:
         """The groups that are trained now; None while there are too few, or others would become too old."""

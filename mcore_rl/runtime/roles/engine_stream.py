@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.streaming.interface import TRAJECTORIES, SavedTasks
 from mcore_rl.rollout.tasks import Until
-from mcore_rl.runtime.roles.delivery import Chunk, Part
-from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutTask
+from mcore_rl.runtime.roles.delivery import Chunk, Part, Place
+from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask
 
 if TYPE_CHECKING:
     from mcore_rl.runtime.roles.engine import Report
@@ -53,6 +55,7 @@ class EngineStream:
     slots_per_engine: int
     _heard: Callable[[], None] | None = None
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
+    _turns: itertools.count[int] = field(default_factory=itertools.count)
     _underway: dict[int, Underway] = field(default_factory=dict)
     _homeless: deque[int] = field(default_factory=deque)
     """Tickets of tasks that no engine has."""
@@ -114,6 +117,52 @@ class EngineStream:
             self.wait()
         return [results[ticket] for ticket in tickets]
 
+    def save(self, directory: Path, chunks: Sequence[BuffersRef], tickets: Sequence[int]) -> SavedTasks:
+        """As TaskStream.save: each engine writes what it has."""
+        kept, last = [cast(Chunk, chunk) for chunk in chunks], dict[int, Underway]()
+
+        def save() -> SavedTasks:
+            self._mend()
+            self.pool.renew(kept)
+            # What ends meanwhile is where it was.
+            last.update({ticket: self._underway[ticket] for ticket in tickets if ticket in self._underway})
+            return self._saved(directory, kept, list(last.values()))
+
+        return self.pool.insist(save)
+
+    def _saved(self, directory: Path, chunks: Sequence[Chunk], underway: Sequence[Underway]) -> SavedTasks:
+        index_of = {engine.maker: index for index, engine in enumerate(self.pool.engines)}
+        keys: dict[int, list[int]] = {index: [] for index in index_of.values()}
+        request_ids: dict[int, list[str]] = {index: [] for index in index_of.values()}
+        places = []
+        for chunk in chunks:
+            (part,) = chunk.parts  # a task of the stream is made by one engine
+            index = index_of[part.place.maker]
+            places.append((f"engine_{index}{TRAJECTORIES}", len(keys[index])))
+            keys[index].append(part.place.key)
+        for entry in underway:
+            if entry.maker in index_of:
+                request_ids[index_of[entry.maker]] += entry.task.request_ids
+        calls = [
+            self.pool.engines[index].handle.save_tasks.remote(
+                str(directory / f"engine_{index}"), keys[index], request_ids[index]
+            )
+            for index in index_of.values()
+            if keys[index] or request_ids[index]
+        ]
+        files = [file for of_engine in self.pool.watch.get(calls) for file in of_engine]
+        return SavedTasks(places, files)
+
+    def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
+        """As TaskStream.restore: engines take files in turn."""
+        engine = self.pool.engines[next(self._turns) % self.pool.num_engines]
+        (keys,) = self.pool.watch.get([engine.handle.restore_tasks.remote(str(path), [t.request_ids for t, _ in made])])
+        chunks = []
+        for key, (task, scalars) in zip(keys, made, strict=True):
+            place = self.pool.forgotten.refer(engine.maker, engine.handle, key)
+            chunks.append(self._chunk(task, _whole(place, task, scalars)))
+        return chunks
+
     def calls(self) -> list[Any]:
         """As Attendant.calls."""
         return [*self._polls, *self._begins]
@@ -153,8 +202,7 @@ class EngineStream:
             self.pool.count("engine/tokens_taken_over", scalars.tokens_taken_over)
             self.pool.count_lengths(int(scalars.total_tokens.sum()), len(scalars.total_tokens))
             place = self.pool.forgotten.refer(engine.maker, engine.handle, key)
-            part = Part(place, 0, len(scalars.group_ids), entry.task.span, scalars.digests)
-            entry.results[ticket] = self._chunk(entry.task, part), scalars
+            entry.results[ticket] = self._chunk(entry.task, _whole(place, entry.task, scalars)), scalars
 
     def _chunk(self, task: RolloutTask, part: Part) -> BuffersRef:
         return BuffersRef(Chunk([part], replace(task, journals=()), self.pool.renew))
@@ -221,3 +269,8 @@ class EngineStream:
         if not makers:
             pool.supply()
         self._place()
+
+
+def _whole(place: Place, task: RolloutTask, scalars: RolloutScalars) -> Part:
+    """All trajectories of a task."""
+    return Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.streaming.collector import StreamingCollector
+from mcore_rl.rollout.streaming.interface import SavedTasks
+from mcore_rl.rollout.streaming.trajectory_files import saved_file
 from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
 
 SAMPLES = 4
@@ -70,6 +73,17 @@ class Stream:
             task, results = self.underway.pop(ticket)
             results[ticket] = f"chunk {task.group_ids[0]}", self._scalars(task)  # type: ignore[assignment]
         self.heard()
+
+    def save(self, directory: Path, chunks: Sequence[Any], tickets: Sequence[int]) -> SavedTasks:
+        (directory / "engine_0.npz").write_text(json.dumps(list(chunks)))
+        (directory / "engine_0.journal").write_text(json.dumps([int(self.begun[i].group_ids[0]) for i in tickets]))
+        files = [saved_file(directory / name) for name in ("engine_0.npz", "engine_0.journal")]
+        return SavedTasks([("engine_0.npz", index) for index in range(len(chunks))], files)
+
+    def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[Any]:
+        chunks = json.loads(path.read_text())
+        assert len(chunks) == len(made)
+        return chunks  # type: ignore[no-any-return]
 
     def idle_fraction(self) -> Mean:
         return Mean(1.0, 4.0)

@@ -1,0 +1,105 @@
+"""Groups that no step has trained go into a checkpoint, and come back from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_rl.rollout.streaming.interface import JOURNAL, Group, TaskStream
+from mcore_rl.rollout.streaming.saved import (
+    GROUPS_FILE,
+    RECORDS_FILE,
+    RUNNING,
+    Bounds,
+    SavedGroup,
+    check_files,
+    read_groups,
+    write_groups,
+)
+from mcore_rl.rollout.streaming.trajectory_files import saved_file
+from mcore_rl.types import BuffersRef, RolloutTask, SavedFile
+
+
+def save_groups(
+    stream: TaskStream, directory: Path, bounds: Bounds, groups: Sequence[tuple[int | None, Group, str]]
+) -> tuple[SavedFile, ...]:
+    """Writes groups, each with its ticket where it runs, and its state. Files are named from `directory`.
+
+    Raises: OSError.
+    """
+    tickets = [ticket for ticket, _, _ in groups if ticket is not None]
+    ended = [group for ticket, group, _ in groups if ticket is None]
+    saved = stream.save(directory, [group.result[0] for group in ended if group.result is not None], tickets)
+    sizes = _copy_records(directory / RECORDS_FILE, [Path(str(group.task.records)) for group in ended])
+    places = iter(zip(saved.places, sizes, strict=True))
+    written = []
+    for ticket, group, state in groups:
+        entry = SavedGroup(group.number, int(group.task.prompt_rows[0]), group.version, state)
+        if ticket is None:
+            (file, index), record_bytes = next(places)
+            entry = replace(entry, scalars=group.scalars, trajectories=file, index=index, record_bytes=record_bytes)
+        written.append(entry)
+    write_groups(directory / GROUPS_FILE, bounds, written)
+    return (*saved.files, saved_file(directory / RECORDS_FILE), saved_file(directory / GROUPS_FILE))
+
+
+def load_groups(
+    stream: TaskStream,
+    directory: Path,
+    files: Sequence[SavedFile],
+    bounds: Bounds,
+    task_of: Callable[[int, int, int], RolloutTask],
+) -> list[tuple[Group, str]]:
+    """The groups, each with its state, in the order in which they were saved. `task_of` makes a task of the number, the
+    row and the version of a group; those that ran go on from the checkpoint's journals.
+
+    Raises: DamagedCheckpointError; CheckpointError where they cannot be trained under `bounds`.
+    """
+    check_files(directory, files)
+    saved_bounds, saved = read_groups(directory / GROUPS_FILE)
+    bounds.require(saved_bounds)
+    chunks = _restored(stream, directory, saved, task_of)
+    journals = tuple(str(directory / file.name) for file in files if file.name.endswith(JOURNAL))
+    loaded = []
+    with (directory / RECORDS_FILE).open("rb") as records:
+        for entry in saved:
+            task = task_of(entry.number, entry.row, entry.version)
+            if entry.state == RUNNING:
+                loaded.append((Group(replace(task, journals=journals), entry.version), entry.state))
+                continue
+            Path(str(task.records)).parent.mkdir(parents=True, exist_ok=True)
+            Path(str(task.records)).write_bytes(records.read(entry.record_bytes))
+            assert entry.scalars is not None
+            loaded.append((Group(task, entry.version, (chunks[entry.number], entry.scalars)), entry.state))
+    return loaded
+
+
+def _restored(
+    stream: TaskStream, directory: Path, saved: Sequence[SavedGroup], task_of: Callable[[int, int, int], RolloutTask]
+) -> dict[int, BuffersRef]:
+    """The trajectories of finished groups, by number."""
+    by_file: dict[str, list[SavedGroup]] = {}
+    for group in sorted(saved, key=lambda group: group.index):
+        if group.trajectories:
+            by_file.setdefault(group.trajectories, []).append(group)
+    chunks: dict[int, BuffersRef] = {}
+    for file, groups in by_file.items():
+        made = [(task_of(g.number, g.row, g.version), g.scalars) for g in groups if g.scalars is not None]
+        restored = stream.restore(directory / file, made)
+        chunks |= {group.number: chunk for group, chunk in zip(groups, restored, strict=True)}
+    return chunks
+
+
+def _copy_records(path: Path, parts: Sequence[Path]) -> list[int]:
+    """The records of finished groups, one after the other; bytes of each."""
+    sizes = []
+    with path.open("wb") as file:
+        for part in parts:
+            content = part.read_bytes()
+            file.write(content)
+            sizes.append(len(content))
+        file.flush()
+        os.fsync(file.fileno())
+    return sizes

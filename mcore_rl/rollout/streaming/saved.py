@@ -1,0 +1,146 @@
+"""Groups that no step has trained, in a checkpoint.
+
+groups.json        every group: prompt, number, version, whether it runs, and of those that have finished the
+                   scalars, and where their trajectories are
+records.jsonl      what finished groups have recorded, in the order of groups.json
+*.npz, *.journal   trajectories of finished groups, and what was drawn of those that run, by engine
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.data.checksum import file_crc32
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.types import RolloutScalars, SavedFile, SavedState
+
+GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
+RUNNING, UNSCORED, FINISHED, DULL = "running", "unscored", "finished", "dull"
+ARRAY = "array"
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """`state` is one of RUNNING, UNSCORED, FINISHED, DULL; all but the first have scalars, the trajectories `index` of
+    the file `trajectories`, and `record_bytes` in the records."""
+
+    number: int
+    row: int
+    version: int
+    state: str
+    scalars: RolloutScalars | None = None
+    trajectories: str = ""
+    index: int = 0
+    record_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the groups were submitted under: rollout.max_staleness, max_staleness_hard, trainer.prompts_per_step and
+    rollout.samples_per_prompt."""
+
+    max_staleness: int
+    max_staleness_hard: int
+    prompts_per_step: int
+    samples_per_prompt: int
+
+    def require(self, saved: Bounds) -> None:
+        """Whether groups of `saved` can be trained under these.
+
+        Raises: CheckpointError naming a key that was lowered: what exists could not be trained in time any more.
+        """
+        for name, key in (
+            ("max_staleness", "rollout.max_staleness"),
+            ("max_staleness_hard", "rollout.max_staleness_hard"),
+            ("prompts_per_step", "trainer.prompts_per_step"),
+        ):
+            if getattr(self, name) < getattr(saved, name):
+                raise CheckpointError(
+                    f"the checkpoint holds groups that were submitted under {key}={getattr(saved, name)}, and this run "
+                    f"has {getattr(self, name)}, under which they could become too old: set it as it was, or higher"
+                )
+        if self.samples_per_prompt != saved.samples_per_prompt:
+            raise CheckpointError(
+                f"the checkpoint holds groups of rollout.samples_per_prompt={saved.samples_per_prompt}, and this run "
+                f"has {self.samples_per_prompt}: set it as it was"
+            )
+
+
+@dataclass(frozen=True)
+class DoneSave:
+    """A PendingSave of files that are there."""
+
+    files: tuple[SavedFile, ...]
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> SavedState:
+        return SavedState(self.files, {})
+
+
+def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> None:
+    """Durable when it returns.
+
+    Raises: OSError.
+    """
+    content = {"bounds": vars(bounds), "groups": [_as_json(group) for group in groups]}
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
+
+
+def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
+    """Raises: DamagedCheckpointError naming one that holds other bytes than were saved."""
+    for file in files:
+        crc = file_crc32(directory / file.name)
+        if (crc.num_bytes, crc.value) != (file.num_bytes, file.crc32):
+            raise DamagedCheckpointError(
+                f"{directory.parent} is damaged: {directory.name}/{file.name} has another checksum than was saved"
+            )
+
+
+def _as_json(group: SavedGroup) -> dict[str, Any]:
+    scalars = group.scalars
+    given = None if scalars is None else {field.name: _plain(getattr(scalars, field.name)) for field in fields(scalars)}
+    return {**vars(group), "scalars": given}
+
+
+def _from_json(given: dict[str, Any]) -> SavedGroup:
+    scalars = given.pop("scalars")
+    return SavedGroup(**given, scalars=None if scalars is None else _scalars_of(scalars))
+
+
+def _scalars_of(given: dict[str, Any]) -> RolloutScalars:
+    plain = {name: _restored(value) for name, value in given.items()}
+    return RolloutScalars(**plain | {"errors": tuple((index, text) for index, text in given["errors"])})
+
+
+def _plain(value: Any) -> Any:
+    """Arrays with their types: JSON keeps every float32 and float64 as it is, and NaN."""
+    if isinstance(value, np.ndarray):
+        return {ARRAY: value.dtype.str, "values": value.tolist()}
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict) and ARRAY in value:
+        return np.array(value["values"], np.dtype(value[ARRAY]))
+    if isinstance(value, dict):
+        return {name: _restored(entry) for name, entry in value.items()}
+    return value

@@ -1,0 +1,50 @@
+"""Trajectories in a file: of numbers only, so that nothing in it can be executed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.trajectories import join_rows, split_rows
+from mcore_rl.types import SavedFile, TrajectoryBuffers
+
+COUNTS = "counts"
+"""Array of the file beside the buffers': how many trajectories each of them has."""
+
+
+def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedFile:
+    """Durable when it returns; the file's own name and checksum. There is at least one part.
+
+    Raises: OSError.
+    """
+    joined = join_rows(parts)
+    columns = {field.name: getattr(joined, field.name) for field in fields(TrajectoryBuffers)}
+    arrays: dict[str, Any] = {name: array for name, array in columns.items() if array is not None}
+    arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    return saved_file(path)
+
+
+def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
+    """What was written, part by part."""
+    with np.load(path, allow_pickle=False) as arrays:
+        given = {name: arrays[name] for name in arrays.files if name != COUNTS}
+        return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
+
+
+def saved_file(path: Path) -> SavedFile:
+    """A file that was written, by its own name.
+
+    Raises: OSError.
+    """
+    crc = file_crc32(path)
+    return SavedFile(path.name, crc.num_bytes, crc.value)
