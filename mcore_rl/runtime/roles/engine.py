@@ -98,11 +98,12 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="run")
     def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
-        """As TaskRunner.exchange. Trajectories are kept until a later call says to forget their keys."""
-        self._kept.forget(forget)
+        """As TaskRunner.exchange. Trajectories are kept, and their requests in the journal, until a later call says to
+        forget their keys."""
+        self.loop.release(self._kept.forget(forget))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, requests_left = self._runner.exchange(tasks, more=more)
-        ended = [(task.number, self._kept.keep(task.buffers), task.scalars) for task in finished]
+        ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
         return Report(ended, requests_left, self.loop.busy_seconds)
 
     @ray.method(concurrency_group="engine")
@@ -164,7 +165,6 @@ class EngineProcess(RunProcess):
             totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version)
-        self.loop.weights_changed()
         return totals
 
     @ray.method(concurrency_group="engine")
