@@ -69,6 +69,18 @@ class Journal:
                 _append_response(words, number, request.partial)
         self._write(words)
 
+    def take_over(self, responses: Sequence[Drawn]) -> None:
+        """Those that had ended on lost engines: they count as drawn here. Whatever had their ids before is released."""
+        self.forget([drawn.completion.request_id for drawn in responses])
+        words = array("i")
+        for drawn in responses:
+            name, reason = drawn.completion.request_id, drawn.finish_reason
+            assert reason is not None, f"{name} has not ended"
+            number = self._append_begin(words, name, drawn.seed)
+            _append_response(words, number, drawn.completion)
+            self._append_end(words, name, number, reason)
+        self._write(words)
+
     def add(self, deltas: Sequence[Delta], completions: Iterable[Completion]) -> None:
         """What a step has done."""
         words = array("i")

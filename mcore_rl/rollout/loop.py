@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
-from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.journal import Drawn, Journal
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -164,6 +164,11 @@ class EngineLoop:
 
         with contextlib.suppress(RuntimeError):
             self._ask(abort)
+
+    def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+        """As Journal.take_over: done when they are in the journal."""
+        journal = self._journal
+        return self._soon(lambda: None if journal is None else journal.take_over(responses))
 
     def release(self, request_ids: Collection[str]) -> None:
         """As Journal.release, without waiting for it: before whatever is asked later. Nothing once the loop has

@@ -135,6 +135,17 @@ def test_an_id_that_begins_again_replaces_what_it_had_before_it_has_a_token(path
     assert set(read_journal(path)) == {"a"}
 
 
+def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Path, tmp_path: Path) -> None:
+    write_two(tmp_path / "lost")
+    drawn = read_journal(tmp_path / "lost")["löng name"]
+    journal = Journal(path)
+    journal.take_over([drawn])
+    (again,) = read_journal(path).values()
+    assert (again.seed, told(again)) == (7, told(drawn))
+    journal.release(["löng name"])
+    assert read_journal(path) == {}
+
+
 def test_validation_that_asks_again_finds_nothing_that_was_released_before(path: Path) -> None:
     """Not even before there is a new token; a long response runs all the while."""
     engine = FakeEngine(slots=8)

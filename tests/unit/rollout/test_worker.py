@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.journal import Journal, read_journal
+from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.scalars import join_scalars
 from mcore_rl.rollout.tasks import Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
@@ -220,8 +221,14 @@ def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> N
 def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     """Of two samples one had ended and one had begun; a third one's journal is of a request with another seed."""
     submitted: list[GenerationRequest] = []
+    own = Journal(tmp_path / "own")
 
     class GoesOn(BackwardsEngine):
+        def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(own.take_over(responses))
+            return done
+
         def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
             submitted.extend(requests)
             for request in requests:
@@ -255,6 +262,9 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     assert buffers.logp_rollout.tolist() == [0, 0, -0.25, -1, 0]
     assert scalars.tokens_taken_over == 3
     assert len(ended) == 3
+    (kept,) = read_journal(tmp_path / "own").values()
+    assert (kept.seed, kept.finish_reason, kept.completion.request_id) == (seeds[1], "stop", "train.5.1")
+    assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
 
 
 def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:
