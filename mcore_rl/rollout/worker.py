@@ -16,7 +16,7 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
-from mcore_rl.rollout.journal import Drawn, read_journal
+from mcore_rl.rollout.journal import Drawn, first_id, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import UNWATCHED, Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
@@ -174,7 +174,8 @@ def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, D
     found: dict[str, Drawn] = {}
     for journal in task.journals:
         for request_id, drawn in read_journal(Path(journal)).items():
-            first, _, later = request_id.partition("/")
-            if first in seeds and (later or seeds[first] == drawn.seed):
+            first = first_id(request_id)
+            same_seed = first != request_id or seeds.get(first) == drawn.seed
+            if first in seeds and same_seed and drawn.completion.versions[0] >= task.since:
                 found[request_id] = drawn
     return found

@@ -18,7 +18,8 @@ class RolloutTask:
 
     Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
-    that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
+    that were lost with the task, the last one last; what was drawn there with weights before version `since` is of an
+    earlier task with the same ids. `responses`: only these are wanted, from the first number on and
     before the second; None: all.
     """
 
@@ -30,6 +31,7 @@ class RolloutTask:
     seed: int
     records: str | None = None
     journals: tuple[str, ...] = ()
+    since: int = 0
     responses: tuple[int, int] | None = None
 
     @property

@@ -90,6 +90,8 @@ class EnginePool:
     """Whether an engine that has nothing left to begin takes requests of others."""
     supply: Callable[[], None] = _nobody_supplies
     note: Callable[[str], None] = print
+    version: int = field(default=0, init=False)
+    """Of weights: every engine that serves has these, or later ones."""
     num_restarts: int = field(default=0, init=False)
     forgotten: Forgotten = field(default_factory=Forgotten)
     _lengths: tuple[int, int] = field(default=(0, 0), init=False)
@@ -116,7 +118,7 @@ class EnginePool:
 
         Raises: WorkerDiedError when an engine is lost once more than `max_restarts`.
         """
-        run = PoolRun(self, tasks)
+        run = PoolRun(self, [replace(task, since=self.version) for task in tasks])
         results = run.results()
         if all(task.prompt_set == "train" for task in tasks):
             self._figures = merge_metrics([self._figures, {"engine/idle_fraction": run.idle_fraction()}])

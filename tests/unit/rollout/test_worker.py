@@ -23,7 +23,7 @@ from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.scalars import join_scalars
 from mcore_rl.rollout.tasks import Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
-from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.rollout.worker import RolloutWorker, _drawn_before
 from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
 
 Finish = Callable[[Completion], None]
@@ -265,6 +265,24 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     (kept,) = read_journal(tmp_path / "own").values()
     assert (kept.seed, kept.finish_reason, kept.completion.request_id) == (seeds[1], "stop", "train.5.1")
     assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
+
+
+@pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])
+def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
+    since: int, found: list[str], tmp_path: Path
+) -> None:
+    """Validation asks for the same ids and seeds again, perhaps before a lost engine could release the first ones."""
+    path = tmp_path / "journal"
+    task = RolloutTask(
+        "train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),), since=since
+    )
+    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    attempts = worker._attempts(task)
+    journal = Journal(path)
+    journal.begin([attempt.request for attempt in attempts])
+    journal.add([Delta("train.5.0", [31], [-0.5], 7)], [])
+    journal.add([Delta(f"train.5.{i}", [32], [-0.5], 8) for i in range(2)], [])
+    assert [*_drawn_before(task, attempts)] == found
 
 
 def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:
