@@ -45,9 +45,10 @@ class RolloutTask:
         return last - first
 
     def request_id(self, response: int) -> str:
-        """Of one response, by its number."""
+        """Of one response, by its number; a greedy one to a group that others are sampled of is another one."""
         group, sample = divmod(response, self.samples_per_prompt)
-        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}"
+        greedy = ".greedy" if self.sampling.temperature == 0 else ""
+        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}{greedy}"
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,26 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
 
 
+def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_path: Path) -> None:
+    """Both have the same seed; an engine has the greedy ones last."""
+    path = tmp_path / "journal"
+    sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
+    greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
+    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    journal = Journal(path)
+    attempts = {}
+    for task, token in ((sampled, 31), (greedy, 32)):
+        attempts[token] = worker._attempts(task)
+        journal.begin([attempt.request for attempt in attempts[token]])
+        journal.add([Delta(attempt.request.request_id, [token], [-0.5], 7) for attempt in attempts[token]], [])
+    drawn = [
+        [found.completion.token_ids.tolist() for found in _drawn_before(task, attempts[token]).values()]
+        for task, token in ((sampled, 31), (greedy, 32))
+    ]
+    assert drawn == [[[31], [31]], [[32]]]
+    assert attempts[31][0].request.seed == attempts[32][0].request.seed
+
+
 @pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])
 def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
     since: int, found: list[str], tmp_path: Path
