@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
-from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.journal import Drawn, Journal
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -113,6 +114,9 @@ class EngineLoop:
 
     def between_steps(self, call: Callable[[], T]) -> T:
         """The result of `call` on the loop's thread, as soon as the present step is over. Raises what it raises."""
+        return self._soon(call).result()
+
+    def _soon(self, call: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
 
         def run() -> None:
@@ -125,7 +129,7 @@ class EngineLoop:
                 result.set_exception(error)
 
         self._ask(run)
-        return result.result()
+        return result
 
     def submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun = _unheard) -> None:
         """Engine.submit; `listener` hears what becomes of each, and `begun` is called for each."""
@@ -162,6 +166,25 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             self._ask(abort)
 
+    def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+        """As Journal.take_over: done when they are in the journal."""
+        journal = self._journal
+        return self._soon(lambda: None if journal is None else journal.take_over(responses))
+
+    def copy_journal(self, path: Path, request_ids: Collection[str]) -> bool:
+        """As Journal.copy; False where there is none."""
+        if (journal := self._journal) is None:
+            return False
+        self.between_steps(lambda: journal.copy(path, request_ids))
+        return True
+
+    def release(self, request_ids: Collection[str]) -> None:
+        """As Journal.release, without waiting for it: before whatever is asked later. Nothing once the loop has
+        ended."""
+        if (journal := self._journal) is not None and request_ids:
+            with contextlib.suppress(RuntimeError):
+                self._soon(lambda: journal.release(request_ids))
+
     def _submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun | None) -> None:
         self.engine.submit(requests)
         if self._journal is not None:
@@ -174,9 +197,13 @@ class EngineLoop:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
             self._unbegun.pop(request_id, None)
-        if self._journal is not None:
-            self._journal.forget(request_ids)
+        self._forget(request_ids)
         return self.engine.abort(request_ids)
+
+    def _forget(self, request_ids: Collection[str]) -> None:
+        """Of an engine that has died, others go on with all that ran."""
+        if self._journal is not None and self._died is None:
+            self._journal.forget(request_ids)
 
     def _ask(self, run: Callable[[], None]) -> None:
         with self._door:
@@ -195,8 +222,7 @@ class EngineLoop:
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unbegun[request_id]
-            if self._journal is not None:
-                self._journal.forget(request_ids)
+            self._forget(request_ids)
             try:
                 aborted: Mapping[str, Completion] = {
                     completion.request_id: completion for completion in self.engine.abort(request_ids)
@@ -209,12 +235,6 @@ class EngineLoop:
                 listener(aborted[request_id])
 
         self.between_steps(withdraw)
-
-    def weights_changed(self) -> None:
-        """To be called between two steps: nobody goes on with responses that ended under earlier weights. Validation
-        asks for the same ones, by id and seed, again and again."""
-        if self._journal is not None:
-            self._journal.forget_ended()
 
     def generate(
         self,
@@ -266,8 +286,7 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
         self._unbegun.clear()
-        if self._journal is not None:
-            self._journal.forget(listeners)
+        self._forget(listeners)
         with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
             self.engine.abort(list(listeners))
         for listener in listeners.values():

@@ -54,7 +54,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         traceback=next((s.traceback for s in scores if s.traceback is not None), None),
         episodes=first if several else None,
         figures=_figures([r.outcome for r in responses], counts),
-        digests=_digests(task, responses),
+        digests=_digests(responses),
         version_sums=np.add.reduceat(versions, edges[0]) if scores else np.empty(0, np.int64),
     )
 
@@ -85,10 +85,8 @@ def _figures(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str
     return {name: np.repeat(np.array(values, np.float64), counts) for name, values in columns.items()}
 
 
-def _digests(task: RolloutTask, responses: Sequence[Response]) -> np.ndarray | None:
+def _digests(responses: Sequence[Response]) -> np.ndarray:
     trajectories = [t for r in responses for t in r.outcome.trajectories]
-    if task.version is None and all(t.trained is None for t in trajectories):  # single turns, under one version
-        return None
     texts = [np.concatenate([t.prompt_ids, t.token_ids]).astype(np.int32).tobytes() for t in trajectories]
     return np.array([zlib.crc32(text) for text in texts], np.uint32)
 
@@ -103,9 +101,7 @@ def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) 
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
 
 
-def _record(
-    response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int | None
-) -> dict[str, Any]:
+def _record(response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int) -> dict[str, Any]:
     prompt, outcome, score = response.attempt.prompt, response.outcome, response.score
     record = {
         **score.parts,
@@ -119,7 +115,7 @@ def _record(
         "sample": sample,
         "version": int(trajectory.versions[0]),
         "versions": version_spans(trajectory.versions),
-        "submitted_version": int(trajectory.versions[0]) if submitted is None else submitted,
+        "submitted_version": submitted,
         "ground_truth": prompt.ground_truth,
         "error": score.error,
         "turns": outcome.turns,

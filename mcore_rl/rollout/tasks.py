@@ -37,9 +37,11 @@ class Until(Enum):
 
 @dataclass(frozen=True)
 class Finished:
-    """A task by the number that the driver gave it."""
+    """A task by the number that the driver gave it; `request_ids`: of its responses, but for those that were given
+    up."""
 
     number: int
+    request_ids: list[str]
     buffers: TrajectoryBuffers
     scalars: RolloutScalars
 
@@ -133,9 +135,10 @@ class TaskRunner:
                 self._changed.notify_all()
             return
         with self._changed:
-            del self._tasks[number]
+            task = self._tasks.pop(number)  # without what was given up
             if made is not None:
-                self._finished.append(Finished(number, *made))
+                request_ids = [task.request_id(response) for response in range(*task.span)]
+                self._finished.append(Finished(number, request_ids, *made))
             self._changed.notify_all()
 
     def _asks(self) -> bool:

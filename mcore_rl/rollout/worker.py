@@ -6,6 +6,7 @@ log-probabilities stay in flat buffers; only scalars are meant for the driver.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
-from mcore_rl.rollout.journal import Drawn, read_journal
+from mcore_rl.rollout.journal import Drawn, first_id, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import UNWATCHED, Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
@@ -167,14 +168,21 @@ def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
     return replace(options, **wanted)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=2)
+def _read_once(journal: str) -> dict[str, Drawn]:
+    """Of an engine that is lost, which draws nothing more: many tasks go on from it."""
+    return read_journal(Path(journal))
+
+
 def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, Drawn]:
     """What lost engines had drawn for these attempts, by the request's id. Those of later turns bear the id of the
     first, and a seed that hangs on what came before: whoever asks for them looks at it."""
     seeds = {attempt.request.request_id: attempt.request.seed for attempt in attempts}
     found: dict[str, Drawn] = {}
     for journal in task.journals:
-        for request_id, drawn in read_journal(Path(journal)).items():
-            first, _, later = request_id.partition("/")
-            if first in seeds and (later or seeds[first] == drawn.seed):
+        for request_id, drawn in _read_once(journal).items():
+            first = first_id(request_id)
+            same_seed = first != request_id or seeds.get(first) == drawn.seed
+            if first in seeds and same_seed and drawn.completion.versions[0] >= task.version:
                 found[request_id] = drawn
     return found

@@ -79,7 +79,7 @@ class SlicePublisher:
             self._send(version)
 
         self._insist(publish)
-        self.version = version
+        self.version = self.engines.version = version
         if self.engines.num_without_weights:
             self.verify()
             self.engines.supplied()

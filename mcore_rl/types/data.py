@@ -146,8 +146,8 @@ class RolloutScalars:
     numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
     `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
     of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
-    numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, where they hang on
-    more than prompt, seed and weights: on what tools answer, or on when weights changed. `version_sums` int64 [B] over
+    numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, by which it
+    is known whether somebody has made the same again. `version_sums` int64 [B] over
     the trained tokens, where somebody samples.
     """
 

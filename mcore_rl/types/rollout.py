@@ -21,7 +21,8 @@ class RolloutTask:
     Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
     that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
-    before the second; None: all. `version` of the weights when it was submitted, None: that which draws its tokens.
+    before the second; None: all. `version` of the weights when it was submitted: what lost engines drew with earlier
+    ones is of another task with the same ids.
     """
 
     prompt_set: str
@@ -33,7 +34,7 @@ class RolloutTask:
     records: str | None = None
     journals: tuple[str, ...] = ()
     responses: tuple[int, int] | None = None
-    version: int | None = None
+    version: int = 0
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,9 +51,10 @@ class RolloutTask:
         return [self.request_id(response) for response in range(*self.span)]
 
     def request_id(self, response: int) -> str:
-        """Of one response, by its number."""
+        """Of one response, by its number; a greedy one to a group that others are sampled of is another one."""
         group, sample = divmod(response, self.samples_per_prompt)
-        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}"
+        greedy = ".greedy" if self.sampling.temperature == 0 else ""
+        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}{greedy}"
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,19 @@ def suspend_in_midst_of_responses(run: TrainProcess) -> None:
         engine.resume()
 
 
+def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:
+    """In the third step, of those before: the second one's, though weights have changed; validation's no more."""
+    (journal,) = (run_dir / "journals").iterdir()
+    kept = {tuple(name.split(".")[:2]) for name in read_journal(journal)}
+    groups = [
+        {("train", str(json.loads(line)["group"])) for line in records.read_text().splitlines()}
+        for records in (run_dir / "rollouts" / f"step_{step}.jsonl" for step in (1, 2))
+    ]
+    assert groups[1] <= kept
+    assert not groups[0] & kept
+    assert "val" not in {prompt_set for prompt_set, _ in kept}
+
+
 @pytest.mark.parametrize(
     ("phase", "signal"), [("generating", "kill"), pytest.param("updating", "kill", marks=pytest.mark.on_demand)]
 )
@@ -84,6 +97,7 @@ def test_the_only_engine_dies_and_starts_again(
         run.wait_until(in_step(run, 3, phase))
         if phase == "generating":
             suspend_in_midst_of_responses(run)
+            assert_kept_is_what_is_referred_to(run_dir)
         run.kill_one(ENGINE)
         assert run.finish() == 0, run.text()[-4000:]
         assert "rollout engine 0 died" in run.text()

@@ -54,6 +54,10 @@ class EngineClient:
             self._loop.abort_soon([request.request_id])
             raise
 
+    async def take_over(self, drawn: Drawn) -> None:
+        """As EngineLoop.take_over."""
+        await asyncio.wrap_future(self._loop.take_over([drawn]))
+
 
 class AttemptClient:
     """A TokenSource for one attempt, whose first request has the id `first_id`. `begin` is called once, when that one
@@ -85,6 +89,7 @@ class AttemptClient:
         self.taken_over += len(found.completion.token_ids)
         if found.finish_reason is not None:
             self.begin()
+            await self._client.take_over(found)
             return replace(found.completion, finish_reason=found.finish_reason)
         return await self._sample(replace(request, partial=found.completion))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -52,6 +53,8 @@ class Generator(Protocol):
         begun: Callable[[], None],
     ) -> None: ...
 
+    def take_over(self, responses: Sequence[Drawn]) -> Future[None]: ...
+
     def withdraw(self, choose: Choose) -> None: ...
 
 
@@ -72,6 +75,10 @@ class SingleTurnPlayer:
             before = drawn.get(completion.request_id)
             course.ended(place, self._outcome(attempts[place].request, completion, before))
 
+        # Before anybody hears of them: who takes over from this engine finds them in its journal alone.
+        whole = [drawn[request_id] for request_id in place_of if _is_whole(drawn.get(request_id))]
+        if whole:
+            self._generator.take_over(whole).result()
         for attempt in attempts:
             request = attempt.request
             found = drawn.get(request.request_id)
@@ -102,3 +109,7 @@ class SingleTurnPlayer:
             completion.finish_reason,
             taken_over=0 if before is None else len(before.completion.token_ids),
         )
+
+
+def _is_whole(found: Drawn | None) -> bool:
+    return found is not None and found.finish_reason is not None

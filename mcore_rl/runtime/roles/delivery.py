@@ -79,15 +79,22 @@ class Kept:
         self._name = name
         self._keys = itertools.count()
         self._chunks: dict[int, TrajectoryBuffers] = {}
+        self._request_ids: dict[int, Sequence[str]] = {}
 
-    def keep(self, buffers: TrajectoryBuffers) -> int:
+    def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
+        """`request_ids`: of the attempts that they came from."""
         key = next(self._keys)
-        self._chunks[key] = buffers
+        self._chunks[key], self._request_ids[key] = buffers, request_ids
         return key
 
-    def forget(self, keys: Sequence[int]) -> None:
+    def all_of(self, key: int) -> TrajectoryBuffers:
+        return self._chunks[key]
+
+    def forget(self, keys: Sequence[int]) -> list[str]:
+        """What was kept; returns the requests that it came from."""
         for key in keys:
             del self._chunks[key]
+        return [request_id for key in keys for request_id in self._request_ids.pop(key)]
 
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """`rows[offsets[i]:offsets[i + 1]]` of what is kept under `keys[i]`, one after the other.

@@ -21,6 +21,7 @@ from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.router import ROOM
+from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import GivenUp, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
@@ -29,6 +30,7 @@ from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
     RolloutScalars,
     RolloutTask,
+    SavedFile,
     Span,
     TrajectoryBuffers,
 )
@@ -98,11 +100,12 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="run")
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
-        """As TaskRunner.exchange. Trajectories are kept until a later call says to forget their keys."""
-        self._kept.forget(forget)
+        """As TaskRunner.exchange. Trajectories are kept, and their requests in the journal, until a later call says to
+        forget their keys."""
+        self.loop.release(self._kept.forget(forget))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, requests_left = self._runner.exchange(tasks, until)
-        ended = [(task.number, self._kept.keep(task.buffers), task.scalars) for task in finished]
+        ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
         return Report(ended, requests_left, self.loop.busy_seconds)
 
     @ray.method(concurrency_group="engine")
@@ -124,6 +127,29 @@ class EngineProcess(RunProcess):
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """Also while the engine generates."""
         return self._kept.cut(keys, offsets, rows)
+
+    @ray.method(concurrency_group="cut")
+    def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
+        """Writes the trajectories that are kept under `keys`, and what was drawn so far for requests that run, to files
+        whose names begin with `path`; those that it wrote."""
+        from mcore_rl.rollout.streaming.trajectory_files import saved_file, write_trajectories
+
+        with self.spans.span("save tasks"):
+            kept, drawn, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
+            if keys:
+                files.append(write_trajectories(kept, [self._kept.all_of(key) for key in keys]))
+            if request_ids and self.loop.copy_journal(drawn, request_ids):
+                files.append(saved_file(drawn))
+            return files
+
+    @ray.method(concurrency_group="cut")
+    def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
+        """Keeps the trajectories that a file holds, task by task, each with its requests; the keys."""
+        from mcore_rl.rollout.streaming.trajectory_files import read_trajectories
+
+        with self.spans.span("restore tasks"):
+            parts = read_trajectories(Path(path))
+            return [self._kept.keep(part, ids) for part, ids in zip(parts, request_ids, strict=True)]
 
     @ray.method(concurrency_group="cut")
     def amend_records(
@@ -169,7 +195,6 @@ class EngineProcess(RunProcess):
             totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version, recompute=recompute)
-        self.loop.weights_changed()
         return totals
 
     @ray.method(concurrency_group="engine")

@@ -91,6 +91,8 @@ class EnginePool:
     """Whether an engine that has nothing left to begin takes requests of others."""
     supply: Callable[[], None] = _nobody_supplies
     note: Callable[[str], None] = print
+    version: int = field(default=0, init=False)
+    """Of weights: every engine that serves has these, or later ones."""
     num_restarts: int = field(default=0, init=False)
     forgotten: Forgotten = field(default_factory=Forgotten)
     stream: EngineStream | None = field(default=None, init=False)
@@ -119,6 +121,7 @@ class EnginePool:
 
         Raises: WorkerDiedError when an engine is lost once more than `max_restarts`.
         """
+        tasks = [replace(task, version=self.version) for task in tasks]
         if self.stream is not None:
             return self.stream.run(tasks)
         run = PoolRun(self, tasks)

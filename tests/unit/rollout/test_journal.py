@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
@@ -84,37 +86,151 @@ def test_without_a_journal_nothing_was_drawn(path: Path) -> None:
     assert read_journal(path) == {}
 
 
-def test_it_begins_anew_when_nothing_ran(path: Path) -> None:
+def one_step(journal: Journal, name: str, version: int = 3, reason: str | None = None) -> None:
+    journal.add([Delta(name, [5], [-1.0], version)], [] if reason is None else [ended(name, reason)])
+
+
+def test_what_has_ended_stays_whatever_runs_and_changes_until_it_is_released(path: Path) -> None:
+    journal = write_two(path)
+    one_step(journal, "a", 4, "stop")
+    for version, name in enumerate("bc", 5):
+        journal.begin([request(name)])
+        one_step(journal, name, version, "length")
+    whole = ([20, 21], [-2.0, -0.125], [3, 4], "length")
+    found = read_journal(path)
+    assert set(found) == {"a", "löng name", "b", "c"}
+    assert told(found["löng name"]) == whole
+    journal.release(["a", "b", "never begun"])
+    assert set(read_journal(path)) == {"löng name", "c"}
+    assert told(read_journal(path)["löng name"]) == whole
+
+
+def test_a_response_is_released_with_all_its_turns_and_no_other_one(path: Path) -> None:
+    journal = Journal(path)
+    names = ["t.1.1", "t.1.1/ab.0", "t.1.1/cd.1", "t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"]
+    for name in names:
+        journal.begin([request(name)])
+        one_step(journal, name, reason=None if name.endswith("ef.0") else "stop")
+    assert set(read_journal(path)) == {*names}
+    journal.release(["t.1.1"])
+    assert set(read_journal(path)) == {"t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"}, "the last one runs"
+
+
+def test_what_is_aborted_is_released_whether_it_has_ended_or_not(path: Path) -> None:
     journal = write_two(path)
     journal.begin([request("b")])
-    assert set(read_journal(path)) == {"a", "löng name"}
-    journal.forget(["a", "b"])
-    journal.begin([request("c")])
-    journal.add([Delta("c", [5], [-1.0], 9)], [])
-    assert set(read_journal(path)) == {"c"}
+    one_step(journal, "b")
+    journal.forget(["a", "löng name", "never begun"])
+    assert set(read_journal(path)) == {"b"}
 
 
-def test_what_ended_under_earlier_weights_is_nobodys_and_what_runs_goes_on(path: Path) -> None:
-    """Validation asks for equal ids and seeds under every weights."""
+def test_an_id_that_begins_again_replaces_what_it_had_before_it_has_a_token(path: Path) -> None:
     journal = write_two(path)
-    loop = EngineLoop(FakeEngine(), journal)
-    loop.weights_changed()
-    assert set(read_journal(path)) == {"a", "löng name"}
-    journal.add([], [ended("a", "stop")])
-    loop.weights_changed()
+    journal.begin([request("löng name", 7)])
+    assert set(read_journal(path)) == {"a"}
+    one_step(journal, "löng name", 9)
+    assert told(read_journal(path)["löng name"]) == ([5], [-1.0], [9], None)
+    journal.add([], [ended("löng name", "stop")])
+    journal.release(["löng name"])
+    assert set(read_journal(path)) == {"a"}
+
+
+def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Path, tmp_path: Path) -> None:
+    write_two(tmp_path / "lost")
+    drawn = read_journal(tmp_path / "lost")["löng name"]
+    journal = Journal(path)
+    journal.take_over([drawn])
+    (again,) = read_journal(path).values()
+    assert (again.seed, told(again)) == (7, told(drawn))
+    journal.release(["löng name"])
     assert read_journal(path) == {}
+
+
+def test_validation_that_asks_again_finds_nothing_that_was_released_before(path: Path) -> None:
+    """Not even before there is a new token; a long response runs all the while."""
+    engine = FakeEngine(slots=8)
+    loop = EngineLoop(engine, Journal(path))
+    heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+    go = threading.Event()
+    found: list[set[str]] = []
+
+    def look() -> None:
+        if engine.num_running == 1:
+            assert go.wait(20)
+        found.append({*read_journal(path)})
+
+    engine.before_pass = look
+    validation = [request(f"val.{i}.0", i + 1, 3) for i in range(3)]
+    names = {each.request_id for each in validation}
+    loop.submit_soon([request("long", 1, 9), *validation], heard.put)
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    for _ in validation:
+        heard.get(timeout=20)
+    assert {*read_journal(path)} == {"long", *names}
+    loop.release(names)
+    loop.submit_soon(validation[:1], heard.put)
+    go.set()
+    for _ in range(2):
+        heard.get(timeout=20)
+    loop.stop()
+    thread.join(20)
+    assert found[:5] == [set(), {"long", *names}, {"long", *names}, {"long", *names}, {"long"}]
+    assert found[5:8] == [{"long", "val.0.0"}] * 3
+
+
+def test_what_ran_in_an_engine_that_has_died_stays_whoever_gives_it_up(path: Path) -> None:
+    engine = FakeEngine()
+    loop = EngineLoop(engine, Journal(path))
+
+    def die() -> None:
+        if engine.num_passes == 2:
+            raise WorkerDiedError("rank 1 is gone")
+
+    engine.before_pass = die
+    heard: list[Completion | BaseException] = []
+
+    def listen(end: Completion | BaseException) -> None:
+        heard.append(end)
+        loop.abort_soon(["a"])  # as a cancelled episode does
+
+    loop.submit_soon([request("a", 7)], listen)
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        loop.serve()
+    assert len(heard) == 1
+    assert told(read_journal(path)["a"])[0] == [7, 8]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but 10 bytes."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
 
 
 def test_a_full_disk_costs_what_could_be_taken_over_and_nothing_else(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = write_two(path)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
+    fill_disk(monkeypatch)
     journal.add([Delta("a", [12], [-3.0], 4)], [])
     monkeypatch.undo()
     journal.add([Delta("a", [13], [-3.0], 4)], [ended("a", "stop")])  # there is a gap before it
     assert told(read_journal(path)["a"]) == ([10, 11], [-0.5, -1.5], [3, 3], None)
+    journal.begin([request("b")])
+    one_step(journal, "b", reason="stop")
+    journal.release(["löng name", "b"])
+    assert set(read_journal(path)) == {"a"}
+
+
+def test_what_cannot_be_released_is_not_left_to_be_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = write_two(path)
+    fill_disk(monkeypatch)
+    journal.begin([request("löng name", 7)])
+    assert read_journal(path) == {}
+    monkeypatch.undo()
+    one_step(journal, "a", reason="stop")
+    journal.release(["a"])
+    assert read_journal(path) == {}
 
 
 def test_the_loop_writes_what_its_engine_draws_as_it_draws_it(path: Path) -> None:

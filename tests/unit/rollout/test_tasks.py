@@ -133,6 +133,7 @@ def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller:
     engine.end_requests(10, 1)
     engine.end(10)
     assert numbers(call) == ([10], 0)
+    assert [each.request_ids for each in call.result()[0]] == [["train.10.0"]]
 
 
 def test_without_tasks_nothing_is_waited_for() -> None:

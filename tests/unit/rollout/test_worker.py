@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.journal import Journal, read_journal
+from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.scalars import join_scalars
 from mcore_rl.rollout.tasks import Progress
 from mcore_rl.rollout.trajectories import pack_trajectories
-from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.rollout.worker import RolloutWorker, _drawn_before
 from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
 
 Finish = Callable[[Completion], None]
@@ -220,8 +221,14 @@ def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> N
 def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     """Of two samples one had ended and one had begun; a third one's journal is of a request with another seed."""
     submitted: list[GenerationRequest] = []
+    own = Journal(tmp_path / "own")
 
     class GoesOn(BackwardsEngine):
+        def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(own.take_over(responses))
+            return done
+
         def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
             submitted.extend(requests)
             for request in requests:
@@ -255,6 +262,47 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     assert buffers.logp_rollout.tolist() == [0, 0, -0.25, -1, 0]
     assert scalars.tokens_taken_over == 3
     assert len(ended) == 3
+    (kept,) = read_journal(tmp_path / "own").values()
+    assert (kept.seed, kept.finish_reason, kept.completion.request_id) == (seeds[1], "stop", "train.5.1")
+    assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
+
+
+def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_path: Path) -> None:
+    """Both have the same seed; an engine has the greedy ones last."""
+    path = tmp_path / "journal"
+    sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
+    greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
+    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    journal = Journal(path)
+    attempts = {}
+    for task, token in ((sampled, 31), (greedy, 32)):
+        attempts[token] = worker._attempts(task)
+        journal.begin([attempt.request for attempt in attempts[token]])
+        journal.add([Delta(attempt.request.request_id, [token], [-0.5], 7) for attempt in attempts[token]], [])
+    drawn = [
+        [found.completion.token_ids.tolist() for found in _drawn_before(task, attempts[token]).values()]
+        for task, token in ((sampled, 31), (greedy, 32))
+    ]
+    assert drawn == [[[31], [31]], [[32]]]
+    assert attempts[31][0].request.seed == attempts[32][0].request.seed
+
+
+@pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])
+def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
+    since: int, found: list[str], tmp_path: Path
+) -> None:
+    """Validation asks for the same ids and seeds again, perhaps before a lost engine could release the first ones."""
+    path = tmp_path / "journal"
+    task = RolloutTask(
+        "train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),), version=since
+    )
+    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    attempts = worker._attempts(task)
+    journal = Journal(path)
+    journal.begin([attempt.request for attempt in attempts])
+    journal.add([Delta("train.5.0", [31], [-0.5], 7)], [])
+    journal.add([Delta(f"train.5.{i}", [32], [-0.5], 8) for i in range(2)], [])
+    assert [*_drawn_before(task, attempts)] == found
 
 
 def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:

@@ -177,14 +177,14 @@ def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
 
 def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
     kept, forgotten = Kept("engine 0"), Forgotten()
-    first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i))) for i in range(2))
+    first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i), [f"request {i}"])) for i in range(2))
     assert cut(kept, (1, [2])).versions.tolist() == [12]
     assert forgotten.take("engine 0") == []
     del first
     keys = forgotten.take("engine 0")
     assert keys == [0]
     assert (forgotten.take("engine 0"), forgotten.take("engine 1")) == ([], [])
-    kept.forget(keys)
+    assert kept.forget(keys) == ["request 0"]
     with pytest.raises(McoreRLError, match="engine 0 has no trajectories under 0"):
         cut(kept, (1, [1]), (0, [0]))
     assert len(cut(kept, (1, range(5))).prompt_tokens) == 5

@@ -237,7 +237,9 @@ def test_what_fails_without_a_death_is_no_loss() -> None:
 
 def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records() -> None:
     pool, watch = pool_of(2)
+    pool.version = 5
     results = pool.run(tasks_of(4))
+    pool.version = 6
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
     before = [chunk.parts[0].place for chunk in chunks]
     assert not pool.renew(chunks)
@@ -249,6 +251,7 @@ def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records()
     again = watch.starts[1].processes[0].given[-2:]
     assert [task.records for task in again] == [None, None]
     assert [task.journals for task in again] == [("engine 0.1",)] * 2
+    assert [task.version for task in again] == [5, 5], "weights that it began with, not those of now"
     assert all(chunk.task.journals == () for chunk in chunks)
 
 

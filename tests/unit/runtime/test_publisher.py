@@ -116,6 +116,7 @@ def test_a_publication_meets_once_and_compares_only_when_asked() -> None:
     processes = Processes()
     publisher = processes.publisher
     assert publisher.publish(2) == 2
+    assert publisher.engines.version == 2
     assert publisher.verify() == 7
     assert order(processes.events) == ["send", "compare"]
 

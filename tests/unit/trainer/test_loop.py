@@ -224,7 +224,7 @@ def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     again = Recorder()
     train(make(tmp_path, 2, again))
-    assert again.calls == ["load", "remove unfinished", "resume after 2", "publish 2"]
+    assert again.calls == ["remove unfinished", "load", "resume after 2", "publish 2"]
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])

@@ -18,7 +18,7 @@ from mcore_rl.rollout.episodes.load import FunctionEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import Surroundings
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course
-from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.journal import Drawn, Journal
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.tool_process import ClosedEpisode
@@ -107,6 +107,7 @@ def stage() -> Iterator[Callable[..., Stage]]:
             experts: bool = False,
             history: str = "keep",
             drops_turns: bool = False,
+            journal: Journal | None = None,
             extra_info: dict[str, Any] | None = None,
             **rollout: Any,
         ) -> Stage:
@@ -116,7 +117,7 @@ def stage() -> Iterator[Callable[..., Stage]]:
             tokenizer = made.tokenizer(template)
             spans: list[tuple[str, float, float]] = []
             engine = ScriptedEngine(tokenizer, say, config, experts=experts)
-            loop = stack.enter_context(served(engine))
+            loop = stack.enter_context(served(engine, journal))
             player = EpisodePlayer(
                 episode if hasattr(episode, "run") else FunctionEpisode(episode, {}),  # type: ignore[arg-type]
                 loop,

@@ -13,6 +13,7 @@ import numpy as np
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from tests.unit.data.chat import made
@@ -99,8 +100,8 @@ class ScriptedEngine(SteppedEngine):
 
 
 @contextmanager
-def served(engine: ScriptedEngine) -> Iterator[EngineLoop]:
-    loop = EngineLoop(engine)
+def served(engine: ScriptedEngine, journal: Journal | None = None) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, journal)
 
     def serve() -> None:
         with contextlib.suppress(WorkerDiedError):  # those who wait for something hear of it

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, SingleTurnPlayer
-from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.types import NOT_SAMPLED
 from tests.unit.data.chat import made
@@ -227,17 +228,23 @@ def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
     assert len(set(seeds[0])) == 8
 
 
-def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp) -> None:
+def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tmp_path: Path) -> None:
+    """Those who take over from this engine then find all of it."""
     say = asks_until_it_has_seen(2)
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
     (whole,) = on.play()
     requests = dict(zip(on.engine.seeds, on.engine.prompts, strict=True))
-    again = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    again = stage(say, ToolEpisode(), tools=FakeTools(echo), journal=Journal(tmp_path / "again"))
     drawn = _journal_of(on, whole, requests)
     (resumed,) = again.play(drawn=drawn)
     assert again.text(resumed) == on.text(whole)
     assert resumed.taken_over == sum(len(d.completion.token_ids) for d in drawn.values())
     assert len(again.engine.seeds) == 1, "two of three turns had been drawn"
+    kept = read_journal(tmp_path / "again")
+    assert {*kept} == {*drawn, *again.engine.submitted}
+    for name, found in drawn.items():
+        assert (kept[name].seed, kept[name].finish_reason) == (found.seed, "stop")
+        assert kept[name].completion.token_ids.tolist() == found.completion.token_ids.tolist()
     other = stage(say, ToolEpisode(), tools=FakeTools(lambda arguments: ToolAnswer("something else")))
     other.play(drawn=drawn)
     assert len(other.engine.seeds) == 2, "after another answer nothing fits but the first turn"

@@ -1,0 +1,292 @@
+"""A journal is as long as what it is for, whatever else was written, and whole at every moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.rollout import journal as module
+from mcore_rl.rollout.journal import BEGIN, GARBAGE, WORD, Drawn, Journal, read_journal
+from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
+
+SMALL = 300
+Told = tuple[int, list[int], list[float], list[int], str | None]
+
+
+def request(name: str, seed: int = 1, partial: Completion | None = None) -> GenerationRequest:
+    return GenerationRequest(name, np.array([3, 4], np.int32), seed, SamplingOptions(4096), partial)
+
+
+def ended(name: str, reason: str) -> Completion:
+    nothing = np.zeros(0, np.int32)
+    return Completion(name, nothing, nothing.astype(np.float32), reason, nothing)
+
+
+def told(found: dict[str, Drawn]) -> dict[str, Told]:
+    return {
+        name: (
+            drawn.seed,
+            drawn.completion.token_ids.tolist(),
+            drawn.completion.logp.tolist(),
+            drawn.completion.versions.tolist(),
+            drawn.finish_reason,
+        )
+        for name, drawn in found.items()
+    }
+
+
+@dataclass
+class Response:
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: str | None = None
+
+    def completion(self, name: str) -> Completion:
+        ids, versions = np.array(self.tokens, np.int32), np.array(self.versions, np.int32)
+        return Completion(name, ids, np.array(self.logp, np.float32), "abort", versions)
+
+    @property
+    def words(self) -> int:
+        """In a journal, at most: a few per response, and each token in an entry of its own."""
+        return 20 + 7 * len(self.tokens)
+
+
+class Engine:
+    """Begins, steps, aborts, and is told to release, by chance; `responses` is what its journal should say."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path, self.chance = path, random.Random(seed)
+        self.journal = Journal(path, small=SMALL)
+        self.responses: dict[str, Response] = {}
+        self.version = self.most_words = self.count = 0
+
+    @property
+    def running(self) -> list[str]:
+        return [name for name, response in self.responses.items() if response.reason is None]
+
+    def act(self) -> None:
+        chance = self.chance
+        kinds = [self.begin, self.step, self.end, self.abort, self.release, self.change_weights]
+        act = chance.choices(kinds, weights=[3, 12, 3, 1, 1, 1])[0]
+        act()
+        self.most_words = max(self.most_words, sum(response.words for response in self.responses.values()))
+
+    def expected(self) -> dict[str, Told]:
+        return {
+            name: (response.seed, response.tokens, response.logp, response.versions, response.reason)
+            for name, response in self.responses.items()
+            if response.tokens
+        }
+
+    def begin(self) -> None:
+        requests, running = [], {*self.running}
+        for name in dict.fromkeys(self.new_id() for _ in range(self.chance.randrange(1, 4))):
+            if name in running:
+                continue
+            response = self.responses[name] = Response(self.chance.randrange(2**40))
+            if self.chance.random() < 0.3:
+                for _ in range(self.chance.randrange(4)):
+                    self.draw(response, 1, self.chance.randrange(self.version + 1))
+            requests.append(request(name, response.seed, response.completion(name)))
+        self.journal.begin(requests)
+
+    def new_id(self) -> str:
+        """Of a new request, of one of a few that come again and again, or of a later turn."""
+        self.count += 1
+        first = self.chance.choice([f"train.{self.count}.0", f"val.{self.chance.randrange(5)}.0"])
+        known = [name for name in self.responses if name.startswith("train")]
+        if known and self.chance.random() < 0.4:
+            first = self.chance.choice(known).partition("/")[0]
+            return f"{first}/{self.count}"
+        return first
+
+    def draw(self, response: Response, count: int, version: int) -> None:
+        response.tokens += [self.chance.randrange(2**31) for _ in range(count)]
+        response.logp += [-self.chance.randrange(100) / 8 for _ in range(count)]
+        response.versions += [version] * count
+
+    def step(self) -> None:
+        deltas = []
+        for name in self.running:
+            count = self.chance.randrange(1, 3)
+            response = self.responses[name]
+            self.draw(response, count, self.version)
+            deltas.append(Delta(name, response.tokens[-count:], response.logp[-count:], self.version))
+        self.journal.add(deltas, [])
+
+    def end(self) -> None:
+        names = self.some(self.running)
+        for name in names:
+            self.responses[name].reason = self.chance.choice(["stop", "length"])
+        self.journal.add([], [ended(name, str(self.responses[name].reason)) for name in names])
+
+    def abort(self) -> None:
+        names = self.some(self.running)
+        for name in names:
+            del self.responses[name]
+        self.journal.forget(names)
+
+    def release(self) -> None:
+        names = [*dict.fromkeys(name.partition("/")[0] for name in self.some([*self.responses])), "never begun"]
+        for name, response in [*self.responses.items()]:
+            if response.reason is not None and name.partition("/")[0] in names:
+                del self.responses[name]
+        self.journal.release(names)
+
+    def change_weights(self) -> None:
+        self.version += 1
+
+    def some(self, names: list[str]) -> list[str]:
+        return [name for name in names if self.chance.random() < 0.3]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "engine_0.0"
+
+
+def num_words(path: Path) -> int:
+    return path.stat().st_size // WORD
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_it_says_what_is_there_and_stays_short(
+    seed: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", 50)
+    engine = Engine(path, seed)
+    anew, inode = 0, path.stat().st_ino
+    for number in range(2000):
+        engine.act()
+        anew, inode = anew + (path.stat().st_ino != inode), path.stat().st_ino
+        assert num_words(path) <= max(SMALL, GARBAGE * engine.most_words)
+        if number % 3 == 0:
+            assert told(read_journal(path)) == engine.expected()
+    assert anew > 10
+    assert engine.journal._count < SMALL, "numbers begin anew as well"
+
+
+def test_the_more_is_kept_the_less_often_it_is_written_anew(path: Path) -> None:
+    journal, anew, inode = Journal(path, small=SMALL), 0, path.stat().st_ino
+    for number in range(2000):
+        journal.begin([request(f"{number}")])
+        journal.add([Delta(f"{number}", [1] * 9, [-1.0] * 9, 3)], [ended(f"{number}", "stop")])
+        anew, inode = anew + (path.stat().st_ino != inode), path.stat().st_ino
+    assert num_words(path) > GARBAGE**5 * SMALL
+    assert anew <= 6
+
+
+def filled(path: Path) -> tuple[Engine, dict[str, Told]]:
+    """A journal that is written anew with the next write, and what it says."""
+    engine = Engine(path, 1)
+    while num_words(path) < SMALL:
+        engine.begin()
+        engine.step()
+    engine.end()
+    engine.journal._limit = 0
+    return engine, engine.expected()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_process_that_dies_while_it_is_written_anew_leaves_the_old_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected = filled(path)
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(Killed):
+        engine.journal.begin([request("another")])
+    (beside,) = (each for each in path.parent.iterdir() if each != path)
+    assert beside.stat().st_size
+    assert told(read_journal(path)) == expected
+
+
+@pytest.mark.parametrize("where", ["open", "fdopen", "replace"])
+def test_where_it_cannot_be_written_anew_the_old_one_goes_on(
+    where: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = filled(path)
+
+    def fail(*_: object, **__: object) -> None:
+        tried.append(where)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tried: list[str] = []
+    inode = path.stat().st_ino
+    with monkeypatch.context() as patched:
+        patched.setattr(os, where, fail)
+        for _ in range(5):
+            engine.step()
+    assert tried == [where], "not at every step"
+    assert [*path.parent.iterdir()] == [path]
+    assert path.stat().st_ino == inode
+    assert told(read_journal(path)) == engine.expected()
+    while path.stat().st_ino == inode:
+        engine.step()
+    assert told(read_journal(path)) == engine.expected()
+
+
+def test_it_goes_on_in_the_new_file_with_the_versions_that_tokens_had(path: Path) -> None:
+    engine = Engine(path, 1)
+    partial = Response(9, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [2, 2, 5, 6])
+    engine.responses = {"a": partial, "b": Response(2**63 + 5)}
+    engine.journal.begin([request("a", 9, partial.completion("a")), request("b", 2**63 + 5)])
+    engine.version = 7
+    engine.step()
+    engine.journal._limit = 0
+    engine.version = 8
+    engine.step()
+    assert engine.journal._limit == SMALL
+    engine.step()
+    assert told(read_journal(path)) == engine.expected()
+    assert {*read_journal(path)["a"].completion.versions.tolist()} == {2, 5, 6, 7, 8}
+
+
+def test_who_reads_it_meanwhile_finds_what_is_kept_each_time(path: Path) -> None:
+    journal = Journal(path, small=SMALL)
+    journal.begin([request("kept"), request("runs")])
+    journal.add([Delta("kept", [1, 2], [-1.0, -2.0], 3), Delta("runs", [1], [-1.0], 3)], [ended("kept", "stop")])
+    kept = told(read_journal(path))["kept"]
+    seen: list[Told | None] = []
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            seen.append(told(read_journal(path)).get("kept"))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(3000):
+        journal.begin([request(f"{number}")])
+        journal.add([Delta(f"{number}", [1] * 9, [-1.0] * 9, 3)], [ended(f"{number}", "stop")])
+        journal.release([f"{number}"])
+    over.set()
+    thread.join()
+    assert seen
+    assert all(each == kept for each in seen)
+
+
+def test_numbers_of_requests_begin_anew_with_the_file(path: Path) -> None:
+    journal = Journal(path, small=SMALL)
+    for number in range(5000):
+        journal.begin([request(f"{number}")])
+        journal.add([Delta(f"{number}", [number], [-1.0], 3)], [ended(f"{number}", "stop")])
+        journal.release([f"{number - 10}"])
+    assert sorted(read_journal(path), key=int) == [f"{number}" for number in range(4990, 5000)]
+    assert all(drawn.completion.token_ids.tolist() == [int(name)] for name, drawn in read_journal(path).items())
+    assert module._Contents.of(path).numbers(BEGIN).max() < 100
