@@ -1,0 +1,121 @@
+"""Rollouts beside training, in real runs: no group is lost, none is trained twice or too late, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.test_engine_loss import ENGINE, restarts
+from tests.e2e.test_failures import in_step
+
+pytestmark = pytest.mark.slow
+
+APART = ("cluster.placement=disaggregated", "actor.num_ranks=2", "trainer.steps=6")
+AHEAD = (
+    *APART,
+    *("rollout.max_staleness=2", "rollout.num_engines=2", "cluster.gpus_per_node=4", "rollout.max_response_tokens=48"),
+    *("actor.tokens_per_microbatch=512", "algorithm.policy_loss.name=decoupled_ppo"),
+)
+ONE_STEP_OFF = (
+    *APART,
+    *("rollout.max_staleness=1", "rollout.max_staleness_hard=1", "rollout.swap=finish", "cluster.gpus_per_node=3"),
+)
+SIZE, SAMPLES = 8, 4
+HARD = 4
+QUEUES = ("async/", "staleness/", "engine/")
+
+
+def records(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
+    """By step."""
+    files = {int(path.stem.removeprefix("step_")): path for path in (run_dir / "rollouts").glob("step_*.jsonl")}
+    return {step: [json.loads(line) for line in files[step].read_text().splitlines()] for step in sorted(files)}
+
+
+def assert_whole(run_dir: Path, steps: int) -> None:
+    """Every group that was submitted is in the records of one step, in whole, but for those that had not ended at the
+    end; none is older than the bound, and what it says of its versions goes together."""
+    seen: dict[tuple[int, int], int] = {}
+    for step, of_step in records(run_dir).items():
+        for record in of_step:
+            key = record["group"], record["sample"]
+            assert key not in seen, f"{key} is in step {seen[key]} and {step}"
+            seen[key] = step
+            spans, submitted = record["versions"], record["submitted_version"]
+            assert [first for _, first, _ in spans] == [0, *(last for _, _, last in spans[:-1])]
+            assert spans[-1][2] == record["tokens"]
+            versions = [version for version, _, _ in spans]
+            assert versions == sorted(set(versions))
+            assert submitted <= versions[0] <= versions[-1] <= step - 1
+            assert step - 1 - submitted <= HARD
+    groups = {group for group, _ in seen}
+    assert len(seen) == SAMPLES * len(groups)
+    last = {record["group"] for record in records(run_dir)[steps]}
+    assert not set(range(min(last))) - groups, "some never came"
+    rows = metrics(run_dir)
+    assert sorted(step for step in rows if step) == list(range(1, steps + 1))
+    assert all(rows[step]["staleness/max"] <= HARD for step in range(1, steps + 1))
+
+
+def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, AHEAD) as run:
+        run.wait_until(in_step(run, 2, "generating"))
+        run.kill_one(ENGINE)
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_4").exists())
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        assert "it starts again (1 of 3 times)" in run.text()
+        assert not run.left_after(30)
+    with TrainProcess(task, run_dir, AHEAD) as run:
+        assert run.finish() == 0, run.text()[-4000:]
+        assert not run.left_after(30)
+    assert restarts(run_dir) >= 1
+    assert_whole(run_dir, 6)
+    ages = [metrics(run_dir)[step]["staleness/mean"] for step in range(1, 7)]
+    assert ages[0] == 0
+    assert max(ages) > 0.5, "nothing ran ahead"
+    assert not [path for path in (run_dir / "rollouts").iterdir() if path.name.startswith(".")]
+
+
+def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) -> None:
+    """No response mixes weights; what is trained, and in which order, does not hang on time."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    train(task, whole, *ONE_STEP_OFF)
+    for of_step in records(whole).values():
+        assert all(len(record["versions"]) == 1 for record in of_step)
+    with TrainProcess(task, run_dir, ONE_STEP_OFF) as run:
+        run.wait_until(lambda: (run_dir / "checkpoints" / "step_2").exists())
+        run.wait_until(in_step(run, 3, "updating"))
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        assert not run.left_after(30)
+    train(task, run_dir, *ONE_STEP_OFF)
+    assert without_queues(run_dir) == without_queues(whole)
+    assert {step: row["staleness/mean"] for step, row in metrics(whole).items() if step > 1} == dict.fromkeys(
+        range(2, 7), 1.0
+    )
+    for name in sorted(path.name for path in (whole / "rollouts").iterdir()):
+        assert (run_dir / "rollouts" / name).read_text() == (whole / "rollouts" / name).read_text()
+
+
+def without_queues(run_dir: Path) -> dict[int, dict[str, Any]]:
+    rows = metrics(run_dir)
+    return {step: {k: v for k, v in row.items() if not k.startswith(QUEUES)} for step, row in rows.items()}
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("swap", ["keep", "recompute"])
+def test_a_drained_checkpoint_has_nothing_half_done(swap: str, task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train(task, run_dir, *AHEAD, f"rollout.swap={swap}", "checkpoint.drain=true", "checkpoint.keep_last=9")
+    for step in (2, 4):
+        saved = json.loads((run_dir / "checkpoints" / f"step_{step}" / "rollouts" / "groups.json").read_text())
+        assert saved["groups"]
+        assert all(group["state"] != "running" for group in saved["groups"])
+    assert_whole(run_dir, 6)
