@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def validate_critic(config: Config) -> None:
     critic = config.critic
     check_no_critic_lora(critic.lora)
     with role_keys(keys_of(critic)):
-        view = as_actor(config, critic)
+        view = as_actor(config, replace(critic, num_ranks=num_critic_ranks(config)))
         for check in (_check_row, _check_layout, _check_actor, _check_host_optimizer, _check_offload):
             check(view)
         read_hf_config(view)
@@ -103,7 +104,7 @@ def validate_reward_model(config: Config) -> None:
     Raises: ConfigError naming the key.
     """
     with role_keys(keys_of(config.reward_model)):
-        view = as_actor(config, config.reward_model)
+        view = as_actor(config, replace(config.reward_model, num_ranks=num_reward_model_ranks(config)))
         for check in (_check_row, _check_layout):
             check(view)
         read_hf_config(view)
