@@ -34,6 +34,7 @@ BENCHMARKS = {
     "engine_loop": Benchmark("benchmarks.engine_loop", 1200, "our loop over vLLM, beside batches and LLM.generate"),
     "episodes": Benchmark("benchmarks.episodes", 1200, "episodes beside single turns, engines beside slow tools"),
     "sglang_steps": Benchmark("benchmarks.sglang_steps", 1200, "SGLang by our loop, beside its Engine and its server"),
+    "async_step": Benchmark("benchmarks.async_step", 3600, "runs that generate while they train, beside taking turns"),
     "whole_step": Benchmark("benchmarks.whole_step", 1800, "a whole step, beside TRL"),
     "gpu_updates": Benchmark(
         "benchmarks.gpu.updates", 1800, "updates that fill a GPU, beside a matrix product", gpu=True
