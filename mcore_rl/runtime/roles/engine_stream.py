@@ -172,6 +172,8 @@ class EngineStream:
     def _place(self) -> None:
         """Gives the tasks that nobody has to the engines that have fewest requests."""
         given: dict[int, list[tuple[int, RolloutTask]]] = {}
+        for number in self._unpolled:  # among them all that have weights again
+            self._count(number, 0)
         while self._homeless and (index := self._least_loaded()) is not None:
             ticket = self._homeless.popleft()
             entry = self._underway[ticket]
@@ -191,13 +193,10 @@ class EngineStream:
         """Of the engines that have weights and live, as far as is known; None where there is none."""
         while self._heap:
             load, index = self._heap[0]
-            if self.pool.engines[index].serves and self._loads.get(index) == load:
+            if self.pool.engines[index].serves and self._loads[index] == load:
                 return index
             heapq.heappop(self._heap)
-        for index, engine in enumerate(self.pool.engines):
-            if engine.serves:
-                heapq.heappush(self._heap, (self._loads.setdefault(index, 0), index))
-        return self._heap[0][1] if self._heap else None
+        return None
 
     def _count(self, index: int, requests: int) -> None:
         self._loads[index] = self._loads.get(index, 0) + requests
