@@ -62,6 +62,8 @@ class EngineStream:
     """Engines at which no call waits."""
     _loads: dict[int, int] = field(default_factory=dict)
     """Requests under way, by engine."""
+    _dead: set[str] = field(default_factory=set)
+    """Makers that were seen to have died: nobody asks them anything, also where they have not started again yet."""
     _heap: list[tuple[int, int]] = field(default_factory=list)
     """(requests, engine), among them some that are no longer so."""
     _num_requests: int = 0
@@ -167,7 +169,13 @@ class EngineStream:
             engine = self.pool.engines[poll.engine]
             if engine.maker == poll.maker and not self.pool.is_lost(engine):
                 raise
+            self._dead.add(poll.maker)
             return None
+
+    def _serves(self, index: int) -> bool:
+        """Whether it has weights and lives, as far as is known."""
+        engine = self.pool.engines[index]
+        return engine.serves and engine.maker not in self._dead
 
     def _place(self) -> None:
         """Gives the tasks that nobody has to the engines that have fewest requests."""
@@ -182,7 +190,7 @@ class EngineStream:
             given.setdefault(index, []).append((ticket, entry.task))
         for index in {*given, *self._unpolled}:
             engine, tasks = self.pool.engines[index], given.get(index, [])
-            if engine.serves and index in self._unpolled:
+            if index in self._unpolled and self._serves(index):
                 self._unpolled.remove(index)
                 forget = self.pool.forgotten.take(engine.maker)
                 self._polls[engine.handle.run.remote(tasks, Until.ANY, forget)] = Poll(index, engine.maker)
@@ -190,10 +198,10 @@ class EngineStream:
                 self._begins[engine.handle.begin.remote(tasks)] = Poll(index, engine.maker)
 
     def _least_loaded(self) -> int | None:
-        """Of the engines that have weights and live, as far as is known; None where there is none."""
+        """Of the engines that serve; None where there is none."""
         while self._heap:
             load, index = self._heap[0]
-            if self.pool.engines[index].serves and self._loads[index] == load:
+            if self._serves(index) and self._loads[index] == load:
                 return index
             heapq.heappop(self._heap)
         return None
