@@ -145,7 +145,7 @@ class EngineStream:
     def _take(self, call: Any, poll: Poll) -> None:
         report: Report | None = self._value(call, poll)
         engine = self.pool.engines[poll.engine]
-        if report is None or engine.maker != poll.maker:
+        if report is None:
             return
         engine.busy_seconds = report.busy_seconds
         for ticket, key, scalars in report.ended:
@@ -163,11 +163,13 @@ class EngineStream:
 
     def _value(self, call: Any, poll: Poll) -> Any:
         """None where the engine is lost: what it had is given to others."""
+        engine = self.pool.engines[poll.engine]
+        if engine.maker != poll.maker:  # somebody has started it again; a failure would wait for a death in vain
+            return None
         try:
             return self.pool.watch.value(call)
         except WorkerDiedError:
-            engine = self.pool.engines[poll.engine]
-            if engine.maker == poll.maker and not self.pool.is_lost(engine):
+            if not self.pool.is_lost(engine):
                 raise
             self._dead.add(poll.maker)
             return None
