@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mcore_rl.runtime.roles.engine import Report
     from mcore_rl.runtime.roles.engine_pool import EnginePool
 
+MOST_PER_ENGINE = 16
+"""Of the loads that are noted for each engine, all but one are out of date: they are dropped when there are so many."""
+
 
 @dataclass
 class Underway:
@@ -211,6 +214,8 @@ class EngineStream:
     def _count(self, index: int, requests: int) -> None:
         self._loads[index] = self._loads.get(index, 0) + requests
         heapq.heappush(self._heap, (self._loads[index], index))
+        if len(self._heap) > MOST_PER_ENGINE * len(self._loads):
+            self._heap = sorted((load, engine) for engine, load in self._loads.items())
 
     def _mend(self) -> None:
         """What engines had that are lost begins on others, where they had come to."""
