@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from mcore_rl.rollout.stealing import Tail, share
-from mcore_rl.rollout.tasks import GivenUp
+from mcore_rl.rollout.tasks import GivenUp, Until
 from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
@@ -27,13 +27,25 @@ class GiveUp:
         return id(self.process), self, free
 
 
+class Begin:
+    """What brings a process tasks while its run is under way."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def remote(self, tasks: list[tuple[int, RolloutTask]]) -> tuple[int, Begin, int]:
+        self.process.take(tasks)
+        self.process.begins += 1
+        return id(self.process), self, self.process.begins
+
+
 class Process:
     """An engine's process: runs are noted, and end when the test's Watch says so. Of its tasks the oldest has begun,
     and those that it had at its last report."""
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.forgotten = name, 0, []
-        self.begun = self.asked = self.answers = 0
+        self.begun = self.asked = self.answers = self.begins = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
         """Number and key of tasks that have not ended."""
@@ -41,6 +53,10 @@ class Process:
     @property
     def run(self) -> Process:
         return self
+
+    @property
+    def begin(self) -> Begin:
+        return Begin(self)
 
     @property
     def give_up(self) -> GiveUp:
@@ -62,13 +78,16 @@ class Process:
         unbegun = sum(tail.last - tail.first for tail in tails) - sum(tail.last - tail.first for tail in chosen)
         return GivenUp([(tail.task, tail.first) for tail in chosen], unbegun)
 
-    def remote(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> tuple[int, int]:
-        for number, task in tasks:
-            self.left.append((number, len(self.given)))
-            self.given.append(task)
+    def remote(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> tuple[int, int]:
+        self.take(tasks)
         self.forgotten += forget
         self.runs += 1
         return id(self), self.runs
+
+    def take(self, tasks: list[tuple[int, RolloutTask]]) -> None:
+        for number, task in tasks:
+            self.left.append((number, len(self.given)))
+            self.given.append(task)
 
 
 @dataclass
@@ -113,7 +132,7 @@ class Watch:
     def any_lost(self) -> bool:
         return bool(self.dead)
 
-    def blame_the_dead(self) -> None: ...
+    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None: ...
 
     def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
 
