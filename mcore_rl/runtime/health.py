@@ -271,14 +271,16 @@ class Watch:
                 lines += [f"{calls[call]} waits in {collective}" for collective in ray.get(call)]
         return lines + [f"{calls[call]} does not answer" for call in silent]
 
-    def blame_the_dead(self) -> None:
-        """Waits a while for a death that explains what has failed.
+    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None:
+        """Waits a while for a death that explains what has failed: of any process, or only of `handles`.
 
         Raises: WorkerDiedError naming the process, unless it can be replaced.
         """
-        if not self.names or self._lost:  # which is explanation enough
+        names = {self.name_of(handle) for handle in handles} or set(self.handles)
+        if not names.isdisjoint(self._lost):  # which is explanation enough
             return
-        ready, _ = ray.wait(list(self.names), num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
+        refs = [ref for ref, name in self.names.items() if name in names]
+        ready, _ = ray.wait(refs, num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
         if ready:
             self._report_death(ready[0])
 

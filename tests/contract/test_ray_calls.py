@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -97,6 +97,40 @@ def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(g
         watch.get_started({leader.meet.remote(False): [leader, follower]})
     assert "died" in (watch.lost(follower) or "")
     assert watch.lost(leader) is None
+
+
+class Attendant:
+    """Its calls are of processes that may die; what each said, or what became of it, by rank."""
+
+    def __init__(self, watch: Watch, calls: dict[Any, tuple[int, Any]]) -> None:
+        self.watch, self.under_way, self.found = watch, calls, dict[int, Any]()
+
+    def calls(self) -> list[Any]:
+        return list(self.under_way)
+
+    def ended(self, calls: Sequence[Any]) -> None:
+        for call in calls:
+            rank, handle = self.under_way.pop(call)
+            try:
+                self.found[rank] = self.watch.value(call)[0]
+            except WorkerDiedError:
+                self.watch.blame_the_dead([handle])
+                self.found[rank] = self.watch.lost(handle)
+
+
+def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(group: RankGroup) -> None:
+    watch, handles = group.watch, group.handles
+    watch.let_die(handles[:4])
+    pids = [pid for _, pid in watch.get([handle.where.remote() for handle in handles])]
+    calls = {handles[rank].meet.remote(False): (rank, handles[rank]) for rank in (3, 1, 2)}
+    attendant = watch.attendant = Attendant(watch, {handles[0].add.remote(1, 2): (0, handles[0]), **calls})
+    for rank in (1, 2, 3):
+        os.kill(pids[rank], signal.SIGKILL)
+    while attendant.under_way:  # the last rank is asked meanwhile, and answers
+        assert watch.get([handles[4].add.remote(3, 4)])[0][0] == 7
+    assert attendant.found[0] == 3
+    for rank in (1, 2, 3):
+        assert f"rank {rank} died" in (attendant.found[rank] or "")
 
 
 def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:

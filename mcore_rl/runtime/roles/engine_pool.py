@@ -197,7 +197,7 @@ class EnginePool:
     def is_lost(self, engine: PooledEngine) -> bool:
         """Whether it is, or will be seen to be soon."""
         if all(self.watch.lost(handle) is None for handle in engine.start.handles):
-            self.watch.blame_the_dead()
+            self.watch.blame_the_dead(engine.start.handles)  # others may have died as well
         return any(self.watch.lost(handle) is not None for handle in engine.start.handles)
 
     def lose_dead(self) -> list[PooledEngine]:

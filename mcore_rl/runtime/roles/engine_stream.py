@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mcore_rl.runtime.roles.engine import Report
     from mcore_rl.runtime.roles.engine_pool import EnginePool
 
+MOST_PER_ENGINE = 16
+"""Of the loads that are noted for each engine, all but one are out of date: they are dropped when there are so many."""
+
 
 @dataclass
 class Underway:
@@ -65,6 +68,8 @@ class EngineStream:
     """Engines at which no call waits."""
     _loads: dict[int, int] = field(default_factory=dict)
     """Requests under way, by engine."""
+    _dead: set[str] = field(default_factory=set)
+    """Makers that were seen to have died: nobody asks them anything, also where they have not started again yet."""
     _heap: list[tuple[int, int]] = field(default_factory=list)
     """(requests, engine), among them some that are no longer so."""
     _num_requests: int = 0
@@ -192,7 +197,7 @@ class EngineStream:
     def _take(self, call: Any, poll: Poll) -> None:
         report: Report | None = self._value(call, poll)
         engine = self.pool.engines[poll.engine]
-        if report is None or engine.maker != poll.maker:
+        if report is None:
             return
         engine.busy_seconds = report.busy_seconds
         for ticket, key, scalars in report.ended:
@@ -209,17 +214,27 @@ class EngineStream:
 
     def _value(self, call: Any, poll: Poll) -> Any:
         """None where the engine is lost: what it had is given to others."""
+        engine = self.pool.engines[poll.engine]
+        if engine.maker != poll.maker:  # somebody has started it again; a failure would wait for a death in vain
+            return None
         try:
             return self.pool.watch.value(call)
         except WorkerDiedError:
-            engine = self.pool.engines[poll.engine]
-            if engine.maker == poll.maker and not self.pool.is_lost(engine):
+            if not self.pool.is_lost(engine):
                 raise
+            self._dead.add(poll.maker)
             return None
+
+    def _serves(self, index: int) -> bool:
+        """Whether it has weights and lives, as far as is known."""
+        engine = self.pool.engines[index]
+        return engine.serves and engine.maker not in self._dead
 
     def _place(self) -> None:
         """Gives the tasks that nobody has to the engines that have fewest requests."""
         given: dict[int, list[tuple[int, RolloutTask]]] = {}
+        for number in self._unpolled:  # among them all that have weights again
+            self._count(number, 0)
         while self._homeless and (index := self._least_loaded()) is not None:
             ticket = self._homeless.popleft()
             entry = self._underway[ticket]
@@ -228,7 +243,7 @@ class EngineStream:
             given.setdefault(index, []).append((ticket, entry.task))
         for index in {*given, *self._unpolled}:
             engine, tasks = self.pool.engines[index], given.get(index, [])
-            if engine.serves and index in self._unpolled:
+            if index in self._unpolled and self._serves(index):
                 self._unpolled.remove(index)
                 forget = self.pool.forgotten.take(engine.maker)
                 self._polls[engine.handle.run.remote(tasks, Until.ANY, forget)] = Poll(index, engine.maker)
@@ -236,20 +251,19 @@ class EngineStream:
                 self._begins[engine.handle.begin.remote(tasks)] = Poll(index, engine.maker)
 
     def _least_loaded(self) -> int | None:
-        """Of the engines that have weights and live, as far as is known; None where there is none."""
+        """Of the engines that serve; None where there is none."""
         while self._heap:
             load, index = self._heap[0]
-            if self.pool.engines[index].serves and self._loads.get(index) == load:
+            if self._serves(index) and self._loads[index] == load:
                 return index
             heapq.heappop(self._heap)
-        for index, engine in enumerate(self.pool.engines):
-            if engine.serves:
-                heapq.heappush(self._heap, (self._loads.setdefault(index, 0), index))
-        return self._heap[0][1] if self._heap else None
+        return None
 
     def _count(self, index: int, requests: int) -> None:
         self._loads[index] = self._loads.get(index, 0) + requests
         heapq.heappush(self._heap, (self._loads[index], index))
+        if len(self._heap) > MOST_PER_ENGINE * len(self._loads):
+            self._heap = sorted((load, engine) for engine, load in self._loads.items())
 
     def _mend(self) -> None:
         """What engines had that are lost begins on others, where they had come to."""

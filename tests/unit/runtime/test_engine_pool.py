@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -15,106 +14,27 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.rollout.stealing import Tail, share
 from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.roles.delivery import Chunk
 from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
-from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions, Total
-
-SAMPLES = 2
-
-
-class GiveUp:
-    """What a process is asked for; it answers when the test's Watch says so."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-
-    def remote(self, free: int) -> tuple[int, GiveUp, int]:
-        self.process.asked += 1
-        return id(self.process), self, free
+from mcore_rl.runtime.roles.engine_pool import EnginePool
+from mcore_rl.types import RolloutTask, SamplingOptions, Total
+from tests.unit.runtime.engines import SAMPLES, GiveUp, Watch, groups, pool_over, scalars_of, tasks_of
 
 
-class Process:
-    """An engine's process: runs are noted, and end when the test's Watch says so. Of its tasks the oldest has begun,
-    and those that it had at its last report."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.runs, self.forgotten = name, 0, []
-        self.begun = self.asked = self.answers = 0
-        self.given: list[RolloutTask] = []
-        self.left: list[tuple[int, int]] = []
-        """Number and key of tasks that have not ended."""
-
-    @property
-    def run(self) -> Process:
-        return self
-
-    @property
-    def give_up(self) -> GiveUp:
-        return GiveUp(self)
-
-    def answer(self, free: int) -> GivenUp:
-        self.answers += 1
-        tails = [
-            Tail(number, *self.given[key].span, self.given[key].samples_per_prompt)
-            for number, key in self.left[1:]
-            if key >= self.begun
-        ]
-        chosen = share(tails, free)
-        keys = dict(self.left)
-        for tail in chosen:
-            task = self.given[keys[tail.task]]
-            self.given[keys[tail.task]] = replace(task, responses=(task.span[0], tail.first))
-        self.left = [(number, key) for number, key in self.left if self.given[key].num_responses]
-        unbegun = sum(tail.last - tail.first for tail in tails) - sum(tail.last - tail.first for tail in chosen)
-        return GivenUp([(tail.task, tail.first) for tail in chosen], unbegun)
-
-    def remote(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> tuple[int, int]:
-        for number, task in tasks:
-            self.left.append((number, len(self.given)))
-            self.given.append(task)
-        self.forgotten += forget
-        self.runs += 1
-        return id(self), self.runs
-
-
-@dataclass
-class Start:
-    name: str
-    processes: list[Process] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.again()
-
-    @property
-    def handles(self) -> list[Any]:
-        return [self.processes[-1]]
-
-    @property
-    def journal(self) -> str:
-        return f"{self.name}.{len(self.processes)}"
-
-    def again(self) -> str:
-        self.processes.append(Process(self.name))
-        return f"{self.name} starts"
-
-
-class Watch:
+class DyingWatch(Watch):
     """Ends the oldest call at each wait, with the oldest of its engine's tasks done and the others begun; `dying[n]`
     are the processes that die at wait n, with their calls. With a seed, some calls end, in some order."""
 
     def __init__(self, dying: dict[int, list[str]], seed: int | None = None) -> None:
-        self.dying, self.waits, self.dead = dying, 0, {}
+        super().__init__()
+        self.dying, self.waits = dying, 0
         self.random = None if seed is None else random.Random(seed)
-        self.starts: list[Start] = []
 
     def wait(self, calls: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
         self.waits += 1
         for name in self.dying.pop(self.waits, []):
-            process = next(start for start in self.starts if start.name == name).processes[-1]
-            self.dead[id(process)] = f"{name} died: killed"
+            self.dead[id(self.present(name))] = f"{name} died: killed"
         ended = list(calls[:num_returns])
         if self.random is not None:
             ended = self.random.sample(list(calls), self.random.randint(num_returns, len(calls)))
@@ -124,7 +44,7 @@ class Watch:
         process_id, number = call[:2]
         if process_id in self.dead:
             raise WorkerDiedError("a process died")
-        process = next(p for start in self.starts for p in start.processes if id(p) == process_id)
+        process = self.process(process_id)
         if isinstance(number, GiveUp):
             return process.answer(call[2])
         ended, process.left = process.left[:1], process.left[1:]
@@ -135,27 +55,6 @@ class Watch:
         requests = sum(process.given[key].num_responses for _, key in process.left)
         return Report(report, requests, float(number))
 
-    def lost(self, process: Process) -> str | None:
-        return self.dead.get(id(process))
-
-    @property
-    def any_lost(self) -> bool:
-        return bool(self.dead)
-
-    def blame_the_dead(self) -> None: ...
-
-    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
-
-
-def scalars_of(task: RolloutTask) -> RolloutScalars:
-    rows = slice(*task.span)
-    ids = np.repeat(task.group_ids, task.samples_per_prompt)[rows]
-    ints, numbers = np.full(len(ids), 7, np.int32), np.zeros(len(ids), np.float32)
-    return RolloutScalars(
-        ids, np.repeat(task.prompt_rows, task.samples_per_prompt)[rows], ints, ints, ints, numbers, numbers,
-        np.zeros(len(ids), np.uint8), np.zeros((len(ids), 2), np.int32),
-    )  # fmt: skip
-
 
 def record(task: RolloutTask) -> None:
     """Where the test has a directory for it."""
@@ -164,32 +63,11 @@ def record(task: RolloutTask) -> None:
         Path(task.records).write_text("".join(lines))
 
 
-def tasks_of(count: int) -> list[RolloutTask]:
-    return [
-        RolloutTask("train", np.array([i]), np.array([i]), SAMPLES, SamplingOptions(8), 1, f"part {i}")
-        for i in range(count)
-    ]
-
-
 def pool_of(
-    num_engines: int,
-    dying: dict[int, list[str]] | None = None,
-    *,
-    room: int = 4,
-    seed: int | None = None,
-    **options: Any,
-) -> tuple[EnginePool, Watch]:
-    watch = Watch(dying or {}, seed)
-    watch.starts = [Start(f"engine {number}") for number in range(num_engines)]
-    engines = [PooledEngine(start) for start in watch.starts]
-    options = {"max_restarts": 3, "note": lambda line: None} | options
-    pool = EnginePool(engines, cast(Any, watch), room=room, **options)
-    pool.supply = lambda: pool.settle() and pool.supplied()  # type: ignore[func-returns-value]
-    return pool, watch
-
-
-def groups(results: Sequence[RolloutResult]) -> list[list[int]]:
-    return [scalars.group_ids.tolist() for _, scalars in results]
+    num_engines: int, dying: dict[int, list[str]] | None = None, *, seed: int | None = None, **options: Any
+) -> tuple[EnginePool, DyingWatch]:
+    watch = DyingWatch(dying or {}, seed)
+    return pool_over(watch, num_engines, **options), watch
 
 
 ALL = [[i] * SAMPLES for i in range(12)]

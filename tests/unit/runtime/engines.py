@@ -1,0 +1,167 @@
+"""Engines that are not there, and a Watch over them, for tests of those who give them tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from mcore_rl.rollout.stealing import Tail, share
+from mcore_rl.rollout.tasks import GivenUp, Until
+from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
+from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+
+SAMPLES = 2
+
+
+class GiveUp:
+    """What a process is asked for; it answers when the test's Watch says so."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def remote(self, free: int) -> tuple[int, GiveUp, int]:
+        self.process.asked += 1
+        return id(self.process), self, free
+
+
+class Begin:
+    """What brings a process tasks while its run is under way."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def remote(self, tasks: list[tuple[int, RolloutTask]]) -> tuple[int, Begin, int]:
+        self.process.take(tasks)
+        self.process.begins += 1
+        return id(self.process), self, self.process.begins
+
+
+class Process:
+    """An engine's process: runs are noted, and end when the test's Watch says so. Of its tasks the oldest has begun,
+    and those that it had at its last report."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.runs, self.forgotten = name, 0, []
+        self.begun = self.asked = self.answers = self.begins = 0
+        self.given: list[RolloutTask] = []
+        self.left: list[tuple[int, int]] = []
+        """Number and key of tasks that have not ended."""
+
+    @property
+    def run(self) -> Process:
+        return self
+
+    @property
+    def begin(self) -> Begin:
+        return Begin(self)
+
+    @property
+    def give_up(self) -> GiveUp:
+        return GiveUp(self)
+
+    def answer(self, free: int) -> GivenUp:
+        self.answers += 1
+        tails = [
+            Tail(number, *self.given[key].span, self.given[key].samples_per_prompt)
+            for number, key in self.left[1:]
+            if key >= self.begun
+        ]
+        chosen = share(tails, free)
+        keys = dict(self.left)
+        for tail in chosen:
+            task = self.given[keys[tail.task]]
+            self.given[keys[tail.task]] = replace(task, responses=(task.span[0], tail.first))
+        self.left = [(number, key) for number, key in self.left if self.given[key].num_responses]
+        unbegun = sum(tail.last - tail.first for tail in tails) - sum(tail.last - tail.first for tail in chosen)
+        return GivenUp([(tail.task, tail.first) for tail in chosen], unbegun)
+
+    def remote(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> tuple[int, int]:
+        self.take(tasks)
+        self.forgotten += forget
+        self.runs += 1
+        return id(self), self.runs
+
+    def take(self, tasks: list[tuple[int, RolloutTask]]) -> None:
+        for number, task in tasks:
+            self.left.append((number, len(self.given)))
+            self.given.append(task)
+
+
+@dataclass
+class Start:
+    name: str
+    processes: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.again()
+
+    @property
+    def handles(self) -> list[Any]:
+        return [self.processes[-1]]
+
+    @property
+    def journal(self) -> str:
+        return f"{self.name}.{len(self.processes)}"
+
+    def again(self) -> str:
+        self.processes.append(Process(self.name))
+        return f"{self.name} starts"
+
+
+class Watch:
+    """Processes of `starts` that are in `dead` have died, by id; who waits, and what comes then, says the test."""
+
+    def __init__(self) -> None:
+        self.dead: dict[int, str] = {}
+        self.starts: list[Start] = []
+
+    def process(self, process_id: int) -> Process:
+        return next(p for start in self.starts for p in start.processes if id(p) == process_id)
+
+    def present(self, name: str) -> Process:
+        """The process that has the name now."""
+        return next(start for start in self.starts if start.name == name).processes[-1]
+
+    def lost(self, process: Process) -> str | None:
+        return self.dead.get(id(process))
+
+    @property
+    def any_lost(self) -> bool:
+        return bool(self.dead)
+
+    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None: ...
+
+    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
+
+
+def scalars_of(task: RolloutTask) -> RolloutScalars:
+    rows = slice(*task.span)
+    ids = np.repeat(task.group_ids, task.samples_per_prompt)[rows]
+    ints, numbers = np.full(len(ids), 7, np.int32), np.zeros(len(ids), np.float32)
+    return RolloutScalars(
+        ids, np.repeat(task.prompt_rows, task.samples_per_prompt)[rows], ints, ints, ints, numbers, numbers,
+        np.zeros(len(ids), np.uint8), np.zeros((len(ids), 2), np.int32),
+    )  # fmt: skip
+
+
+def tasks_of(count: int) -> list[RolloutTask]:
+    return [
+        RolloutTask("train", np.array([i]), np.array([i]), SAMPLES, SamplingOptions(8), 1, f"part {i}")
+        for i in range(count)
+    ]
+
+
+def pool_over(watch: Watch, num_engines: int, **options: Any) -> EnginePool:
+    watch.starts = [Start(f"engine {number}") for number in range(num_engines)]
+    engines = [PooledEngine(start) for start in watch.starts]
+    options = {"room": 4, "max_restarts": 3, "note": lambda line: None} | options
+    pool = EnginePool(engines, cast(Any, watch), **options)
+    pool.supply = lambda: pool.settle() and pool.supplied()  # type: ignore[func-returns-value]
+    return pool
+
+
+def groups(results: Sequence[RolloutResult]) -> list[list[int]]:
+    return [scalars.group_ids.tolist() for _, scalars in results]

@@ -1,0 +1,105 @@
+"""A Ray whose processes are not there and whose time passes only while somebody waits."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import ActorDiedError, GetTimeoutError
+
+
+class Call:
+    """Of a process that is not there."""
+
+    ended = False
+    answer: Any = None
+
+
+class Ray:
+    """Its calls end when their time has come, which passes while somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = self.began = time.monotonic()
+        self.waits = 0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    @property
+    def seconds(self) -> float:
+        return self.now - self.began
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+
+    def end(self, call: Call, answer: Any = None) -> Call:
+        call.ended, call.answer = True, answer
+        return call
+
+    def call(self, seconds: float, answer: Any = None) -> Call:
+        """One that ends after so long."""
+        call = Call()
+        self.after(seconds, lambda: self.end(call, answer) and None)
+        return call
+
+    def wait(
+        self, calls: list[Call], *, num_returns: int = 1, timeout: float, fetch_local: bool = True
+    ) -> tuple[list[Call], list[Call]]:
+        if not calls:
+            return [], []
+        assert len(set(calls)) == len(calls)
+        assert 0 < num_returns <= len(calls)
+        self.waits += 1
+        deadline = self.now + timeout
+        while sum(call.ended for call in calls) < num_returns and self._events and self._events[0][0] <= deadline:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        ended = [call for call in calls if call.ended][:num_returns]
+        if len(ended) < num_returns:
+            self.now = deadline
+        return ended, [call for call in calls if call not in ended]
+
+    def get(self, call: Call, timeout: float = 0.0) -> Any:
+        if not call.ended:
+            raise GetTimeoutError
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
+
+
+class Remote:
+    """A method of a process."""
+
+    def __init__(self, call: Callable[..., Call]) -> None:
+        self.remote = call
+
+
+class Process:
+    """Answers at once, or as what is derived from it says; all that it has not answered fails when it dies."""
+
+    def __init__(self, ray: Ray) -> None:
+        self.ray, self.dead, self.open = ray, False, []
+        self.watch = Remote(self.open_call)
+        self.seconds_stuck = Remote(lambda: self.ended(0.0))
+        self.pending_collectives = Remote(lambda: self.ended([]))
+
+    def open_call(self) -> Call:
+        """It has no answer yet."""
+        call = Call()
+        self.open.append(call)
+        return self._fail(call) if self.dead else call
+
+    def ended(self, answer: Any) -> Call:
+        call = Call()
+        return self._fail(call) if self.dead else self.ray.end(call, answer)
+
+    def die(self) -> None:
+        self.dead = True
+        for call in self.open:
+            if not call.ended:
+                self._fail(call)
+
+    def _fail(self, call: Call) -> Call:
+        return self.ray.end(call, ActorDiedError())

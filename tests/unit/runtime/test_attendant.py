@@ -1,0 +1,287 @@
+"""Waits of a Watch that also has an attendant: its calls are handed to it as they end, whatever is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime import health
+from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
+from mcore_rl.runtime.roles.engine import Report
+from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
+from mcore_rl.runtime.roles.engine_stream import EngineStream
+from mcore_rl.types import RolloutResult, RolloutScalars
+from tests.unit.runtime.engines import scalars_of, tasks_of
+from tests.unit.runtime.fake_ray import Call, Process, Ray, Remote
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    fake = Ray()
+    monkeypatch.setattr(health, "ray", fake)
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: fake.now))
+    return fake
+
+
+@dataclass
+class Clerk:
+    """An attendant that notes what is handed to it, and when."""
+
+    ray: Ray
+    own: list[Call]
+    taken: list[Call] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    then: Callable[[], None] = lambda: None
+
+    def calls(self) -> list[Any]:
+        return list(self.own)
+
+    def ended(self, calls: Sequence[Any]) -> None:
+        assert calls
+        self.at.append(round(self.ray.seconds, 3))
+        for call in calls:
+            assert call.ended
+            self.own.remove(call)
+            self.taken.append(call)
+        self.then()
+
+
+def watch_of(ray: Ray, names: Sequence[str] = (), **options: Any) -> tuple[Watch, dict[str, Process]]:
+    watch, processes = Watch(**options), {name: Process(ray) for name in names}
+    for name, process in processes.items():
+        watch.add(name, process)
+    return watch, processes
+
+
+@pytest.mark.parametrize("count", [1, 5, 15, 16, 17, 31, 32, 60, 200])
+def test_calls_of_the_attendant_end_beside_those_that_are_waited_for_each_once(ray: Ray, count: int) -> None:
+    watch, _ = watch_of(ray, ["rank 0"])
+    own = [ray.call(0.03 * number, "own") for number in range(count)]
+    clerk = watch.attendant = Clerk(ray, list(own))
+    calls = [ray.call(seconds, seconds) for seconds in (7.0, 0.2, 1.5, 9.0)]
+    assert watch.get([calls[0], calls[1], calls[0], calls[2], calls[3]]) == [7.0, 0.2, 7.0, 1.5, 9.0]
+    assert clerk.taken == own
+    assert clerk.own == []
+    assert ray.seconds == pytest.approx(9.0)
+
+
+def test_what_the_attendant_begins_in_a_wait_is_waited_for_in_the_same(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+    clerk = watch.attendant = Clerk(ray, [ray.call(0.1)])
+    clerk.then = lambda: clerk.own.append(ray.call(0.1))
+    assert watch.get([ray.call(1.05, "done")]) == ["done"]
+    assert clerk.at == [round(0.1 * number, 3) for number in range(1, 11)]
+
+
+def test_nobody_but_the_attendant_has_to_be_waited_for(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+    clerk = watch.attendant = Clerk(ray, [ray.call(0.2), ray.call(3.0)])
+    assert watch.wait([], 0) == ([], [])
+    assert clerk.at == [0.2]
+    assert watch.wait([], 0) == ([], [])  # nothing ends, which takes a while
+    assert ray.seconds == pytest.approx(0.2 + SECONDS_BETWEEN_LOOKS)
+    while clerk.own:
+        assert watch.wait([], 0) == ([], [])
+    assert clerk.at == [0.2, 3.0]
+
+
+def test_a_call_that_is_waited_for_comes_at_once_where_the_attendant_has_few(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+    watch.attendant = Clerk(ray, [ray.call(60.0) for _ in range(2 * PART_OF_CALLS - 1)])
+    assert watch.get([ray.call(0.3, "done")]) == ["done"]
+    assert ray.seconds == pytest.approx(0.3)
+
+
+def test_many_calls_of_the_attendant_wait_a_little_for_each_other(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+    soon = [ray.call(0.001 * number) for number in range(1, 5)]
+    others = [ray.call(0.21), ray.call(0.22)]  # in one of the times to gather
+    late = [ray.call(60.0) for _ in range(4 * PART_OF_CALLS - 6)]
+    clerk = watch.attendant = Clerk(ray, [*soon, *others, *late])
+    watch.wait([], 0)
+    assert (clerk.taken, clerk.at) == (soon, [0.004])  # one in PART_OF_CALLS
+    while len(clerk.taken) < 6:
+        watch.wait([], 0)
+    assert clerk.taken == [*soon, *others]
+    assert len(clerk.at) == 2  # together, though they are fewer
+    assert clerk.at[-1] <= 0.21 + SECONDS_TO_GATHER
+
+
+def test_what_has_ended_beside_the_others_is_handed_over_with_them(ray: Ray) -> None:
+    """Each look costs as much as there are calls."""
+    watch, _ = watch_of(ray)
+    clerk = watch.attendant = Clerk(ray, [ray.call(0.1) for _ in range(10)])
+    watch.wait([], 0)
+    assert (len(clerk.taken), clerk.at) == (10, [0.1])
+
+
+def wait_long(ray: Ray, watch: Watch, waiting: bool) -> None:
+    """For something else, or for nothing but the attendant's calls."""
+    if waiting:
+        watch.get([ray.call(1000.0)])
+    while not waiting and ray.seconds < 1000:
+        watch.wait([], 0)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_death_is_noticed_while_the_attendant_has_calls(ray: Ray, busy: bool, waiting: bool) -> None:
+    """Also where its calls end all the time, and no wait takes long."""
+    watch, processes = watch_of(ray, ["rank 0", "rank 1"])
+    clerk = watch.attendant = Clerk(ray, [ray.call(0.1 if busy else 1000.0)])
+    if busy:
+        clerk.then = lambda: clerk.own.append(ray.call(0.1))
+    ray.after(2.0, processes["rank 1"].die)
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        wait_long(ray, watch, waiting)
+    assert 2.0 <= ray.seconds < 4.0
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_process_that_does_not_answer_is_noticed_while_the_attendant_has_calls(ray: Ray, waiting: bool) -> None:
+    watch, processes = watch_of(ray, ["rank 0", "rank 1"], timeout_seconds=20.0)
+    watch.attendant = Clerk(ray, [ray.call(1000.0)])
+    silent = processes["rank 0"]
+    ray.after(10.0, lambda: setattr(silent, "seconds_stuck", Remote(silent.open_call)))
+    with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 20 s"):
+        wait_long(ray, watch, waiting)
+
+
+def test_what_the_attendant_raises_ends_the_wait_of_whoever_waits(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+
+    def fail() -> None:
+        raise WorkerDiedError("a process failed")
+
+    watch.attendant = Clerk(ray, [ray.call(0.5)], then=fail)
+    with pytest.raises(WorkerDiedError, match="a process failed"):
+        watch.get([ray.call(9.0)])
+
+
+def test_without_calls_of_an_attendant_as_many_come_as_were_asked_for(ray: Ray) -> None:
+    watch, _ = watch_of(ray)
+    watch.attendant = Clerk(ray, [])
+    calls = [ray.call(0.1 * number) for number in range(4)]
+    assert watch.wait(calls, 2) == (calls[:2], calls[2:])
+
+
+class Engine(Process):
+    """Its tasks take a second each, beside each other."""
+
+    def __init__(self, ray: Ray) -> None:
+        super().__init__(ray)
+        self.runs, self._done, self._waiting = 0, [], None
+        self.run, self.begin = Remote(self._run), Remote(self._begin)
+
+    def _begin(self, tasks: Sequence[Any]) -> Call:
+        for number, task in tasks:
+            self.ray.after(1.0, partial(self._end, number, scalars_of(task)))
+        return self.ended(None)
+
+    def _run(self, tasks: Sequence[Any], until: Until, forget: Sequence[int]) -> Call:
+        assert until is Until.ANY
+        self.runs += 1
+        self._begin(tasks)
+        self._waiting = self.open_call()
+        self._tell()
+        return self._waiting
+
+    def _end(self, number: int, scalars: RolloutScalars) -> None:
+        self._done.append((number, number, scalars))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Whoever waits, of what has ended."""
+        if self._waiting is not None and not self._waiting.ended and self._done:
+            self.ray.end(self._waiting, Report(self._done, 0, 0.0))
+            self._done = []
+
+
+@dataclass
+class Start:
+    """An EngineStart."""
+
+    name: str
+    watch: Watch
+    ray: Ray
+    journal: str | None = None
+    handles: list[Any] = field(default_factory=list)
+    lost: list[Engine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.handles = [Engine(self.ray)]
+        self.watch.add(self.name, self.handles[0])
+
+    def again(self) -> Call:
+        [before] = self.handles
+        before.die()
+        self.lost.append(before)
+        self.handles = [Engine(self.ray)]
+        self.watch.replace(before, self.handles[0])
+        return self.ray.call(3.0)
+
+
+def stream_of(ray: Ray, num_engines: int) -> tuple[EngineStream, list[Start], Watch]:
+    watch = Watch()
+    starts = [Start(f"engine {number}", watch, ray) for number in range(num_engines)]
+    watch.let_die([start.handles[0] for start in starts])
+    engines = [PooledEngine(start) for start in starts]
+    pool = EnginePool(engines, watch, room=4, max_restarts=num_engines, note=lambda line: None)
+    pool.supply = lambda: pool.settle() and pool.supplied()  # type: ignore[func-returns-value]
+    stream = pool.stream = EngineStream(pool, slots_per_engine=8)
+    return stream, starts, watch
+
+
+@pytest.mark.parametrize("dying", [(0,), (2,), (0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (0, 1, 2)])
+def test_engines_that_die_at_once_are_all_replaced(ray: Ray, dying: tuple[int, ...]) -> None:
+    """As when a host dies with several of them."""
+    stream, starts, _ = stream_of(ray, 3)
+    ray.after(0.5, lambda: [starts[number].handles[0].die() for number in dying] and None)
+    assert [scalars.group_ids[0] for _, scalars in stream.run(tasks_of(9))] == list(range(9))
+    assert [len(start.lost) for start in starts] == [int(number in dying) for number in range(3)]
+
+
+def test_every_engine_that_died_is_lost_whichever_is_asked_about_first(ray: Ray) -> None:
+    """Also without a stream: one death does not explain the failure of another engine."""
+    stream, starts, _ = stream_of(ray, 3)
+    starts[0].handles[0].die()
+    starts[2].handles[0].die()
+    assert [stream.pool.is_lost(stream.pool.engines[number]) for number in (2, 0, 1)] == [True, True, False]
+
+
+def test_engines_that_die_one_after_the_other_while_the_trainer_is_waited_for_are_all_replaced_then(ray: Ray) -> None:
+    stream, starts, watch = stream_of(ray, 3)
+    results: dict[int, RolloutResult] = {}
+    for task in tasks_of(9):
+        stream.begin(task, results)
+    ray.after(0.5, starts[2].handles[0].die)
+    ray.after(0.7, starts[0].handles[0].die)
+    assert watch.get([ray.call(100.0, "trained")]) == ["trained"]
+    assert len(results) == 3
+    assert [len(start.lost) for start in starts] == [0, 0, 0]
+    assert (starts[0].handles[0].runs, starts[2].handles[0].runs) == (1, 1)  # nobody asks them again and again
+    assert ray.waits < 600
+    while len(results) < 9:
+        stream.wait()
+    assert [len(start.lost) for start in starts] == [1, 0, 1]
+
+
+def test_a_process_that_was_replaced_is_not_asked_what_became_of_it(ray: Ray) -> None:
+    """Its calls fail, and no death is left that would explain it."""
+    stream, starts, watch = stream_of(ray, 2)
+    results: dict[int, RolloutResult] = {}
+    for task in tasks_of(4):
+        stream.begin(task, results)
+    ray.after(0.2, lambda: stream.pool.lose(stream.pool.engines[0], "engine 0 holds other weights"))
+    assert watch.get([ray.call(0.5, "compared")]) == ["compared"]
+    assert ray.seconds == pytest.approx(0.5)
+    while len(results) < 4:
+        stream.wait()
+    assert [len(start.lost) for start in starts] == [1, 0]

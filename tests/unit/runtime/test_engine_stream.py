@@ -1,0 +1,233 @@
+"""Tasks that come to engines one by one: each goes to the freest, and comes back once to whoever began it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from mcore_rl.runtime.roles import engine_stream
+from mcore_rl.runtime.roles.delivery import Chunk
+from mcore_rl.runtime.roles.engine_pool import PooledEngine
+from mcore_rl.types import RolloutResult, Total
+from tests.unit.runtime.engines import Begin, groups, scalars_of
+from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
+
+
+def test_a_task_goes_whole_to_the_engine_that_has_fewest_requests() -> None:
+    stream, watch = stream_of(3)
+    begin(stream, [4, 1, 2, 2, 2, 1], {})
+    assert tickets(watch) == [[0], [1, 3, 5], [2, 4]]
+    stream.ended([watch.finish("engine 0", 0), watch.finish("engine 1", 0, 1)])  # 0, 1 and 4 requests are left
+    begin(stream, [3, 1, 1], {})
+    assert tickets(watch) == [[6], [5, 7, 8], [2, 4]]
+    assert stream.running_requests == 10
+    assert [task.num_responses for task in watch.present("engine 0").given] == [4, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_who_has_more_than_another_gets_a_task(seed: int) -> None:
+    chance = random.Random(seed)
+    stream, watch = stream_of(7, seed=seed)
+    results = Once()
+    loads = dict.fromkeys((start.processes[-1] for start in watch.starts), 0)
+    for number in range(200):
+        requests, before = chance.randint(1, 5), {process: len(process.given) for process in loads}
+        stream.begin(task_of(number, requests), results)
+        [chosen] = [process for process in loads if len(process.given) > before[process]]
+        assert loads[chosen] == min(loads.values())
+        loads[chosen] += requests
+        if chance.random() < 0.4:
+            watch.wait([], 0)
+        for chunk, scalars in results.values():
+            loads[cast(Chunk, chunk).parts[0].place.handle] -= len(scalars.group_ids)
+        results.clear()
+        assert stream.running_requests == sum(loads.values())
+
+
+class CountedEngine(PooledEngine):
+    looks = 0
+
+    @property
+    def serves(self) -> bool:
+        CountedEngine.looks += 1
+        return super().serves
+
+
+def test_placing_a_task_does_not_look_at_all_engines() -> None:
+    stream, watch = stream_of(512)
+    stream.pool.engines[:] = [CountedEngine(start) for start in watch.starts]
+    results: dict[int, RolloutResult] = {}
+    begin(stream, [8] * 512, results)  # each has been looked at
+    CountedEngine.looks = 0
+    for number in range(1000):
+        stream.begin(task_of(number, 1 + number % 3), results)
+    assert CountedEngine.looks < 5 * 1000
+    loads = [sum(task.num_responses for task in start.processes[-1].given) for start in watch.starts]
+    assert max(loads) - min(loads) <= 3
+
+
+def test_what_is_known_of_loads_does_not_grow_with_the_tasks() -> None:
+    stream, watch = stream_of(2)
+    task, results = task_of(0), cast("dict[int, RolloutResult]", {})
+
+    def blocks_after(count: int) -> int:
+        """Of memory, with so many tasks under way as before."""
+        for number in range(count):
+            stream.begin(task, results)
+            name = f"engine {number % 2}"
+            watch.finish(name, 0)
+            watch.wait([], 0)
+            results.clear()
+            watch.present(name).forgotten.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    begin(stream, [1] * 20, results)
+    before = blocks_after(200)
+    assert blocks_after(2000) - before < 1000
+
+
+def test_results_come_to_whoever_began_them_and_those_of_a_validation_beside_what_is_under_way() -> None:
+    stream, _ = stream_of(2, seed=3)
+    mine, heard = Once(), cast("list[int]", [])
+    stream.attend(lambda: heard.append(len(mine)))
+    tasks = begin(stream, [2] * 6, mine)
+    asked = [task_of(100 + number, 3, "validation") for number in range(5)]
+    came = stream.pool.run(asked)
+    assert groups(came) == [[100 + number] * 3 for number in range(5)]
+    assert mine  # some of them have ended beside it
+    assert len(mine) in heard
+    assert heard == sorted(heard)
+    while len(mine) < len(tasks):
+        stream.wait()
+    assert {ticket: scalars.group_ids.tolist() for ticket, (_, scalars) in mine.items()} == {
+        ticket: task.group_ids.tolist() * 2 for ticket, task in tasks.items()
+    }
+    assert heard[-1] == len(mine)
+    for result in (*came, *mine.values()):
+        [part] = cast(Chunk, result[0]).parts
+        assert (part.first, part.last) == part.responses == (0, len(result[1].group_ids))
+        assert part.place.handle.given[part.place.key].group_ids[0] == result[1].group_ids[0]
+    assert stream.running_requests == 0
+
+
+def test_who_is_told_that_tasks_have_ended_may_begin_others_at_once() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+
+    def refill() -> None:
+        if len(results) < 3:
+            stream.begin(task_of(9), results)
+
+    stream.attend(refill)
+    begin(stream, [1, 1], results)
+    stream.ended([watch.finish("engine 1", 0)])
+    assert tickets(watch) == [[0], [2]]
+    finish_all(stream, watch)
+    assert sorted(results) == [0, 1, 2]
+    assert stream.running_requests == 0
+
+
+def test_one_call_waits_at_each_engine_and_others_bring_tasks_meanwhile() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+    stream.begin(task_of(0), results)
+    stream.begin(task_of(1), results)
+    processes = [start.processes[-1] for start in watch.starts]
+    assert [(process.runs, process.begins) for process in processes] == [(1, 0), (1, 1)]
+    begin(stream, [1] * 4, results)
+    assert [(process.runs, process.begins) for process in processes] == [(1, 2), (1, 3)]
+    stream.ended([call for call in stream.calls() if isinstance(call[1], Begin)])
+    finish_all(stream, watch)
+    assert [process.runs for process in processes] == [2, 2]
+    for process in processes:
+        assert watch.waiting_call(process)  # one, no more
+    assert len(results) == 6
+
+
+def test_what_nobody_refers_to_is_forgotten_by_its_maker_with_the_next_waiting_call_once() -> None:
+    stream, watch = stream_of(2)
+    results: dict[int, RolloutResult] = {}
+    begin(stream, [1] * 4, results)
+    finish_all(stream, watch)
+    kept = {ticket: cast(Chunk, results[ticket][0]).parts[0].place.key for ticket in results}
+    first, second = (start.processes[-1] for start in watch.starts)
+    assert [first.forgotten, second.forgotten] == [[], []]
+    del results[0], results[3]
+    gc.collect()
+    begin(stream, [1] * 2, results)
+    assert [first.forgotten, second.forgotten] == [[], []]
+    finish_all(stream, watch)
+    assert [first.forgotten, second.forgotten] == [[kept[0]], [kept[3]]]
+    begin(stream, [1] * 2, results)
+    finish_all(stream, watch)
+    assert [first.forgotten, second.forgotten] == [[kept[0]], [kept[3]]]
+
+
+def test_the_idle_fraction_is_what_engines_do_not_say_they_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(engine_stream, "time", SimpleNamespace(perf_counter=lambda: now))
+    stream, watch = stream_of(2)
+    stream.idle_fraction()
+    begin(stream, [1] * 6, {})
+
+    def says(name: str, busy_seconds: float) -> None:
+        watch.busy_seconds = busy_seconds
+        stream.ended([watch.finish(name, 0)])
+
+    def idle(elapsed: float) -> float:
+        nonlocal now
+        now += elapsed
+        mean = stream.idle_fraction()
+        assert mean.count == 2 * elapsed
+        return mean.total / mean.count
+
+    says("engine 0", 6.0)
+    says("engine 1", 2.0)
+    assert idle(10.0) == pytest.approx(0.6)
+    says("engine 0", 16.0)
+    assert idle(10.0) == pytest.approx(0.5)  # engine 1 has said nothing
+    says("engine 1", 22.0)  # of the time before as well
+    assert idle(10.0) == pytest.approx(0.5)
+    watch.kill("engine 0")
+    stream.wait()
+    supply(stream)
+    begin(stream, [1] * 6, {})
+    says("engine 0", 4.0)
+    assert idle(10.0) == pytest.approx(0.8)  # the new process counts from its own beginning
+    watch.kill("engine 0")
+    stream.wait()
+    assert idle(10.0) == 1.0
+    supply(stream)
+    begin(stream, [1] * 6, {})
+    says("engine 0", 1000.0)
+    says("engine 1", 1000.0)
+    assert idle(10.0) == 0.0
+
+
+def test_lengths_and_what_was_taken_over_of_journals_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, watch = stream_of(2)
+    monkeypatch.setattr(watch, "scalars_of", lambda task: replace(scalars_of(task), tokens_taken_over=5))
+    begin(stream, [3, 1, 2], {})
+    finish_all(stream, watch)
+    assert stream.pool.take_figures()["engine/tokens_taken_over"] == Total(15)
+    assert stream.pool.mean_tokens == 7
+
+
+def test_slots_are_those_of_engines_that_have_weights() -> None:
+    stream, watch = stream_of(3, max_restarts=4)
+    assert (stream.num_engines, stream.slots) == (3, 24)
+    watch.kill("engine 0")
+    stream.wait()
+    assert stream.slots == 16
+    supply(stream)
+    assert stream.slots == 24
+    for name in ("engine 0", "engine 1", "engine 2"):
+        stream.pool.lose(stream.pool.engines[int(name[-1])], "lost")
+    assert stream.slots == 8  # of those that come back; a run that submits nothing would wait without end

@@ -1,0 +1,272 @@
+"""Tasks that come to engines one by one: each comes back once, whichever engines die meanwhile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.runtime.roles.delivery import Chunk
+from mcore_rl.runtime.roles.engine_stream import EngineStream
+from mcore_rl.types import RolloutScalars, RolloutTask
+from tests.unit.runtime.engines import Begin, groups, scalars_of
+from tests.unit.runtime.streams import Once, StreamWatch, begin, finish_all, makers, stream_of, supply, task_of, tickets
+
+
+def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_waits() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+    tasks = begin(stream, [1] * 4, results)
+    lost = watch.present("engine 0")
+    watch.kill("engine 0")
+    for _ in range(3):  # the trainer is waited for
+        stream.ended([call for call in stream.calls() if call[0] == id(lost)])
+    assert [len(start.processes) for start in watch.starts] == [1, 1]
+    assert tickets(watch) == [[0, 2], [1, 3]]
+    assert lost.runs == 1  # nobody asks it in vain again and again
+    assert not results
+    assert stream.pool.num_restarts == 0
+    stream.wait()
+    assert stream.pool.num_restarts == 1
+    given = watch.present("engine 1").given
+    assert [(task.group_ids[0], task.journals) for task in given] == [
+        (1, ()), (3, ()), (0, ("engine 0.1",)), (2, ("engine 0.1",)),
+    ]  # fmt: skip
+    watch.random = random.Random(0)
+    while len(results) < len(tasks):
+        stream.wait()
+    assert set(makers(results).values()) == {"engine 1"}
+
+
+def test_what_begins_after_a_death_was_seen_goes_to_the_others() -> None:
+    stream, watch = stream_of(2)
+    begin(stream, [2, 5], {})
+    watch.kill("engine 0")
+    stream.ended([watch.waiting_call(watch.present("engine 0"))])
+    begin(stream, [1], {})
+    assert tickets(watch) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_a_failure_without_a_death_is_raised(brings: bool) -> None:
+    """Of the call that waits, or of one that brings tasks."""
+    stream, watch = stream_of(2)
+    begin(stream, [1] * 3, {})
+    process = watch.present("engine 1" if brings else "engine 0")
+    [call] = [call for call in stream.calls() if call[0] == id(process) and isinstance(call[1], Begin) == brings]
+
+    def value(call: Any) -> Any:
+        raise WorkerDiedError("a process failed: Traceback")
+
+    watch.value = value  # type: ignore[method-assign]
+    with pytest.raises(WorkerDiedError, match="a process failed"):
+        stream.ended([call])
+    assert stream.pool.num_restarts == 0
+
+
+def test_one_loss_too_many_ends_the_run_where_the_stream_waits() -> None:
+    stream, watch = stream_of(3, max_restarts=1)
+    begin(stream, [1] * 3, {})
+    watch.kill("engine 2")
+    watch.kill("engine 0")
+    stream.ended([call for call in stream.calls() if call[0] in watch.dead])
+    with pytest.raises(WorkerDiedError, match=r"engine 2 died: killed \(rollout\.max_engine_restarts=1\)"):
+        stream.wait()
+
+
+@pytest.mark.parametrize("supplied", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_engine_had_that_somebody_else_started_again_goes_to_others(supplied: bool, late: bool) -> None:
+    """A publish; what the process before has said may come after it, and does not count."""
+    stream, watch = stream_of(2, seed=0)
+    results = Once()
+    tasks = begin(stream, [1, 1, 1, 1], results)
+    call, old = watch.finish("engine 0", 0), watch.present("engine 0")
+    watch.killed[id(old)] = "hung"
+    stream.pool.lose(stream.pool.engines[0], "it holds other weights")
+    if supplied:
+        supply(stream)
+        tasks |= begin(stream, [1, 1], results)
+    if late:
+        stream.ended([call])
+    assert not results
+    while stream.running_requests:
+        stream.wait()
+        assert all(call[0] != id(old) for call in stream.calls())
+    assert sorted(results) == list(range(len(tasks)))
+    living = {"engine 1", "engine 0 (started 2 times)"} if supplied else {"engine 1"}
+    assert set(makers(results).values()) == living
+    again = [task for start in watch.starts for process in start.processes for task in process.given if task.journals]
+    assert sorted(int(task.group_ids[0]) for task in again) == [0, 2]
+
+
+def test_an_engine_that_has_weights_again_gets_tasks_like_the_others_at_once() -> None:
+    stream, watch = stream_of(3)
+    results = Once()
+    begin(stream, [1] * 6, results)
+    watch.kill("engine 1")
+    stream.wait()
+    begin(stream, [1] * 3, results)
+    assert not watch.present("engine 1").given
+    finish_all(stream, watch)
+    supply(stream)
+    begin(stream, [1] * 6, results)
+    assert [len(of_engine) for of_engine in tickets(watch)] == [2, 2, 2]
+
+
+def test_where_no_engine_is_left_the_next_ones_get_weights_and_what_was_lost_before_what_is_new() -> None:
+    stream, watch = stream_of(2)
+    supplies = []
+
+    def publish() -> None:
+        supplies.append(len(stream.calls()))
+        supply(stream)
+
+    stream.pool.supply = publish
+    results = Once()
+    begin(stream, [1] * 4, results)
+    watch.kill("engine 0")
+    watch.kill("engine 1")
+    watch.wait([], 0)  # by somebody else
+    begin(stream, [1], results)
+    assert supplies == []
+    stream.wait()
+    assert supplies == [0]
+    assert tickets(watch) == [[0, 2, 4], [1, 3]]
+    finish_all(stream, watch)
+    assert sorted(results) == list(range(5))
+
+
+@dataclass
+class Drive:
+    """A run in which anything happens at any time: tasks begin, others are waited for, weights are published, engines
+    die."""
+
+    seed: int
+    deaths: int
+    results: Once = field(default_factory=Once)
+    tasks: dict[int, RolloutTask] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.stream, self.watch = stream_of(3, seed=self.seed, max_restarts=100)
+        self.stream.pool.supply = self.publish
+
+    def begin(self) -> None:
+        task = task_of(len(self.tasks), self.chance.randint(1, 4))
+        self.tasks[self.stream.begin(task, self.results)] = task
+
+    def elsewhere(self) -> None:
+        """The trainer is waited for."""
+        self.watch.wait([], 0)
+
+    def look(self) -> None:
+        self.stream.pool.lose_dead()
+
+    def publish(self) -> None:
+        self.elsewhere()
+        self.stream.pool.settle()
+        self.elsewhere()
+        self.stream.pool.supplied()
+
+    def validate(self) -> None:
+        asked = [task_of(1000 + number, 2, "validation") for number in range(3)]
+        assert groups(self.stream.pool.run(asked)) == [[1000 + number] * 2 for number in range(3)]
+
+    def die(self) -> None:
+        if self.deaths:
+            self.deaths -= 1
+            names = [start.name for start in self.watch.starts]
+            dying = names if self.chance.random() < 0.2 else [self.chance.choice(names)]
+            for name in dying:
+                self.watch.kill(name, noticed=self.chance.random() < 0.5)
+
+    def step(self) -> None:
+        begin = self.begin if len(self.tasks) < 30 else self.stream.wait
+        actions = [begin, self.stream.wait, self.elsewhere, self.die, self.look, self.publish, self.validate]
+        self.chance.choices(actions, [8, 6, 3, 2, 1, 1, 1])[0]()
+        waiting = [call[0] for call in self.stream.calls() if not isinstance(call[1], Begin)]
+        assert len(waiting) == len(set(waiting))
+        under_way = [task.num_responses for ticket, task in self.tasks.items() if ticket not in self.results]
+        assert self.stream.running_requests == sum(under_way)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_task_comes_back_once_whoever_dies_with_the_journals_of_those_who_were_lost_with_it(seed: int) -> None:
+    drive = Drive(seed, deaths=seed % 6)
+    stream, watch = drive.stream, drive.watch
+    while len(drive.results) < 30:
+        drive.step()
+    processes = [process for start in watch.starts for process in start.processes]
+    journals = {
+        id(process): f"{start.name}.{number}"
+        for start in watch.starts
+        for number, process in enumerate(start.processes, 1)
+    }
+    for ticket, task in drive.tasks.items():
+        chunk, scalars = drive.results[ticket]
+        assert scalars.group_ids.tolist() == [int(task.group_ids[0])] * task.num_responses
+        had = [(given, p) for p in processes for given in p.given if given.group_ids[0] == task.group_ids[0]]
+        had.sort(key=lambda pair: len(pair[0].journals))
+        names = [journals[id(process)] for _, process in had]
+        assert [given.journals for given, _ in had] == [tuple(names[:count]) for count in range(len(names))]
+        assert {(given.span, given.records) for given, _ in had} == {(task.span, task.records)}
+        [part] = cast(Chunk, chunk).parts
+        assert part.place.handle is had[-1][1]
+        assert part.place.handle.given[part.place.key] is had[-1][0]
+        assert cast(Chunk, chunk).task.journals == ()
+    assert_level(stream, watch)
+
+
+def assert_level(stream: EngineStream, watch: StreamWatch) -> None:
+    """Nothing is under way any more, and every engine that lives counts as free."""
+    assert stream.running_requests == 0
+    watch.blame_the_dead()
+    stream.pool.lose_dead()
+    supply(stream)
+    stream.wait()
+    begin(stream, [1] * 6, {})
+    assert [len(of_engine) for of_engine in tickets(watch)] == [2, 2, 2]
+
+
+def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() -> None:
+    stream, watch = stream_of(2, seed=0)
+    results, others = Once(), Once()
+    tasks = begin(stream, [2] * 4, results)
+    finish_all(stream, watch)
+    under_way = begin(stream, [1] * 4, others)
+    chunks = [cast(Chunk, results[ticket][0]) for ticket in tasks]
+    before = [chunk.parts[0].place for chunk in chunks]
+    assert not stream.pool.renew(chunks)
+    watch.kill("engine 0")
+    assert stream.pool.renew(chunks)
+    for chunk, place in zip(chunks, before, strict=True):
+        [part] = chunk.parts
+        assert part.place.maker == "engine 1"
+        assert (part.place is place) == (place.maker == "engine 1")
+        assert (part.first, part.last) == part.responses == (0, 2)
+    again = [task for task in watch.present("engine 1").given if task.records is None]
+    assert [(task.group_ids[0], task.journals) for task in again] == [(0, ("engine 0.1",)), (2, ("engine 0.1",))]
+    while len(others) < len(under_way):
+        stream.wait()
+    assert stream.running_requests == 0
+
+
+def test_what_is_made_again_and_comes_out_otherwise_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, watch = stream_of(2, seed=0)
+    results = Once()
+    answers = iter(range(100))
+
+    def answer(task: RolloutTask) -> RolloutScalars:
+        return replace(scalars_of(task), digests=np.full(task.num_responses, next(answers), np.uint32))
+
+    monkeypatch.setattr(watch, "scalars_of", answer)
+    begin(stream, [1] * 2, results)
+    finish_all(stream, watch)
+    watch.kill("engine 0")
+    with pytest.raises(WorkerDiedError, match=r"engine 0 was lost .* came out otherwise"):
+        stream.pool.renew([cast(Chunk, chunk) for chunk, _ in results.values()])
