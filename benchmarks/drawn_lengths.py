@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.rollout.episodes.session import Session
-from mcore_rl.types import Prompt
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 
 MEDIAN_TOKENS, SIGMA, LONGEST = 48.0, 0.8, 256
 """Of lognormal lengths, cut at LONGEST: mean 64; of 32, the longest has 219 on average."""
@@ -16,6 +15,6 @@ def length_of(seed: int) -> int:
     return int(np.clip(drawn, 1, LONGEST))
 
 
-async def run(session: Session, prompt: Prompt) -> None:
+async def run(session: Session, prompt: EpisodePrompt) -> None:
     """One turn; the end token must be one that the model never draws."""
-    await session.generate(prompt.token_ids.tolist(), {"max_response_tokens": length_of(session.seed)})
+    await session.generate(prompt.token_ids, {"max_response_tokens": length_of(session.seed)})
