@@ -55,6 +55,9 @@ CASES = {
     "python scripts/demo.py --task think2": Case(
         add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think", on_demand=True
     ),
+    "make demo MODE=async": Case(
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo_async"
+    ),
     "make demo TASK=tool": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("tool",), says="run directory  runs/demo_tool"),
     "make demo TASK=game": Case(
         add=f"{ONE_STEP} {NO_FILTER}", needs=("game",), says="run directory  runs/demo_game", on_demand=True

@@ -62,6 +62,8 @@ class StreamingCollector:
     _collected: int = field(default=0, init=False)
     """The last step whose groups were collected."""
     _in_training: int = field(default=0, init=False)
+    _scoring: float = field(default=0.0, init=False)
+    """Seconds of the step in which models scored."""
     _last: float = field(default_factory=time.perf_counter, init=False)
     """When groups were collected for the last time."""
     _paused: bool = field(default=False, init=False)
@@ -94,12 +96,12 @@ class StreamingCollector:
 
     def collect(self, step: int) -> Groups:
         """The groups of a step: the oldest that have finished, as soon as all others can be trained in time as well."""
-        started, self._paused = time.perf_counter(), False
+        started, self._paused, self._scoring = time.perf_counter(), False, 0.0
         self._advance()
         while (taken := self._take()) is None:
             self.stream.wait()
             self._score()
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - started - self._scoring
         self._collected, self._in_training = step, len(taken)
         groups = sorted([*taken, *self._drop_dull(taken)], key=lambda group: group.number)
         join_parts([str(group.task.records) for group in groups], self.records_dir, f"step_{step}")
@@ -159,11 +161,12 @@ class StreamingCollector:
     def _score(self) -> None:
         if self.score is None or not self._unscored:
             return
-        groups, self._unscored = self._unscored, []
+        groups, self._unscored, started = self._unscored, [], time.perf_counter()
         results = [group.result for group in groups if group.result is not None]
         for group, result in zip(groups, self.score([group.task for group in groups], results), strict=True):
             group.result = result
             self._sort(group)
+        self._scoring += time.perf_counter() - started
         self._admit()
 
     def _sort(self, group: Group) -> None:
@@ -269,7 +272,7 @@ class StreamingCollector:
             groups_dropped=len(groups) - len(taken),
             batches=1,
             seconds_generating=waited,
-            seconds_grading=0.0,
+            seconds_grading=self._scoring,
             figures={
                 **figures,
                 "time/trainer_idle": Total(waited),
