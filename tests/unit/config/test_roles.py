@@ -35,6 +35,13 @@ def test_the_critic_has_the_keys_of_the_actor_and_defaults_of_its_own(base: str)
     assert config.actor.optimizer.warmup_steps == 0
 
 
+def test_ranks_of_a_critic_are_those_of_the_policy_also_where_it_leaves_slots_free(base: str) -> None:
+    slots = ["cluster.gpus_per_node=3", "actor.num_ranks=2", "critic.parallel.ep=2"]
+    validate_critic(load_config(base, slots))
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.ep=2 .* does not divide the 3 trainer ranks"):
+        validate_critic(load_config(base, [*slots, "critic.num_ranks=3"]))
+
+
 def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_actor(base: str) -> None:
     config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
     view = as_actor(config, config.critic)
