@@ -1,0 +1,108 @@
+"""Runs the demo's task synchronously and with rollouts that are ahead, for several seeds, and writes a table.
+
+    make demo                                  # prepares the task and the warm-started model
+    python scripts/compare_staleness.py [--seeds N] [--steps N] [--only sync,eta2]
+
+Results: benchmarks/results/DATE-cpu-staleness.json. A run that is complete is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks, which is not installed
+
+from compare_algorithms import series
+from demo import DEMOS, ROOT, train
+
+from benchmarks.machine import look
+from mcore_rl.config import load_config
+from mcore_rl.observe.metrics import read_metrics
+
+SYNC, AHEAD = "configs/demo_cpu.yaml", "configs/demo_async_cpu.yaml"
+UNCORRECTED = ("algorithm.policy_loss.name=ppo_clip",)
+
+
+def ahead(eta: int, *more: str) -> tuple[str, tuple[str, ...]]:
+    return AHEAD, (f"rollout.max_staleness={eta}", f"rollout.max_staleness_hard={eta + 2}", *more)
+
+
+WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sync": (SYNC, ()),
+    "eta1": ahead(1),
+    "eta2": ahead(2),
+    "eta4": ahead(4),
+    "eta4_uncorrected": ahead(4, *UNCORRECTED),
+}
+"""Of each a configuration, and what differs from it."""
+COLUMNS = ("before", "after: mean", "deviation", "best: mean", "staleness", "oldest")
+
+
+def measure(name: str, seed: int, steps: int | None) -> dict[str, Any]:
+    """Runs one way to its end with one seed; its figures."""
+    path, more = WAYS[name]
+    overrides = [f"run.dir=runs/staleness/{name}_{seed}", f"run.seed={seed}", *more]
+    overrides += [f"trainer.steps={steps}"] if steps is not None else []
+    config = load_config(str(ROOT / path), overrides)
+    figures = ROOT / config.run.dir / "metrics.jsonl"
+    records = read_metrics(figures)
+    if not records or records[-1]["step"] < config.trainer.steps:
+        train([path, *overrides])
+        records = read_metrics(figures)
+    accuracy = series(records, "val/accuracy")
+    return {
+        "steps": records[-1]["step"],
+        "accuracy": accuracy,
+        "staleness_mean": statistics.mean(series(records, "staleness/mean") or [0.0]),
+        "staleness_max": max(series(records, "staleness/max") or [0.0]),
+    }
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Accuracies over the seeds of each way."""
+    lines = [f"{'':<18}" + "".join(f"{column:>13}" for column in COLUMNS)]
+    for name, runs in results.items():
+        after = [run["accuracy"][-1] for run in runs]
+        figures = [
+            statistics.mean(run["accuracy"][0] for run in runs),
+            statistics.mean(after),
+            statistics.stdev(after) if len(after) > 1 else 0.0,
+            statistics.mean(max(run["accuracy"]) for run in runs),
+            statistics.mean(run["staleness_mean"] for run in runs),
+            max(run["staleness_max"] for run in runs),
+        ]
+        lines.append(f"{name:<18}" + "".join(f"{figure:>13.3f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
+    parser.add_argument("--steps", type=int, help="steps of every run; default: as configured")
+    parser.add_argument("--only", help=f"comma-separated, of {', '.join(WAYS)}")
+    options = parser.parse_args(arguments)
+    names = options.only.split(",") if options.only else list(WAYS)
+    unknown = [name for name in names if name not in WAYS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(WAYS)}")
+    if not (ROOT / DEMOS["work3"].exported).is_dir():
+        parser.error("the demo's warm-started model is not there; run `make demo` first")
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in range(1, options.seeds + 1):  # all ways of a seed first: what is there compares when it is stopped
+        for name in names:
+            results[name].append(measure(name, seed, options.steps))
+        print(table({name: runs for name, runs in results.items() if runs}), flush=True)
+    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-staleness.json"
+    path.write_text(json.dumps({"machine": look(gpu=False).line, "ways": results}, indent=1) + "\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
