@@ -77,24 +77,45 @@ def step_seconds(
     config: Config, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank, world_size: int
 ) -> StepSeconds:
     """What the step takes, per phase."""
-    peak, bandwidth = config.plan.peak_tflops, config.plan.memory_bandwidth_gib_per_second
+    peak = config.plan.peak_tflops
     rate = None if peak is None else world_size * peak * 1e12
     return StepSeconds(
-        generate=None if peak is None or bandwidth is None else _generation(config, flops, batch, engine),
+        generate=_generation(config, flops, batch, engine),
         logp=None if rate is None else flops.logp / (rate * config.plan.mfu_logp),
         update=None if rate is None else flops.update / (rate * config.plan.mfu_update),
     )
 
 
-def _generation(config: Config, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank) -> float:
+def _generation(config: Config, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank) -> float | None:
+    sequences = ceil(batch.responses / config.rollout.num_engines)
+    running = max(min(sequences, config.rollout.max_concurrent_requests, int(room(config, batch, engine))), 1)
+    passes = max(sequences * batch.mean_response / running, config.rollout.max_response_tokens)
+    return generation_seconds(config, flops, batch, engine, running=running, passes=passes)
+
+
+def room(config: Config, batch: BatchArithmetic, engine: EngineRank) -> float:
+    """Sequences of mean length that an engine's KV cache holds."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return engine.sequences * longest / batch.mean_tokens
+
+
+def generation_seconds(
+    config: Config,
+    flops: StepFlops,
+    batch: BatchArithmetic,
+    engine: EngineRank,
+    *,
+    running: float,
+    passes: float,
+    anew: float = 0.0,
+) -> float | None:
+    """Of the engines, which share the responses of a step: their prompts, and decoding in `passes` passes of each
+    engine with `running` requests in it on average. `anew`: tokens of all engines whose KV cache is computed anew.
+    None where an assumption of `plan.*` is not set."""
     rollout, peak, bandwidth = config.rollout, config.plan.peak_tflops, config.plan.memory_bandwidth_gib_per_second
-    assert peak is not None
-    assert bandwidth is not None
-    prompts = flops.generate * batch.mean_prompt / batch.mean_tokens
+    if peak is None or bandwidth is None:
+        return None
+    prompts = flops.generate / batch.tokens * (batch.responses * batch.mean_prompt + anew)
     prefill = prompts / (rollout.num_engines * rollout.tp * peak * 1e12 * config.plan.mfu_prefill)
-    sequences = ceil(batch.responses / rollout.num_engines)
-    room = engine.sequences * (rollout.max_prompt_tokens + rollout.max_response_tokens) / batch.mean_tokens
-    running = max(min(sequences, rollout.max_concurrent_requests, int(room)), 1)
-    passes = max(sequences * batch.mean_response / running, rollout.max_response_tokens)
     cache = running * (batch.mean_prompt + batch.mean_response / 2) * engine.kv_bytes_per_token
     return prefill + passes * (engine.weights_bytes + cache) / (bandwidth * GIB)

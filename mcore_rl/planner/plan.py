@@ -14,6 +14,8 @@ from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.build.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.asynchronous.overlap import Overlap, overlap_of
+from mcore_rl.planner.asynchronous.sides import Sides
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
 from mcore_rl.planner.engine import EngineRank, engine_rank
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
@@ -63,6 +65,15 @@ class Plan:
     verdict: Verdict
 
     @property
+    def sides(self) -> Sides:
+        return Sides(self.config, self.flops, self.batch, self.engine)
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """Of asynchronous runs."""
+        return overlap_of(self.sides, self.layout, self.sync)
+
+    @property
     def fits(self) -> bool:
         return not self.verdict.errors
 
@@ -97,6 +108,7 @@ class Plan:
             "batch": asdict(self.batch),
             "flops": asdict(self.flops),
             "seconds": asdict(self.seconds),
+            "asynchronous": None if (overlap := self.overlap) is None else overlap.to_json(),
         }
 
 

@@ -8,6 +8,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.planner.asynchronous.overlap import if_asynchronous
+from mcore_rl.planner.asynchronous.rows import UNKNOWN, gain_row, overlap_rows
 from mcore_rl.planner.engine import GIB
 from mcore_rl.planner.phases import PHASES
 from mcore_rl.planner.plan import Plan, PlannedRank
@@ -74,7 +76,7 @@ def _summary(plan: Plan) -> Table:
         ("weight sync", moved),
         ("host memory", f"{_gib(plan.verdict.host_bytes_per_node)} per node: offloaded state and weight buckets"),
         ("FLOP per step", _flops(plan)),
-        ("time per step", _seconds(plan)),
+        *_time(plan),
     ]
     return _rows("Plan", rows)
 
@@ -92,10 +94,18 @@ def _flops(plan: Plan) -> str:
     return f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"
 
 
+def _time(plan: Plan) -> list[tuple[str, str]]:
+    overlap = plan.overlap
+    if overlap is not None:
+        return overlap_rows(overlap)
+    ahead = if_asynchronous(plan.sides, plan.layout, plan.sync)
+    return [("time per step", _seconds(plan)), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]
+
+
 def _seconds(plan: Plan) -> str:
     known = {name: getattr(plan.seconds, name) for name in ("generate", "logp", "update")}
     if all(value is None for value in known.values()):
-        return "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
+        return UNKNOWN
     return ", ".join(f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
 
 

@@ -14,6 +14,7 @@ RECIPES = sorted(path.name for path in (Path(__file__).parents[2] / "configs").g
 ON_DEMAND = {
     *(f"deepseek_v3_{gpus}_gpus.yaml" for gpus in (96, 128, 512)),
     *("dapo_full_deepseek_v3_671b.yaml", "kimi_k2.yaml", "qwen3_235b_a22b.yaml"),
+    *("deepseek_v3_async.yaml", "qwen3_235b_a22b_async.yaml"),
 }
 """Ten seconds each; what is special in them the others have as well."""
 RECIPE = "configs/dapo_deepseek_v3_671b.yaml"
@@ -98,6 +99,30 @@ def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     code, plan, output = run(capsys, f"configs/{recipe}", *model, "--json")
     assert code == 0, plan.get("errors") or output
     assert plan["fits"] is True
+    assert (plan["asynchronous"] is not None) == ("_async" in recipe)
+    if recipe.endswith("_async.yaml"):
+        overlap = plan["asynchronous"]
+        assert max(overlap["trainer_idle_fraction"], overlap["generator_idle_fraction"]) <= 0.25
+        assert overlap["balanced_overrides"] == []
+        assert 0 < overlap["swap_seconds"] < 0.05 * overlap["step_seconds"]
+
+
+def test_nodes_that_wait_are_shared_out_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "configs/qwen3_30b_a3b_async.yaml"
+    _, plan, _ = run(capsys, recipe, "rollout.nodes=4", "rollout.num_engines=8", "--json")
+    overlap = plan["asynchronous"]
+    assert (overlap["engine_gpus"], overlap["trainer_gpus"]) == (32, 16)
+    assert overlap["generator_idle_fraction"] > 0.5
+    assert (overlap["balanced_engine_gpus"], overlap["balanced_trainer_gpus"]) == (8, 40)
+    code, plan, _ = run(capsys, recipe, *overlap["balanced_overrides"], "--json")
+    assert code == 0
+    assert plan["asynchronous"]["step_seconds"] == pytest.approx(overlap["balanced_step_seconds"], rel=0.01)
+    # The table says so too, and of a synchronous run what it would gain.
+    _, _, output = run(capsys, recipe)
+    assert f"{plan['asynchronous']['step_seconds']:.1f} s: generate" in output
+    assert "1.0 on average, at most 2 versions" in output
+    _, _, output = run(capsys, recipe, "rollout.max_staleness=0", "rollout.max_staleness_hard=null")
+    assert "rollout.max_staleness=1 takes 874.6 s per step instead of" in " ".join(output.split())
 
 
 @pytest.mark.on_demand  # the README's command searches too

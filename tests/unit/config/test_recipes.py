@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,12 @@ from model_converters.families.parts.mtp import without_mtp
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
 LARGE = [name for name in RECIPES if not name.endswith("_cpu.yaml")]
+ASYNC = {
+    "deepseek_v3_async.yaml": "dapo_deepseek_v3_671b.yaml",
+    "qwen3_235b_a22b_async.yaml": "qwen3_235b_a22b.yaml",
+    "qwen3_30b_a3b_async.yaml": "qwen3_30b_a3b.yaml",
+}
+"""And where they take their model, data and batch from."""
 
 DEEPSEEK_ON_512 = {"tp": 1, "pp": 16, "ep": 32, "first_stage_layers": 3, "last_stage_layers": 2}
 LAYOUTS = {
@@ -133,15 +141,19 @@ def test_no_recipe_names_a_file_outside_the_repository(name: str) -> None:
     assert [str(path) for path in named if path.is_absolute() or {"..", "~"} & set(path.parts)] == []
 
 
-def differences(config: Config, expected: dict[str, Any]) -> dict[str, Any]:
-    """Keys whose value is another one."""
+def values_of(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     found = {}
-    for key in expected:
+    for key in keys:
         node: Any = config
         for part in key.split("."):
             node = getattr(node, part)
         found[key] = node
-    return {key: value for key, value in found.items() if value != expected[key]}
+    return found
+
+
+def differences(config: Config, expected: dict[str, Any]) -> dict[str, Any]:
+    """Keys whose value is another one."""
+    return {key: value for key, value in values_of(config, expected).items() if value != expected[key]}
 
 
 def updates_per_step(config: Config) -> int:
@@ -153,14 +165,17 @@ def test_every_recipe_is_valid_and_its_layout_fits_its_model(name: str) -> None:
     config = recipe(name)
     validate(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config))
-    assert layout.world_size == config.cluster.nodes * config.cluster.gpus_per_node
+    nodes, slots = config.cluster.nodes, config.cluster.gpus_per_node
+    apart = config.rollout.num_engines * config.rollout.tp if config.cluster.placement == "disaggregated" else 0
+    assert layout.world_size + apart == nodes * slots
     assert (ROOT / "configs" / name).read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_recipes_use_every_gpu_in_both_phases_and_hold_their_longest_sequence(name: str) -> None:
     config = recipe(name)
-    assert config.rollout.num_engines * config.rollout.tp == num_trainer_ranks(config)
+    nodes = config.rollout.nodes or config.cluster.nodes
+    assert config.rollout.num_engines * config.rollout.tp == nodes * config.cluster.gpus_per_node
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     assert config.actor.tokens_per_microbatch >= longest
     assert config.model.dtype == "bfloat16"
@@ -183,6 +198,30 @@ def test_deepseek_layouts_are_those_of_their_sources(name: str) -> None:
     config = recipe(name)
     assert num_trainer_ranks(config) == ranks
     assert not differences(config, {f"actor.parallel.{key}": value for key, value in parallel.items()})
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_asynchronous_recipes_are_their_siblings_but_for_what_is_asynchronous(name: str) -> None:
+    config, sibling = recipe(name), recipe(ASYNC[name])
+    assert 1 <= config.rollout.max_staleness <= config.rollout.hard_staleness == config.rollout.max_staleness_hard
+    assert (config.algorithm.policy_loss.name, config.algorithm.policy_loss.prox) == ("decoupled_ppo", None)
+    assert config.rollout.nodes > 0
+    assert config.plan.network_gib_per_second is not None
+    sections = ("model", "data", "reward", "algorithm", "trainer", "checkpoint")
+    keys = [f"{section}.{key}" for section in sections for key in vars(getattr(config, section))]
+    keys += [f"rollout.{key}" for key in vars(config.rollout)] + ["actor.optimizer", "actor.recompute"]
+    values = values_of(config, keys)
+    loss = replace(config.algorithm.policy_loss, name=sibling.algorithm.policy_loss.name)
+    values["algorithm.policy_loss"] = loss
+    values["actor.optimizer"] = replace(config.actor.optimizer, cpu_offload=sibling.actor.optimizer.cpu_offload)
+    assert set(differences(sibling, values)) - {"rollout.num_engines"} == {
+        *("rollout.nodes", "rollout.gpu_memory_fraction", "rollout.max_staleness", "rollout.max_staleness_hard"),
+    }
+
+
+def test_asynchronous_recipes_are_the_large_ones_with_nodes_of_their_own_for_engines() -> None:
+    assert sorted(ASYNC) == [name for name in LARGE if recipe(name).rollout.max_staleness]
+    assert sorted(ASYNC) == [name for name in RECIPES if name.endswith("_async.yaml")]
 
 
 def test_the_671b_run_is_verls_script() -> None:

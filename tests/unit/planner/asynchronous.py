@@ -1,0 +1,42 @@
+"""Asynchronous runs of round numbers: 40 responses of 64 + 128 tokens in 8 groups of 5, two engines of two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig, TrainerConfig
+from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.planner.batches import batch_arithmetic
+from mcore_rl.planner.engine import GIB, EngineRank
+from mcore_rl.planner.flops import StepFlops
+from mcore_rl.planner.sync import WeightSync
+from model_converters.mapping.layout import TrainLayout
+
+LAYOUT = TrainLayout(4)
+ENGINE = EngineRank(GIB, 0, GIB, kv_bytes_per_token=2**21, sequences=50.0)
+"""Weights of 1 GiB, and a GiB of KV cache for four sequences that are half done."""
+FLOPS = StepFlops(generate=7680e9, logp=3e12, update=9e12)
+"""A token is 1e9."""
+
+
+def config_of(**rollout: Any) -> Config:
+    """An engine decodes five requests, so that 10 - (5 - 1) / 2 = 8 run; four trainer ranks."""
+    options = {"num_engines": 2, "tp": 2, "samples_per_prompt": 5, "max_concurrent_requests": 5, "max_staleness": 2}
+    lengths = {"max_prompt_tokens": 128, "max_response_tokens": 256}
+    rates = {"peak_tflops": 1.0, "memory_bandwidth_gib_per_second": 256.0}
+    return Config(
+        rollout=RolloutConfig(**(options | lengths | rollout)),
+        trainer=TrainerConfig(prompts_per_step=8, prompts_per_update=8),
+        actor=ActorConfig(num_ranks=4),
+        cluster=ClusterConfig(gpus_per_node=8, placement="disaggregated", device="cuda"),
+        plan=PlanConfig(mfu_update=0.5, mfu_logp=0.5, mfu_prefill=0.5, **rates),
+    )
+
+
+def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = ENGINE) -> Sides:
+    return Sides(config, flops, batch_arithmetic(config, LAYOUT), engine)
+
+
+def sync_of(seconds: float | None, crossing: int = 1) -> WeightSync:
+    return WeightSync(0, 0, 1, "network", crossing, 0, crossing, crossing, seconds)
