@@ -95,7 +95,7 @@ def seconds_to_pass_on(calls: int) -> float:
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
         watch = Watch()
-        ranks = [_start(IdleRank, node, "rank") for _ in range(RANKS_PER_NODE)]
+        ranks = [start(IdleRank, node, "rank") for _ in range(RANKS_PER_NODE)]
         for index, handle in enumerate(ranks):
             watch.add(f"rank {index}", handle)
         try:
@@ -117,8 +117,8 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
         watch = Watch()
-        engines = [_start(ReadyEngine, node, "engine") for _ in range(PROCESSES)]
-        trainers = [_start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
+        engines = [start(ReadyEngine, node, "engine") for _ in range(PROCESSES)]
+        trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
             engine_handles = _spread(engines, ENGINES, watch)
             trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
@@ -133,7 +133,7 @@ def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
             kill_all([*engines, *trainers])
 
 
-def _start(process: Any, node: Any, *arguments: Any) -> Any:
+def start(process: Any, node: Any, *arguments: Any) -> Any:
     return process.options(num_cpus=1, scheduling_strategy=node).remote(*arguments)
 
 

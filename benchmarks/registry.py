@@ -19,6 +19,7 @@ BENCHMARKS = {
     "packing": Benchmark("benchmarks.packing", 300, "balance + pack 8,192 sequences"),
     "driver": Benchmark("benchmarks.driver", 600, "the driver's own work per step, 8,192 prompts x 16 samples"),
     "routing": Benchmark("benchmarks.routing", 300, "131,072 requests over 512 simulated engines"),
+    "async_driver": Benchmark("benchmarks.async_driver", 900, "asynchronous rollouts over 8 to 512 simulated engines"),
     "advantages": Benchmark("benchmarks.advantages", 300, "GRPO beside the scatter form, GAE beside reading arrays"),
     "losses": Benchmark("benchmarks.losses", 300, "every policy loss on 2^20 tokens, beside ppo_clip"),
     "logprobs": Benchmark("benchmarks.logprobs", 900, "log-probability + entropy in chunks, beside the bare product"),

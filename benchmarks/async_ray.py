@@ -1,0 +1,91 @@
+"""What Ray itself costs the driver of asynchronous rollouts: calls that bring tasks to engines, and looks at them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from benchmarks.driver_ray import ReadyEngine, start
+from mcore_rl.config.schema import Config
+from mcore_rl.data.records import part_path
+from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.health import PART_OF_CALLS, kill_all
+from mcore_rl.types import RolloutTask, SamplingOptions
+
+CALLS, AT_ONCE = 1000, 50
+LOOKS = 200
+
+
+@dataclass(frozen=True)
+class RayCosts:
+    """CPU seconds of the driver, with Ray's threads in it: of a call that brings a task and comes back with its
+    scalars, and of a look at so many calls that have not ended."""
+
+    call: float
+    look: dict[int, float]
+
+    def of(self, calls: float, looks: float, engines: int) -> float:
+        """CPU seconds of so many calls, and of so many looks at one call of each engine."""
+        return calls * self.call + looks * self.look[engines]
+
+
+def ray_costs(engines: list[int], samples: int) -> RayCosts:
+    """With tasks of so many samples."""
+    config = Config()
+    config.cluster.device = "cpu"
+    with (
+        tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory,
+        ray_cluster(config, {"CPU": 1.0}) as [node],
+    ):
+        engine = start(ReadyEngine, node, "engine")
+        try:
+            records = Path(directory) / "rollouts"
+            records.mkdir()
+            tasks = [_task(number, samples, records) for number in range(CALLS + 2 * AT_ONCE)]
+            numbered = list(enumerate(tasks))
+            _round_trips(engine, numbered[: 2 * AT_ONCE])
+            call = _cpu_seconds(lambda: _round_trips(engine, numbered[2 * AT_ONCE :])) / CALLS
+            pending = [engine.watch.remote() for _ in range(max(engines))]
+            _look(pending)
+            return RayCosts(call, {count: _look(pending[:count]) for count in engines})
+        finally:
+            kill_all([engine])
+
+
+def _task(number: int, samples: int, records: Path) -> RolloutTask:
+    ids = np.array([number], np.int64)
+    options = SamplingOptions(4096)
+    return RolloutTask("train", ids, ids, samples, options, 1, part_path(records, "group", 0, number), version=3)
+
+
+def _round_trips(engine: ray.actor.ActorHandle, tasks: list[tuple[int, RolloutTask]]) -> None:
+    """A call for each, AT_ONCE at a time."""
+    for first in range(0, len(tasks), AT_ONCE):
+        calls = [engine.run.remote([task], Until.ANY, [task[0]]) for task in tasks[first : first + AT_ONCE]]
+        ray.wait(calls, num_returns=len(calls), fetch_local=False)
+        for call in calls:
+            ray.get(call)
+
+
+def _look(pending: list[ray.ObjectRef]) -> float:
+    enough = max(1, len(pending) // PART_OF_CALLS)
+
+    def looks() -> None:
+        for _ in range(LOOKS):
+            ray.wait(pending, num_returns=enough, timeout=0.001, fetch_local=False)
+
+    return _cpu_seconds(looks) / LOOKS
+
+
+def _cpu_seconds(action: Callable[[], None]) -> float:
+    """Of all threads of this process."""
+    started = time.process_time()
+    action()
+    return time.process_time() - started
