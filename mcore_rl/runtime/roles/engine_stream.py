@@ -73,6 +73,8 @@ class EngineStream:
     _heap: list[tuple[int, int]] = field(default_factory=list)
     """(requests, engine), among them some that are no longer so."""
     _num_requests: int = 0
+    _num_restarts: int = 0
+    """Of engines, when it was looked for the last time at which tasks they had."""
     _looked: float = field(default_factory=time.perf_counter)
     _busy_before: dict[str, float] = field(default_factory=dict)
 
@@ -269,6 +271,16 @@ class EngineStream:
         """What engines had that are lost begins on others, where they had come to."""
         pool = self.pool
         pool.lose_dead()
+        if self._num_restarts != pool.num_restarts:  # since when nobody has looked at all that is under way
+            self._num_restarts = pool.num_restarts
+            self._take_back()
+        if not any(engine.serves for engine in pool.engines):
+            pool.supply()
+        self._place()
+
+    def _take_back(self) -> None:
+        """All that is under way at engines that do not serve, or that have started again."""
+        pool = self.pool
         makers = {engine.maker for engine in pool.engines if engine.serves}
         placed = {ticket: entry for ticket, entry in self._underway.items() if entry.engine is not None}
         lost = {ticket: entry for ticket, entry in placed.items() if entry.maker not in makers}
@@ -280,9 +292,6 @@ class EngineStream:
         for call in [call for call, poll in self._polls.items() if poll.maker not in makers]:
             self._unpolled.add(self._polls.pop(call).engine)
         self._begins = {call: poll for call, poll in self._begins.items() if poll.maker in makers}
-        if not makers:
-            pool.supply()
-        self._place()
 
 
 def _whole(place: Place, task: RolloutTask, scalars: RolloutScalars) -> Part:
