@@ -7,6 +7,7 @@ published    what was in training has left: as many may begin
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
 from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
 from mcore_rl.rollout.streaming.staleness import describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SamplingOptions, SavedFile, Total
+
+BY_NUMBER = operator.attrgetter("number")
 
 
 @dataclass
@@ -216,24 +219,26 @@ class StreamingCollector:
         """The groups that are trained now; None while there are too few, or others would become too old."""
         assert self._version is not None, "a step was collected before any weights were published"
         size, hard = self.prompts_per_step, self.rollout.hard_staleness
-        self._finished.sort(key=lambda group: group.number)
-        under_way = [*self._running.values(), *self._unscored]
-        places = take_batch(
-            [group.version for group in self._finished],
-            sorted(group.version for group in under_way),
-            version=self._version,
-            groups_per_version=size,
-            max_staleness_hard=hard,
-        )
-        if places is not None:
+        if len(self._finished) < size:  # asked in every wait: it must cost nothing then
+            if self._running or self._unscored:
+                return None
+            filling = sorted(self._dull, key=BY_NUMBER)[: size - len(self._finished)]  # nothing may begin any more
+            taken = [*self._finished, *filling]
+        else:
+            under_way = [*self._running.values(), *self._unscored]
+            self._finished.sort(key=BY_NUMBER)
+            places = take_batch(
+                [group.version for group in self._finished],
+                [group.version for group in under_way],
+                version=self._version,
+                groups_per_version=size,
+                max_staleness_hard=hard,
+            )
+            if places is None:
+                return None
             taken = [self._finished[place] for place in places]
             if self._in_order and any(group.number < taken[-1].number for group in under_way):
                 return None
-        elif not under_way and len(self._finished) < size:  # nothing may begin any more
-            filling = sorted(self._dull, key=lambda group: group.number)[: size - len(self._finished)]
-            taken = [*self._finished, *filling]
-        else:
-            return None
         oldest = max(self._version - group.version for group in taken)
         if len(taken) != size or oldest > hard:  # our own invariant: admission promises both
             raise RuntimeError(f"{len(taken)} groups of {size} are to be trained, the oldest {oldest} versions old")

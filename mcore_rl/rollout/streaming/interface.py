@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -65,10 +65,10 @@ class Group:
     task: RolloutTask
     version: int
     result: RolloutResult | None = None
+    number: int = field(init=False)
 
-    @property
-    def number(self) -> int:
-        return int(self.task.group_ids[0])
+    def __post_init__(self) -> None:
+        self.number = int(self.task.group_ids[0])
 
     @property
     def scalars(self) -> RolloutScalars:
