@@ -178,10 +178,13 @@ class StreamingCollector:
         (self._dull if dull else self._finished).append(group)
 
     def _admit(self) -> None:
-        while self._version is not None and not self._paused and self._may_submit():
+        if self._version is None or self._paused:
+            return
+        slots = self.stream.slots  # of all engines, one by one: not for each group
+        while self._may_submit(slots):
             self._submit(self._version)
 
-    def _may_submit(self) -> bool:
+    def _may_submit(self, slots: int) -> bool:
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
         finished = len(self._unscored) + len(self._finished) + max(0, len(self._dull) - spare)
         wanted = self.prompts_per_step * (self.steps - self._collected)
@@ -192,7 +195,7 @@ class StreamingCollector:
             groups_per_version=self.prompts_per_step,
             max_staleness=self.rollout.max_staleness,
             running_requests=self.stream.running_requests,
-            slots=self.stream.slots,
+            slots=slots,
             samples_per_group=self.rollout.samples_per_prompt,
         )
 
