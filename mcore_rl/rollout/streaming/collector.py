@@ -7,9 +7,10 @@ published    what was in training has left: as many may begin
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,32 +223,41 @@ class StreamingCollector:
         """The groups that are trained now; None while there are too few, or others would become too old."""
         assert self._version is not None, "a step was collected before any weights were published"
         size, hard = self.prompts_per_step, self.rollout.hard_staleness
-        if len(self._finished) < size:  # asked in every wait: it must cost nothing then
-            if self._running or self._unscored:
-                return None
-            filling = sorted(self._dull, key=BY_NUMBER)[: size - len(self._finished)]  # nothing may begin any more
-            taken = [*self._finished, *filling]
-        else:
-            under_way = [*self._running.values(), *self._unscored]
-            self._finished.sort(key=BY_NUMBER)
-            places = take_batch(
-                [group.version for group in self._finished],
-                [group.version for group in under_way],
-                version=self._version,
-                groups_per_version=size,
-                max_staleness_hard=hard,
-            )
-            if places is None:
-                return None
-            taken = [self._finished[place] for place in places]
-            if self._in_order and any(group.number < taken[-1].number for group in under_way):
-                return None
+        taken = self._oldest(self._version) if len(self._finished) >= size else self._remaining()
+        if taken is None:
+            return None
         oldest = max(self._version - group.version for group in taken)
         if len(taken) != size or oldest > hard:  # our own invariant: admission promises both
             raise RuntimeError(f"{len(taken)} groups of {size} are to be trained, the oldest {oldest} versions old")
         numbers = {group.number for group in taken}
         self._finished = [group for group in self._finished if group.number not in numbers]
         return taken
+
+    def _oldest(self, version: int) -> list[Group] | None:
+        """Of finished groups, which are enough for a step."""
+        self._finished.sort(key=BY_NUMBER)
+        last = self._finished[self.prompts_per_step - 1].number
+        # Most often it is the first that runs, and nothing has to be listed.
+        if self._in_order and any(group.number < last for group in self._under_way()):
+            return None
+        places = take_batch(
+            [group.version for group in self._finished],
+            [group.version for group in self._under_way()],
+            version=version,
+            groups_per_version=self.prompts_per_step,
+            max_staleness_hard=self.rollout.hard_staleness,
+        )
+        return None if places is None else [self._finished[place] for place in places]
+
+    def _remaining(self) -> list[Group] | None:
+        """Fewer finished groups than a step takes, with as many without signal as are missing, where nothing begins any
+        more. It is asked for in nearly every wait."""
+        if self._running or self._unscored:
+            return None
+        return [*self._finished, *sorted(self._dull, key=BY_NUMBER)[: self.prompts_per_step - len(self._finished)]]
+
+    def _under_way(self) -> Iterator[Group]:
+        return itertools.chain(self._running.values(), self._unscored)
 
     @property
     def _in_order(self) -> bool:
