@@ -88,9 +88,10 @@ class StreamingCollector:
         """Engines have these weights from now on; what was in training has left."""
         self._version, self._in_training, self._paused = version, 0, False
         restored, self._restored = self._restored, []
-        for group in restored:
-            self._running[self.stream.begin(group.task, self._results)] = group
-        self._admit()
+        with self.stream.together():
+            for group in restored:
+                self._running[self.stream.begin(group.task, self._results)] = group
+            self._admit()
 
     def settle(self) -> None:
         """Waits until all that runs has ended; nothing begins before the next weights."""
@@ -182,8 +183,9 @@ class StreamingCollector:
         if self._version is None or self._paused:
             return
         slots = self.stream.slots  # of all engines, one by one: not for each group
-        while self._may_submit(slots):
-            self._submit(self._version)
+        with self.stream.together():
+            while self._may_submit(slots):
+                self._submit(self._version)
 
     def _may_submit(self, slots: int) -> bool:
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,9 @@ class TaskStream(Protocol):
 
     def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
         """A ticket, under which what comes of the task is put into `results` when it has ended."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Within it tasks do not begin one by one, but all at its end, by fewer calls."""
 
     def wait(self) -> None:
         """Until something has ended, or a while has passed."""

@@ -6,7 +6,8 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -72,6 +73,8 @@ class EngineStream:
     """Makers that were seen to have died: nobody asks them anything, also where they have not started again yet."""
     _heap: list[tuple[int, int]] = field(default_factory=list)
     """(requests, engine), among them some that are no longer so."""
+    _gathers: bool = False
+    """Whether what begins is not given to engines one by one."""
     _num_requests: int = 0
     _num_restarts: int = 0
     """Of engines, when it was looked for the last time at which tasks they had."""
@@ -105,8 +108,20 @@ class EngineStream:
         self._underway[ticket] = Underway(task, results)
         self._num_requests += task.num_responses
         self._homeless.append(ticket)
-        self._place()
+        if not self._gathers:
+            self._place()
         return ticket
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """As TaskStream.together."""
+        outer, self._gathers = self._gathers, True
+        try:
+            yield
+        finally:
+            self._gathers = outer
+        if not outer:
+            self._place()
 
     def wait(self) -> None:
         """Until something has ended, or a while has passed. To be called where the driver does nothing else.
@@ -119,7 +134,8 @@ class EngineStream:
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """As EnginePool.run, beside what is under way."""
         results: dict[int, RolloutResult] = {}
-        tickets = [self.begin(task, results) for task in tasks]
+        with self.together():
+            tickets = [self.begin(task, results) for task in tasks]
         while len(results) < len(tickets):
             self.wait()
         return [results[ticket] for ticket in tickets]
@@ -182,9 +198,9 @@ class EngineStream:
                 self._take(call, poll)
             elif (poll := self._begins.pop(call, None)) is not None:
                 self._value(call, poll)
-        self._place()
-        if self._heard is not None:
-            self._heard()
+        with self.together():  # what begins now goes with the call that waits for the next end
+            if self._heard is not None:
+                self._heard()
 
     def idle_fraction(self) -> Mean:
         """Of the time of all engines since the last call, what they had nothing to do in."""

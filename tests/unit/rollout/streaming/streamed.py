@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ class Stream:
         self.underway[ticket] = task, results
         self.most_requests = max(self.most_requests, self.running_requests)
         return ticket
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait(self) -> None:
         self.waits += 1
