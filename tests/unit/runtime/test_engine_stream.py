@@ -151,6 +151,35 @@ def test_one_call_waits_at_each_engine_and_others_bring_tasks_meanwhile() -> Non
     assert len(results) == 6
 
 
+def test_what_begins_together_goes_to_an_engine_by_one_call() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+    begin(stream, [1, 1], results)
+    first, second = (start.processes[-1] for start in watch.starts)
+    begins = first.begins, second.begins
+    with stream.together():
+        begin(stream, [3, 1], results)
+        with stream.together():
+            begin(stream, [1, 1], results)
+        assert tickets(watch) == [[0], [1]]
+        assert stream.running_requests == 8
+    assert tickets(watch) == [[0, 2], [1, 3, 4, 5]]  # where each of them would have gone alone
+    assert (first.begins, second.begins) == (begins[0] + 1, begins[1] + 1)
+
+
+def test_what_begins_where_something_has_ended_goes_with_the_next_waiting_call() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+    begin(stream, [1, 1], results)
+    stream.attend(lambda: begin(stream, [1, 1], results) and None)
+    processes = [start.processes[-1] for start in watch.starts]
+    before = [process.begins for process in processes]
+    finish_all(stream, watch)
+    assert tickets(watch) == [[2], [3]]
+    assert [process.runs for process in processes] == [2, 2]
+    assert [process.begins for process in processes] == before
+
+
 def test_what_nobody_refers_to_is_forgotten_by_its_maker_with_the_next_waiting_call_once() -> None:
     stream, watch = stream_of(2)
     results: dict[int, RolloutResult] = {}
