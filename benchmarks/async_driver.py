@@ -26,7 +26,7 @@ WIDE = (4, 6)
 BOUNDS = ((1, 1), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6), (4, 4), (4, 6), (4, 8))
 """rollout.max_staleness and rollout.max_staleness_hard."""
 LOOKS_PER_WAIT = 2
-"""Of Watch.wait, at all calls, where some have ended."""
+"""Of Watch.wait, at all calls, at most: where nothing has ended, it looks once."""
 
 
 def run() -> list[Result]:
@@ -75,7 +75,8 @@ def _ray(measured: Measured, costs: RayCosts) -> Result:
     calls, looks = measured.per_1000(measured.clock.calls), LOOKS_PER_WAIT * measured.per_1000(measured.clock.waits)
     look = costs.look[measured.setting.engines]
     seconds = calls * costs.call + looks * look
-    note = f"{calls:.0f} calls of {costs.call * 1e6:.0f} us and {looks:.0f} looks of {look * 1e6:.0f} us, in CPU time"
+    of_looks = f"at most {looks:.0f} looks of {look * 1e6:.0f} us"
+    note = f"{calls:.0f} calls of {costs.call * 1e6:.0f} us and {of_looks}, in CPU time"
     name = f"Ray beside it per 1,000 responses, {_named(measured)}"
     return Result(name, seconds, measured.cpu_per_1000, "CPU s", seconds / measured.cpu_per_1000, "", note)
 
