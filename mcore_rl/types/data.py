@@ -55,13 +55,15 @@ class SamplingOptions:
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response to generate: token ids in, a seed of its own, so that a run can be repeated. `partial` is what there
-    is of the response already, of an engine that aborted it: it goes on from there."""
+    is of the response already, of an engine that aborted it: it goes on from there. A response that has drawn
+    `tokens_per_version` tokens under one version of the weights lets others go first; None: no such limit."""
 
     request_id: str
     token_ids: np.ndarray
     seed: int
     sampling: SamplingOptions
     partial: Completion | None = None
+    tokens_per_version: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class RolloutTask:
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
     that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
     before the second; None: all. `version` of the weights when it was submitted: what lost engines drew with earlier
-    ones is of another task with the same ids.
+    ones is of another task with the same ids. `tokens_per_version`: of its requests.
     """
 
     prompt_set: str
@@ -35,6 +35,7 @@ class RolloutTask:
     journals: tuple[str, ...] = ()
     responses: tuple[int, int] | None = None
     version: int = 0
+    tokens_per_version: int | None = None
 
     @property
     def span(self) -> tuple[int, int]:

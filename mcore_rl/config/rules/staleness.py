@@ -9,7 +9,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH
 from mcore_rl.errors import ConfigError
 
-OF_ASYNCHRONOUS_RUNS = ("max_staleness_hard", "swap")
+OF_ASYNCHRONOUS_RUNS = ("max_staleness_hard", "swap", "partial_tokens")
 
 
 def check_staleness(config: Config) -> None:
@@ -27,6 +27,12 @@ def check_staleness(config: Config) -> None:
         raise ConfigError(
             f"rollout.max_staleness_hard={rollout.max_staleness_hard} is below {asked}, the mean that it bounds; "
             "raise it, or lower the mean"
+        )
+    if rollout.partial_tokens is not None and rollout.swap == FINISH:
+        raise ConfigError(
+            f"rollout.partial_tokens={rollout.partial_tokens} lets responses wait for the next weights, and with "
+            "rollout.swap=finish the next weights wait for the responses; set rollout.swap=keep or recompute, or leave "
+            "rollout.partial_tokens at null"
         )
     if config.cluster.placement == "colocated":
         raise ConfigError(

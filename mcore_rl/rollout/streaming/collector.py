@@ -210,6 +210,7 @@ class StreamingCollector:
             self.seed,
             part_path(self.records_dir, "group", 0, number),
             version=version,
+            tokens_per_version=options.partial_tokens,
         )
 
     def _take(self) -> list[Group] | None:

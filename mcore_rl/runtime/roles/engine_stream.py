@@ -210,7 +210,9 @@ class EngineStream:
             entry.results[ticket] = self._chunk(entry.task, _whole(place, entry.task, scalars)), scalars
 
     def _chunk(self, task: RolloutTask, part: Part) -> BuffersRef:
-        return BuffersRef(Chunk([part], replace(task, journals=()), self.pool.renew))
+        # Who makes it again waits for it, while no weights come.
+        again = replace(task, journals=(), tokens_per_version=None)
+        return BuffersRef(Chunk([part], again, self.pool.renew))
 
     def _value(self, call: Any, poll: Poll) -> Any:
         """None where the engine is lost: what it had is given to others."""

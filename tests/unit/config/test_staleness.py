@@ -24,7 +24,7 @@ def config_of(rollout: dict[str, Any], **sections: Any) -> Config:
     [
         ({"max_staleness": 1}, 3),
         ({"max_staleness": 4, "max_staleness_hard": 4}, 4),
-        ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute"}, 7),
+        ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute", "partial_tokens": 1}, 7),
     ],
 )
 def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
@@ -38,6 +38,11 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
     [
         (config_of({"swap": "finish"}), r"^rollout\.swap=finish has no effect; set rollout\.max_staleness above 0"),
         (config_of({"max_staleness_hard": 3}), r"^rollout\.max_staleness_hard=3 has no effect"),
+        (config_of({"partial_tokens": 64}), r"^rollout\.partial_tokens=64 has no effect; set rollout\.max_staleness"),
+        (
+            config_of({"max_staleness": 1, "swap": "finish", "partial_tokens": 64}),
+            r"^rollout\.partial_tokens=64 lets .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
+        ),
         (
             config_of({"max_staleness": 3, "max_staleness_hard": 2}),
             r"^rollout\.max_staleness_hard=2 is below rollout\.max_staleness=3",
