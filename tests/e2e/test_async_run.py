@@ -110,10 +110,14 @@ def without_queues(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.on_demand
-@pytest.mark.parametrize("swap", ["keep", "recompute"])
-def test_a_drained_checkpoint_has_nothing_half_done(swap: str, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [("rollout.swap=keep",), ("rollout.swap=recompute",), ("rollout.swap=recompute", "rollout.partial_tokens=6")],
+    ids=["keep", "recompute", "parked"],
+)
+def test_a_drained_checkpoint_has_nothing_half_done(given: tuple[str, ...], task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(task, run_dir, *AHEAD, f"rollout.swap={swap}", "checkpoint.drain=true", "checkpoint.keep_last=9")
+    train(task, run_dir, *AHEAD, *given, "checkpoint.drain=true", "checkpoint.keep_last=9")
     for step in (2, 4):
         saved = json.loads((run_dir / "checkpoints" / f"step_{step}" / "rollouts" / "groups.json").read_text())
         assert saved["groups"]
