@@ -31,6 +31,10 @@ class StalenessConfig:
     its place and its KV cache to others until the next weights, or until its engine has nothing else to run.
     null: none is."""
 
+    replay_schedule: str | None = setting(None, path=True)
+    """The run directory of an earlier asynchronous run with rollout.swap=recompute, whose steps are repeated bit for
+    bit: each response draws its tokens under the versions that drew them then. null: weights change when they come."""
+
     @property
     def hard_staleness(self) -> int:
         """The bound that holds."""

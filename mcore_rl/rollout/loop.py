@@ -105,6 +105,10 @@ class EngineLoop:
         began = self._began
         return time.monotonic() - began if began is not None else 0.0
 
+    @property
+    def num_parked(self) -> int:
+        return self._parking.num_waiting
+
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         self._began = began = time.monotonic()
@@ -200,10 +204,11 @@ class EngineLoop:
         self.engine.submit(requests)
         if self._journal is not None:
             self._journal.begin(requests)
-        self._parking.begin(requests)
+        parked = self._parking.begin(requests, self._version)
         self._listeners |= {request.request_id: listener for request in requests}
         if begun is not None:
             self._unbegun |= {request.request_id: begun for request in requests}
+        self._park(parked)
 
     def _abort(self, request_ids: Collection[str]) -> list[Completion]:
         for request_id in request_ids:
@@ -235,11 +240,11 @@ class EngineLoop:
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unbegun[request_id]
-            self._parking.leave(request_ids)  # none of them waits: they have no token from this engine
+            parked = self._parking.leave(request_ids)
             self._forget(request_ids)
             try:
                 aborted: Mapping[str, Completion] = {
-                    completion.request_id: completion for completion in self.engine.abort(request_ids)
+                    completion.request_id: completion for completion in [*self.engine.abort(request_ids), *parked]
                 }
             except BaseException as error:
                 for listener in listeners.values():
@@ -289,7 +294,7 @@ class EngineLoop:
         """All of it, in the order it came; waits for something while nothing runs. False: this is the end."""
         with contextlib.suppress(queue.Empty):
             while self._died is None:
-                run = self._asked.get(block=not self.engine.num_running and not self._parking.num_waiting)
+                run = self._asked.get(block=not self.engine.num_running and not self._parking.may_go_on)
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False
@@ -297,7 +302,7 @@ class EngineLoop:
                     run()
                 if self._died is None and self.engine.weight_version != self._version:
                     self._version = self.engine.weight_version
-                    self._parking.weights_changed()
+                    self._parking.weights_changed(self._version)
                     self._go_on()
         return True
 
@@ -311,11 +316,11 @@ class EngineLoop:
                 self._fail(error)
 
     def _go_on(self) -> None:
-        """Submits again what is parked."""
-        if self._parking.num_waiting:
+        """Submits again what is parked, as far as the present weights will do."""
+        if requests := self._parking.go_on(self._version):
             with self._working():
                 try:
-                    self.engine.submit(self._parking.go_on())
+                    self.engine.submit(requests)
                 except Exception as error:
                     self._note_death(error)
                     self._fail(error)

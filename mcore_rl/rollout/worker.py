@@ -126,6 +126,7 @@ class RolloutWorker:
                 seed,
                 options,
                 tokens_per_version=task.tokens_per_version,
+                spans=task.spans[response] if task.spans else (),
             )
             attempts.append(Attempt(request, prompt))
         return attempts

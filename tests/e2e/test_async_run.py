@@ -104,9 +104,23 @@ def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) 
         assert (run_dir / "rollouts" / name).read_text() == (whole / "rollouts" / name).read_text()
 
 
-def without_queues(run_dir: Path) -> dict[int, dict[str, Any]]:
+@pytest.mark.on_demand
+def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=24")
+    train(task, first, *given)
+    spans = [record["versions"] for of_step in records(first).values() for record in of_step]
+    assert sum(len(of_response) > 1 for of_response in spans), "no weights changed under responses"
+    one_engine = ("rollout.num_engines=1", "cluster.gpus_per_node=3", f"rollout.replay_schedule={first}")
+    train(task, again, *given, *one_engine)
+    assert records(again) == records(first)
+    figures = [without_queues(run_dir, ("async/", "engine/", "weights/tensors_verified")) for run_dir in (again, first)]
+    assert figures[0] == figures[1]
+
+
+def without_queues(run_dir: Path, queues: tuple[str, ...] = QUEUES) -> dict[int, dict[str, Any]]:
     rows = metrics(run_dir)
-    return {step: {k: v for k, v in row.items() if not k.startswith(QUEUES)} for step, row in rows.items()}
+    return {step: {k: v for k, v in row.items() if not k.startswith(queues)} for step, row in rows.items()}
 
 
 @pytest.mark.on_demand

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.models import ActorConfig, MoeConfig
 from mcore_rl.config.rules.staleness import check_staleness
-from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.config.schema import CheckpointConfig, ClusterConfig, Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 APART = ClusterConfig(placement="disaggregated")
@@ -42,6 +42,25 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
         (
             config_of({"max_staleness": 1, "swap": "finish", "partial_tokens": 64}),
             r"^rollout\.partial_tokens=64 lets .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
+        ),
+        (
+            config_of({"replay_schedule": "runs/a"}),
+            r"^rollout\.replay_schedule=runs/a has no effect; set rollout\.max",
+        ),
+        (
+            config_of({"max_staleness": 1, "replay_schedule": "runs/a"}),
+            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.swap is keep.*; set rollout\.swap=recompute",
+        ),
+        (
+            config_of({"max_staleness": 1, "swap": "recompute", "replay_schedule": "runs/a", "episode": "a.py:b"}),
+            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.episode a\.py:b; set .*without turns",
+        ),
+        (
+            config_of(
+                {"max_staleness": 1, "swap": "recompute", "replay_schedule": "runs/a"},
+                checkpoint=CheckpointConfig(drain=True),
+            ),
+            r"^checkpoint\.drain=true .*rollout\.replay_schedule=runs/a .*; set checkpoint\.drain=false",
         ),
         (
             config_of({"max_staleness": 3, "max_staleness_hard": 2}),

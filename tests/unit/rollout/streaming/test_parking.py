@@ -152,6 +152,7 @@ def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: 
     for name, completion in found.items():
         assert_right(completion, asked[name])
         assert read_journal(path)[name].finish_reason == "length"
+    assert not engine.loop._parking._running
     assert sum(drawn.values()) == sum(each.sampling.max_response_tokens for each in asked.values())
 
 
