@@ -106,8 +106,9 @@ def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) 
 
 @pytest.mark.on_demand
 def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -> None:
+    """An engine has one group at a time: the trainer waits for them, and never for none."""
     first, again = tmp_path / "first", tmp_path / "again"
-    given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=24")
+    given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=4")
     train(task, first, *given)
     spans = [record["versions"] for of_step in records(first).values() for record in of_step]
     assert sum(len(of_response) > 1 for of_response in spans), "no weights changed under responses"

@@ -14,11 +14,13 @@ import pytest
 
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.streaming.parking import Parking
 from mcore_rl.rollout.streaming.replay import Replay, read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.trajectories import version_spans
-from mcore_rl.types import Completion, Groups, RolloutScalars
-from tests.unit.rollout.streaming.streamed import SIZE, Stream, collector_of, some
+from mcore_rl.types import Completion, Delta, Groups, RolloutScalars
+from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
 from tests.unit.rollout.streaming.test_collector import trained
 from tests.unit.rollout.streaming.test_parking import SECONDS, Heard, VersionedEngine, assert_right, completed, serve
 from tests.unit.rollout.streaming.test_parking import request as request_of
@@ -79,6 +81,27 @@ def test_a_response_that_waits_before_its_first_token_can_be_withdrawn_and_abort
     assert completed(heard)["c"].versions.tolist() == [1, 1, 2, 2]
     assert len(engine.ran) == 4
     loop.stop()
+
+
+def test_a_loop_whose_responses_all_wait_for_weights_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    go_on = EngineLoop._go_on
+    monkeypatch.setattr(EngineLoop, "_go_on", lambda loop: (looks.append(1), go_on(loop)))
+    loop = serve(VersionedEngine())
+    loop.submit([replace(request_of("a", 4), spans=((1, 0, 4),))], Heard().put)
+    before = len(looks)
+    time.sleep(0.1)
+    assert len(looks) <= before + 1
+    assert loop.seconds_stuck == 0
+    loop.stop()
+
+
+def test_weights_that_come_early_leave_what_is_left_up_to_the_next_ones() -> None:
+    parking = Parking()
+    assert parking.begin([replace(request_of("a", 9), spans=((0, 0, 3), (1, 3, 6), (2, 6, 9)))], 0) == []
+    assert parking.count([Delta("a", [1], [0.0], 0)]) == []
+    parking.weights_changed(1)
+    assert [parking.count([Delta("a", [1], [0.0], 1)]) for _ in range(5)] == [[]] * 4 + [["a"]]
 
 
 def run(stream: Stream, tmp_path: Path, steps: int, replay: Replay | None = None) -> list[Groups]:
@@ -149,6 +172,18 @@ def test_the_same_groups_are_trained_in_the_same_steps_whatever_ends_first(
     assert stream.rests == 12, "weights wait for what they are not to draw, as long as there is something to repeat"
     every = [group for groups in again for group in trained(groups)]
     assert len(every) == len(set(every)) == 20 * SIZE
+
+
+def test_tasks_bring_the_versions_of_their_responses_and_what_comes_of_them_is_compared(tmp_path: Path) -> None:
+    right, wrong = (((0, 0, 1),),) * SAMPLES, (((0, 0, 2),),) * SAMPLES
+    replay = Replay({1: [0, 1, 2, 3]}, [0] * 4, {0: right, 1: right, 2: wrong})
+    stream = Stream(lambda tickets: tickets[:1])
+    collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2, "swap": "recompute"}, replay=replay)
+    collector.published(0)
+    assert [task.spans for task in stream.begun] == [right, right, wrong, ()]
+    stream.end([0, 1])
+    with pytest.raises(McoreRLError, match="group 2 came out otherwise"):
+        collector.collect(1)
 
 
 def test_groups_that_come_out_otherwise_are_named() -> None:
