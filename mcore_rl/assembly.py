@@ -34,6 +34,7 @@ from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
+from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.launch import Processes, launch
@@ -287,7 +288,7 @@ class _Site:
     def _streaming(
         self, stream: EngineStream, sampler: PromptSampler, failures: GradingFailures, score: Score | None
     ) -> StreamingCollector:
-        config = self.config
+        config, source = self.config, self.config.rollout.replay_schedule
         return StreamingCollector(
             stream=stream,
             sampler=sampler,
@@ -301,6 +302,7 @@ class _Site:
             failures=failures,
             score=score,
             drain=config.checkpoint.drain,
+            replay=None if source is None else read_replay(Path(source), config.rollout.samples_per_prompt),
         )
 
     def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:

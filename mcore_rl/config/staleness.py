@@ -26,6 +26,14 @@ class StalenessConfig:
     swap: str = setting(KEEP, choices=(KEEP, RECOMPUTE, FINISH))
     """What new weights do to responses in progress: they go on with the KV cache of the earlier weights (keep), compute
     it anew (recompute), or end before the weights change (finish)."""
+    partial_tokens: int | None = setting(None, minimum=1, unit="tokens")
+    """A response (each turn of one) that has drawn so many tokens under one version of the weights is parked: it gives
+    its place and its KV cache to others until the next weights, or until its engine has nothing else to run.
+    null: none is."""
+
+    replay_schedule: str | None = setting(None, path=True)
+    """The run directory of an earlier asynchronous run with rollout.swap=recompute, whose steps are repeated bit for
+    bit: each response draws its tokens under the versions that drew them then. null: weights change when they come."""
 
     @property
     def hard_staleness(self) -> int:

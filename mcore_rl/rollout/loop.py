@@ -1,7 +1,8 @@
 """The one thread that steps an engine, and does between two steps whatever others ask for.
 
 Nothing waits for a batch: requests are taken, aborted and handed out while others run, and weights change under them,
-all at the one place where no pass is in progress.
+all at the one place where no pass is in progress. A response that has drawn as much as it may under one version of the
+weights is parked: aborted, and submitted again with what it has when weights have changed, or nothing else runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TypeVar
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
 from mcore_rl.rollout.journal import Drawn, Journal
+from mcore_rl.rollout.streaming.parking import Parking
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
@@ -44,6 +46,8 @@ class EngineLoop:
         self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._unbegun: dict[str, Begun] = {}
+        self._parking = Parking()
+        self._version = engine.weight_version
         self._serving = True
         self._busy_seconds = 0.0
         self._began: float | None = None
@@ -60,21 +64,11 @@ class EngineLoop:
         generated any more.
         """
         while self._died is None and self._do_what_is_asked():
-            if not self.engine.num_running:
-                continue
-            with self._working():
-                try:
-                    deltas, completions = self.engine.step()
-                except Exception as error:
-                    self._note_death(error)
-                    self._fail(error)
-                    continue
-                if self._journal is not None:
-                    self._journal.add(deltas, completions)
-                if self._unbegun:
-                    self._note_begun(deltas)
-                for completion in completions:
-                    self._listeners.pop(completion.request_id)(completion)
+            if not self.engine.num_running:  # whoever is parked keeps nobody from anything then
+                self._go_on()
+            if self.engine.num_running:
+                with self._working():
+                    self._step()
         with self._door:
             self._serving = False
         if self._died is not None:
@@ -83,6 +77,22 @@ class EngineLoop:
                 if (run := self._asked.get()) is not None:
                     run()
             raise self._died
+
+    def _step(self) -> None:
+        try:
+            deltas, completions = self.engine.step()
+        except Exception as error:
+            self._note_death(error)
+            self._fail(error)
+            return
+        if self._journal is not None:
+            self._journal.add(deltas, completions)
+        if self._unbegun:
+            self._note_begun(deltas)
+        self._parking.leave([completion.request_id for completion in completions])
+        for completion in completions:
+            self._listeners.pop(completion.request_id)(completion)
+        self._park(self._parking.count(deltas))
 
     @property
     def busy_seconds(self) -> float:
@@ -94,6 +104,10 @@ class EngineLoop:
         """Since the present step, or what is done between two of them, began; 0 while the engine waits for requests."""
         began = self._began
         return time.monotonic() - began if began is not None else 0.0
+
+    @property
+    def num_parked(self) -> int:
+        return self._parking.num_waiting
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -132,7 +146,8 @@ class EngineLoop:
         return result
 
     def submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun = _unheard) -> None:
-        """Engine.submit; `listener` hears what becomes of each, and `begun` is called for each."""
+        """Engine.submit; `listener` hears what becomes of each, and `begun` is called for each. A request that has
+        tokens_per_version is parked whenever it has drawn so many."""
         self.between_steps(lambda: self._submit(requests, listener, begun))
 
     def submit_soon(
@@ -189,16 +204,19 @@ class EngineLoop:
         self.engine.submit(requests)
         if self._journal is not None:
             self._journal.begin(requests)
+        parked = self._parking.begin(requests, self._version)
         self._listeners |= {request.request_id: listener for request in requests}
         if begun is not None:
             self._unbegun |= {request.request_id: begun for request in requests}
+        self._park(parked)
 
     def _abort(self, request_ids: Collection[str]) -> list[Completion]:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
             self._unbegun.pop(request_id, None)
+        parked = self._parking.leave(request_ids)
         self._forget(request_ids)
-        return self.engine.abort(request_ids)
+        return [*self.engine.abort(request_ids), *parked]
 
     def _forget(self, request_ids: Collection[str]) -> None:
         """Of an engine that has died, others go on with all that ran."""
@@ -222,10 +240,11 @@ class EngineLoop:
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unbegun[request_id]
+            parked = self._parking.leave(request_ids)
             self._forget(request_ids)
             try:
                 aborted: Mapping[str, Completion] = {
-                    completion.request_id: completion for completion in self.engine.abort(request_ids)
+                    completion.request_id: completion for completion in [*self.engine.abort(request_ids), *parked]
                 }
             except BaseException as error:
                 for listener in listeners.values():
@@ -275,17 +294,41 @@ class EngineLoop:
         """All of it, in the order it came; waits for something while nothing runs. False: this is the end."""
         with contextlib.suppress(queue.Empty):
             while self._died is None:
-                run = self._asked.get(block=not self.engine.num_running)
+                run = self._asked.get(block=not self.engine.num_running and not self._parking.may_go_on)
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False
                 with self._working():
                     run()
+                if self._died is None and self.engine.weight_version != self._version:
+                    self._version = self.engine.weight_version
+                    self._parking.weights_changed(self._version)
+                    self._go_on()
         return True
+
+    def _park(self, request_ids: Collection[str]) -> None:
+        """In the journal they still run: others go on with them if the engine dies."""
+        if request_ids:
+            try:
+                self._parking.park(self.engine.abort(request_ids))
+            except Exception as error:
+                self._note_death(error)
+                self._fail(error)
+
+    def _go_on(self) -> None:
+        """Submits again what is parked, as far as the present weights will do."""
+        if requests := self._parking.go_on(self._version):
+            with self._working():
+                try:
+                    self.engine.submit(requests)
+                except Exception as error:
+                    self._note_death(error)
+                    self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
         self._unbegun.clear()
+        self._parking.leave(listeners)
         self._forget(listeners)
         with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
             self.engine.abort(list(listeners))

@@ -96,6 +96,12 @@ class TaskRunner:
             finished, self._finished = self._finished, []
             return finished, self._requests_left
 
+    @property
+    def num_left(self) -> tuple[int, int]:
+        """Of tasks, and of requests, that have not ended."""
+        with self._changed:
+            return len(self._tasks), self._requests_left
+
     def give_up(self, free: int) -> GivenUp:
         """Lets go of requests that have not begun, of the ends of tasks, for an engine that could begin `free` of them
         at once (stealing.share)."""

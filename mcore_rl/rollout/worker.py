@@ -120,9 +120,15 @@ class RolloutWorker:
         for response in range(*task.span):
             prompt, seed = of_group[response // task.samples_per_prompt], int(seeds[response])
             options = _sampling(task.sampling, prompt)
-            attempts.append(
-                Attempt(GenerationRequest(task.request_id(response), prompt.token_ids, seed, options), prompt)
+            request = GenerationRequest(
+                task.request_id(response),
+                prompt.token_ids,
+                seed,
+                options,
+                tokens_per_version=task.tokens_per_version,
+                spans=task.spans[response] if task.spans else (),
             )
+            attempts.append(Attempt(request, prompt))
         return attempts
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:

@@ -15,6 +15,7 @@ from mcore_rl.types.data import (
     SavedState,
     Score,
     Span,
+    Spans,
     TokenColumn,
     TrajectoryBuffers,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "SavedState",
     "Score",
     "Span",
+    "Spans",
     "TokenColumn",
     "TokenRefs",
     "Total",

@@ -52,16 +52,24 @@ class SamplingOptions:
     top_k: int = -1
 
 
+Spans = tuple[tuple[int, ...], ...]
+"""Of a response: (version, first token, token after the last), one after the other."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response to generate: token ids in, a seed of its own, so that a run can be repeated. `partial` is what there
-    is of the response already, of an engine that aborted it: it goes on from there."""
+    is of the response already, of an engine that aborted it: it goes on from there. A response that has drawn
+    `tokens_per_version` tokens under one version of the weights lets others go first; None: no such limit. `spans`:
+    the versions that are to draw it; it waits for each. (): whatever weights there are."""
 
     request_id: str
     token_ids: np.ndarray
     seed: int
     sampling: SamplingOptions
     partial: Completion | None = None
+    tokens_per_version: int | None = None
+    spans: Spans = ()
 
 
 @dataclass(frozen=True)

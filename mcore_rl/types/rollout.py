@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions
+from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions, Spans
 from mcore_rl.types.metrics import Metric
 
 RolloutResult = tuple[BuffersRef, RolloutScalars]
@@ -22,7 +22,8 @@ class RolloutTask:
     `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
     that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
     before the second; None: all. `version` of the weights when it was submitted: what lost engines drew with earlier
-    ones is of another task with the same ids.
+    ones is of another task with the same ids. `tokens_per_version`: of its requests.
+    `spans`: of each response of the task, or ().
     """
 
     prompt_set: str
@@ -35,6 +36,8 @@ class RolloutTask:
     journals: tuple[str, ...] = ()
     responses: tuple[int, int] | None = None
     version: int = 0
+    tokens_per_version: int | None = None
+    spans: tuple[Spans, ...] = ()
 
     @property
     def span(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import DataError
+from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
 from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, start_engine
@@ -125,6 +127,34 @@ def test_aborted_responses_go_on_as_if_nothing_had_been(
     for request in left:  # each alone
         engine.call("submit", [request])
         completions += finish(engine)
+    assert sorted(each.request_id for each in completions) == sorted(whole)
+    for completion in completions:
+        assert_same(engine, completion, whole[completion.request_id])
+
+
+def through_loop(engine: Any, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    """Inside the engine's process: responses by way of a loop."""
+    loop, completions = EngineLoop(engine), list[Completion]()
+
+    def generate() -> None:
+        try:
+            loop.generate(requests, completions.append)
+        finally:
+            loop.stop()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    loop.serve()
+    thread.join()
+    return completions
+
+
+def test_responses_that_are_parked_every_few_tokens_are_the_same(
+    engine: RemoteEngine, whole: dict[str, Completion]
+) -> None:
+    limits = [1, 5, None, 7]
+    requests = [replace(each, tokens_per_version=limits[i % 4]) for i, each in enumerate(make_requests())]
+    completions = engine.call(through_loop, requests)
     assert sorted(each.request_id for each in completions) == sorted(whole)
     for completion in completions:
         assert_same(engine, completion, whole[completion.request_id])

@@ -104,16 +104,35 @@ def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) 
         assert (run_dir / "rollouts" / name).read_text() == (whole / "rollouts" / name).read_text()
 
 
-def without_queues(run_dir: Path) -> dict[int, dict[str, Any]]:
+@pytest.mark.on_demand
+def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -> None:
+    """An engine has one group at a time: the trainer waits for them, and never for none."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=4")
+    train(task, first, *given)
+    spans = [record["versions"] for of_step in records(first).values() for record in of_step]
+    assert sum(len(of_response) > 1 for of_response in spans), "no weights changed under responses"
+    one_engine = ("rollout.num_engines=1", "cluster.gpus_per_node=3", f"rollout.replay_schedule={first}")
+    train(task, again, *given, *one_engine)
+    assert records(again) == records(first)
+    figures = [without_queues(run_dir, ("async/", "engine/", "weights/tensors_verified")) for run_dir in (again, first)]
+    assert figures[0] == figures[1]
+
+
+def without_queues(run_dir: Path, queues: tuple[str, ...] = QUEUES) -> dict[int, dict[str, Any]]:
     rows = metrics(run_dir)
-    return {step: {k: v for k, v in row.items() if not k.startswith(QUEUES)} for step, row in rows.items()}
+    return {step: {k: v for k, v in row.items() if not k.startswith(queues)} for step, row in rows.items()}
 
 
 @pytest.mark.on_demand
-@pytest.mark.parametrize("swap", ["keep", "recompute"])
-def test_a_drained_checkpoint_has_nothing_half_done(swap: str, task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [("rollout.swap=keep",), ("rollout.swap=recompute",), ("rollout.swap=recompute", "rollout.partial_tokens=6")],
+    ids=["keep", "recompute", "parked"],
+)
+def test_a_drained_checkpoint_has_nothing_half_done(given: tuple[str, ...], task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(task, run_dir, *AHEAD, f"rollout.swap={swap}", "checkpoint.drain=true", "checkpoint.keep_last=9")
+    train(task, run_dir, *AHEAD, *given, "checkpoint.drain=true", "checkpoint.keep_last=9")
     for step in (2, 4):
         saved = json.loads((run_dir / "checkpoints" / f"step_{step}" / "rollouts" / "groups.json").read_text())
         assert saved["groups"]

@@ -326,7 +326,8 @@ class Session:
         if not again and np.array_equal(ids, self._prompt.token_ids):
             return replace(self._request, sampling=options)
         digest = zlib.crc32(key)
-        return GenerationRequest(f"{self.id}/{digest:08x}.{again}", ids, turn_seed(self.seed, digest, again), options)
+        name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
+        return GenerationRequest(name, ids, seed, options, tokens_per_version=self._request.tokens_per_version)
 
     @contextlib.contextmanager
     def _noted_limit(self) -> Iterator[None]:

@@ -20,12 +20,15 @@ import numpy as np
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
+from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Collector, PendingSave
 from mcore_rl.rollout.admission import may_submit, take_batch
 from mcore_rl.rollout.collector import RowSampler
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
 from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
+from mcore_rl.rollout.streaming.replay import KEY as REPLAY
+from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
 from mcore_rl.rollout.streaming.staleness import describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SamplingOptions, SavedFile, Total
@@ -58,6 +61,7 @@ class StreamingCollector:
     records_dir: Path
     failures: GradingFailures | None = None
     score: Score | None = None
+    replay: Replay | None = None
     drain: bool = False
     """Whether what runs ends before a checkpoint is saved."""
     next_group: int = field(default=0)
@@ -98,6 +102,16 @@ class StreamingCollector:
         self._paused = True
         while self._running:
             self.stream.wait()
+
+    def rest(self) -> None:
+        """In a replay, waits until everything has drawn what the present weights are to draw."""
+        if self._replayed is not None:
+            self.stream.rest()
+
+    @property
+    def _replayed(self) -> Replay | None:
+        """While steps are left of it."""
+        return self.replay if self.replay is not None and self._collected < self.replay.steps else None
 
     def collect(self, step: int) -> Groups:
         """The groups of a step: the oldest that have finished, as soon as all others can be trained in time as well."""
@@ -157,6 +171,8 @@ class StreamingCollector:
         for ticket in sorted(self._results):
             group = self._running.pop(ticket)
             group.result = self._results.pop(ticket)
+            if self.replay is not None:
+                self.replay.require_same(group.number, group.scalars)
             if self.score is not None:
                 self._unscored.append(group)
             else:
@@ -188,6 +204,8 @@ class StreamingCollector:
                 self._submit(self._version)
 
     def _may_submit(self, slots: int) -> bool:
+        if self._replayed is not None and self._version is not None:
+            return self._replayed.begins(self.next_group, self._version)
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
         finished = len(self._unscored) + len(self._finished) + max(0, len(self._dull) - spare)
         wanted = self.prompts_per_step * (self.steps - self._collected)
@@ -219,11 +237,15 @@ class StreamingCollector:
             self.seed,
             part_path(self.records_dir, "group", 0, number),
             version=version,
+            tokens_per_version=options.partial_tokens,
+            spans=() if self.replay is None else self.replay.spans.get(number, ()),
         )
 
     def _take(self) -> list[Group] | None:
         """The groups that are trained now; None while there are too few, or others would become too old."""
         assert self._version is not None, "a step was collected before any weights were published"
+        if (replay := self._replayed) is not None:
+            return self._take_recorded(set(replay.of_step[self._collected + 1]))
         size, hard = self.prompts_per_step, self.rollout.hard_staleness
         taken = self._oldest(self._version) if len(self._finished) >= size else self._remaining()
         if taken is None:
@@ -261,6 +283,21 @@ class StreamingCollector:
     def _under_way(self) -> Iterator[Group]:
         return itertools.chain(self._running.values(), self._unscored)
 
+    def _take_recorded(self, wanted: set[int]) -> list[Group] | None:
+        """Of the groups that a step has recorded, once all have ended: those that it trained."""
+        ended = [group for group in self._finished if group.number in wanted]
+        dull = sorted((group for group in self._dull if group.number in wanted), key=BY_NUMBER)
+        if len(ended) + len(dull) < len(wanted):
+            return None
+        self._finished = [group for group in self._finished if group.number not in wanted]
+        taken = [*ended, *dull[: self.prompts_per_step - len(ended)]]
+        if len(taken) != self.prompts_per_step:
+            raise McoreRLError(
+                f"{len(ended)} groups of step {self._collected + 1} are to be trained, and the run of {REPLAY} had "
+                f"{self.prompts_per_step}: trainer.prompts_per_step, the reward or the dynamic sampling has changed"
+            )
+        return taken
+
     @property
     def _in_order(self) -> bool:
         """Whether groups are trained in the order in which they were submitted."""
@@ -270,6 +307,9 @@ class StreamingCollector:
         """Groups without signal that are given up with a step: in order, those before its last group."""
         numbers, last = {group.number for group in taken}, max(group.number for group in taken)
         left = [group for group in self._dull if group.number not in numbers]
+        if self.replay is not None and (wanted := self.replay.of_step.get(self._collected)) is not None:
+            self._dull = [group for group in left if group.number not in wanted]
+            return [group for group in left if group.number in wanted]
         self._dull = [group for group in left if self._in_order and group.number > last]
         return [group for group in left if not self._in_order or group.number < last]
 

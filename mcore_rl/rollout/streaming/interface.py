@@ -39,6 +39,9 @@ class TaskStream(Protocol):
     def wait(self) -> None:
         """Until something has ended, or a while has passed."""
 
+    def rest(self) -> None:
+        """Until all that is under way waits for other weights, or has ended."""
+
     def idle_fraction(self) -> Mean:
         """Of the time of all engines since the last call, what they had nothing to do in."""
 

@@ -13,6 +13,8 @@ class Submitter(Protocol):
 
     def settle(self) -> None: ...
 
+    def rest(self) -> None: ...
+
     def published(self, version: int) -> None: ...
 
 
@@ -28,6 +30,7 @@ class SwappingPublisher:
     def publish(self, version: int) -> int:
         if self.finish:
             self.collector.settle()
+        self.collector.rest()
         version = self.publisher.publish(version)
         self.collector.published(version)
         return version

@@ -38,6 +38,9 @@ from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
+MOST_THREADS = 1 << 12
+"""In a replay, where tasks of other engines may wait on one for their weights; they start as they are needed."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -89,7 +92,8 @@ class EngineProcess(RunProcess):
             )
             low = concurrent_episodes(config.rollout)
             # A thread for each task: the smallest have one request, and none of them should wait for another.
-            self._runner = TaskRunner(worker.run, player.withdraw, num_threads=ROOM * low, low=low)
+            threads = ROOM * low if config.rollout.replay_schedule is None else MOST_THREADS
+            self._runner = TaskRunner(worker.run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:
@@ -118,6 +122,12 @@ class EngineProcess(RunProcess):
         """As TaskRunner.give_up."""
         with self.spans.span("give up requests"):
             return self._runner.give_up(free)
+
+    @ray.method(concurrency_group="engine")
+    def num_running(self) -> tuple[int, int]:
+        """Of tasks that have not ended, and of their requests that neither have nor wait for other weights."""
+        tasks, requests = self._runner.num_left
+        return tasks, requests - self.loop.num_parked
 
     @ray.method(concurrency_group="watch")
     def seconds_stuck(self) -> float:

@@ -131,6 +131,16 @@ class EngineStream:
         self._mend()
         self.pool.watch.wait([], 0)
 
+    def rest(self) -> None:
+        """As TaskStream.rest."""
+        while self._homeless or not self.pool.insist(self._rests):
+            self.wait()
+
+    def _rests(self) -> bool:
+        handles = [engine.handle for index, engine in enumerate(self.pool.engines) if self._serves(index)]
+        counts = self.pool.watch.get([handle.num_running.remote() for handle in handles])
+        return sum(tasks for tasks, _ in counts) == len(self._underway) and not any(running for _, running in counts)
+
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """As EnginePool.run, beside what is under way."""
         results: dict[int, RolloutResult] = {}
@@ -228,7 +238,9 @@ class EngineStream:
             entry.results[ticket] = self._chunk(entry.task, _whole(place, entry.task, scalars)), scalars
 
     def _chunk(self, task: RolloutTask, part: Part) -> BuffersRef:
-        return BuffersRef(Chunk([part], replace(task, journals=()), self.pool.renew))
+        # Who makes it again waits for it, while no weights come.
+        again = replace(task, journals=(), tokens_per_version=None, spans=())
+        return BuffersRef(Chunk([part], again, self.pool.renew))
 
     def _value(self, call: Any, poll: Poll) -> Any:
         """None where the engine is lost: what it had is given to others."""

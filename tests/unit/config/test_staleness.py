@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.models import ActorConfig, MoeConfig
 from mcore_rl.config.rules.staleness import check_staleness
-from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.config.schema import CheckpointConfig, ClusterConfig, Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 APART = ClusterConfig(placement="disaggregated")
@@ -24,7 +24,7 @@ def config_of(rollout: dict[str, Any], **sections: Any) -> Config:
     [
         ({"max_staleness": 1}, 3),
         ({"max_staleness": 4, "max_staleness_hard": 4}, 4),
-        ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute"}, 7),
+        ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute", "partial_tokens": 1}, 7),
     ],
 )
 def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
@@ -38,6 +38,30 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
     [
         (config_of({"swap": "finish"}), r"^rollout\.swap=finish has no effect; set rollout\.max_staleness above 0"),
         (config_of({"max_staleness_hard": 3}), r"^rollout\.max_staleness_hard=3 has no effect"),
+        (config_of({"partial_tokens": 64}), r"^rollout\.partial_tokens=64 has no effect; set rollout\.max_staleness"),
+        (
+            config_of({"max_staleness": 1, "swap": "finish", "partial_tokens": 64}),
+            r"^rollout\.partial_tokens=64 lets .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
+        ),
+        (
+            config_of({"replay_schedule": "runs/a"}),
+            r"^rollout\.replay_schedule=runs/a has no effect; set rollout\.max",
+        ),
+        (
+            config_of({"max_staleness": 1, "replay_schedule": "runs/a"}),
+            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.swap is keep.*; set rollout\.swap=recompute",
+        ),
+        (
+            config_of({"max_staleness": 1, "swap": "recompute", "replay_schedule": "runs/a", "episode": "a.py:b"}),
+            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.episode a\.py:b; set .*without turns",
+        ),
+        (
+            config_of(
+                {"max_staleness": 1, "swap": "recompute", "replay_schedule": "runs/a"},
+                checkpoint=CheckpointConfig(drain=True),
+            ),
+            r"^checkpoint\.drain=true .*rollout\.replay_schedule=runs/a .*; set checkpoint\.drain=false",
+        ),
         (
             config_of({"max_staleness": 3, "max_staleness_hard": 2}),
             r"^rollout\.max_staleness_hard=2 is below rollout\.max_staleness=3",

@@ -107,6 +107,21 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
     assert (sorted([*finished, *more, *rest]), left) == ([10, 20, 30], 0)
 
 
+def test_it_says_how_many_tasks_and_requests_have_not_ended() -> None:
+    engine = Engine()
+    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
+    runner.begin([task(10, 3), task(20, 2)])
+    assert runner.num_left == (2, 5)
+    engine.begin(20, 1)
+    engine.end_requests(20, 1)
+    assert runner.num_left == (2, 4), "its task has another one"
+    for number in (10, 20):
+        engine.begin(number, 0)
+        engine.ends[number].set()
+    runner.exchange([], Until.ALL)
+    assert runner.num_left[0] == 0
+
+
 def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)

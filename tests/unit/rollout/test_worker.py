@@ -175,6 +175,15 @@ def test_a_response_has_the_same_seed_whatever_is_drawn_beside_it() -> None:
     assert np.array_equal(alone, together[4:8])
 
 
+def test_requests_have_the_limit_of_their_task_and_their_own_versions() -> None:
+    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    spans = tuple(((0, 0, 1), (1, 1, 2 + response)) for response in range(4))
+    task = RolloutTask("train", np.array([0, 1]), np.array([4, 5]), 2, SamplingOptions(4), 1, tokens_per_version=3)
+    assert [(a.request.tokens_per_version, a.request.spans) for a in worker._attempts(task)] == [(3, ())] * 4
+    task = replace(task, spans=spans, responses=(1, 3))
+    assert [attempt.request.spans for attempt in worker._attempts(task)] == [spans[1], spans[2]]
+
+
 def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
     seeds = np.concatenate([request_seeds(run, np.arange(2000), 16) for run in (0, 1, 2)])
     assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 draws of 31 bits: a few collisions by chance

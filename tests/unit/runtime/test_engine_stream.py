@@ -260,3 +260,19 @@ def test_slots_are_those_of_engines_that_have_weights() -> None:
     for name in ("engine 0", "engine 1", "engine 2"):
         stream.pool.lose(stream.pool.engines[int(name[-1])], "lost")
     assert stream.slots == 8  # of those that come back; a run that submits nothing would wait without end
+
+
+def test_it_rests_when_engines_have_all_its_tasks_and_no_request_of_them_runs() -> None:
+    stream, watch = stream_of(2)
+    begin(stream, [1] * 4, {})
+    for start in watch.starts:
+        start.processes[-1].num_running = SimpleNamespace(remote=lambda: None)  # type: ignore[attr-defined]
+    answers = [
+        [(2, 1), (2, 0)],
+        [(1, 0), (2, 0)],  # one has not come there, or has ended and was not reported yet
+        [(2, 0), (2, 0)],
+    ]
+    watch.get = lambda calls: answers.pop(0)  # type: ignore[attr-defined]
+    stream.rest()
+    assert answers == []
+    assert watch.waits == 2

@@ -234,9 +234,11 @@ def assert_level(stream: EngineStream, watch: StreamWatch) -> None:
 
 
 def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() -> None:
+    """Whoever asks for it waits while no weights come: its responses wait for none."""
     stream, watch = stream_of(2, seed=0)
     results, others = Once(), Once()
-    tasks = begin(stream, [2] * 4, results)
+    limited = [replace(task_of(number, 2), tokens_per_version=3) for number in range(4)]
+    tasks = {stream.begin(task, results): task for task in limited}
     finish_all(stream, watch)
     under_way = begin(stream, [1] * 4, others)
     chunks = [cast(Chunk, results[ticket][0]) for ticket in tasks]
@@ -251,6 +253,7 @@ def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() 
         assert (part.first, part.last) == part.responses == (0, 2)
     again = [task for task in watch.present("engine 1").given if task.records is None]
     assert [(task.group_ids[0], task.journals) for task in again] == [(0, ("engine 0.1",)), (2, ("engine 0.1",))]
+    assert [task.tokens_per_version for task in again] == [None, None]
     while len(others) < len(under_way):
         stream.wait()
     assert stream.running_requests == 0

@@ -228,6 +228,17 @@ def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
     assert len(set(seeds[0])) == 8
 
 
+def test_each_turn_lets_others_go_first_after_as_many_tokens_and_is_the_same(stage: SetUp) -> None:
+    on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=FakeTools(echo))
+    (expected,) = on.play()
+    limited = [replace(each, request=replace(each.request, tokens_per_version=2)) for each in on.attempts()]
+    outcomes: dict[int, Any] = {}
+    on.player.play(limited, Course(lambda: None, outcomes.__setitem__), {})
+    np.testing.assert_array_equal(outcomes[0].trajectories[0].token_ids, expected.trajectories[0].token_ids)
+    parked = {engine_id.partition("~")[2] for engine_id in on.engine.cancelled}
+    assert len(parked) == 3, "each of the three turns was parked"
+
+
 def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tmp_path: Path) -> None:
     """Those who take over from this engine then find all of it."""
     say = asks_until_it_has_seen(2)

@@ -47,7 +47,7 @@ class Stream:
         self.underway: dict[int, tuple[RolloutTask, dict[int, RolloutResult]]] = {}
         self.begun: list[RolloutTask] = []
         self.dull: Callable[[int], bool] = lambda group: False
-        self.most_requests = 0
+        self.most_requests = self.rests = 0
         self.heard: Callable[[], None] = lambda: None
 
     @property
@@ -77,6 +77,9 @@ class Stream:
             task, results = self.underway.pop(ticket)
             results[ticket] = f"chunk {task.group_ids[0]}", self._scalars(task)  # type: ignore[assignment]
         self.heard()
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def save(self, directory: Path, chunks: Sequence[Any], tickets: Sequence[int]) -> SavedTasks:
         (directory / "engine_0.npz").write_text(json.dumps(list(chunks)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,61 @@ def test_every_group_is_trained_once_in_whole_steps_and_none_is_older_than_the_b
     if eta == hard:  # first in, first out
         versions = [[int(s.versions[0, 0]) for s in groups.scalars] for groups in collected]
         assert versions == sorted(versions)
+
+
+class ParkingStream(Stream):
+    """A task is drawn in so many pieces, and waits after each for the next weights, or until its engine has nothing
+    else to run: as engines do it with rollout.partial_tokens."""
+
+    def __init__(self, seed: int, **given: Any) -> None:
+        chance = random.Random(seed)
+        super().__init__(lambda tickets: chance.sample(tickets, chance.randint(1, min(3, len(tickets)))), **given)
+        self.left: dict[int, int] = {}
+        self.parked: dict[int, int] = {}
+        """Version under which it drew its last piece, by ticket."""
+        self.pieces_of = lambda: chance.choice([1, 1, 1, 2, 9])
+
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
+        ticket = super().begin(task, results)
+        assert task.tokens_per_version == 16
+        self.left[ticket] = self.pieces_of()
+        return ticket
+
+    def wait(self) -> None:
+        self.waits += 1
+        running = [ticket for ticket in self.underway if self.parked.get(ticket) != self.version]
+        assert self.underway, "it waits, and nothing is under way: it would wait for ever"
+        for engine in range(self.num_engines):
+            of_engine = [ticket for ticket in self.underway if ticket % self.num_engines == engine]
+            if not set(of_engine).intersection(running):
+                running += of_engine
+        drawn = self.choose(sorted(running))
+        for ticket in drawn:
+            self.left[ticket] -= 1
+            self.parked[ticket] = self.version
+        self.end([ticket for ticket in drawn if not self.left[ticket]])
+
+
+@pytest.mark.parametrize("waits_for", ["weights", "a checkpoint"])
+@pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_parked_responses_keep_no_step_and_no_checkpoint_from_coming(
+    eta: int, hard: int, seed: int, waits_for: str, tmp_path: Path
+) -> None:
+    stream = ParkingStream(seed, slots=SAMPLES * 6)
+    stream.dull = lambda group: group % 4 == 0
+    given = {"max_staleness": eta, "max_staleness_hard": hard, "partial_tokens": 16}
+    dynamic = {"enable": True, "max_batches": 2}
+    collector = collector_of(stream, tmp_path, steps=30, rollout=given, dynamic=dynamic)
+    collector.published(0)
+    for step in range(1, 31):
+        assert max(ages(collector.collect(step), step - 1)) <= hard
+        if waits_for == "a checkpoint":
+            collector.settle()
+            assert not stream.underway
+        stream.version = step
+        collector.published(step)
+    assert max(stream.left.values()) == 0
 
 
 def test_as_many_exist_as_the_mean_staleness_says(tmp_path: Path) -> None:

@@ -1,0 +1,273 @@
+"""Responses that have drawn enough under one version wait for the next one, and lose nothing by it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.engines.stepped import Output
+from mcore_rl.errors import WeightSyncError, WorkerDiedError
+from mcore_rl.rollout.journal import Journal, read_journal
+from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
+from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
+
+SECONDS = 20.0
+Heard = queue.SimpleQueue[Completion | BaseException]
+
+
+def token(seed: int, index: int, version: int) -> int:
+    """Of a response, at this place, under these weights; never the last one."""
+    return 1 + (7 * seed + 3 * index + 11 * version) % (VOCABULARY - 1)
+
+
+class VersionedEngine(FakeEngine):
+    """Tokens hang on the version. `ran` are the requests of each pass, with its version; weights change after passes
+    that `swaps` names."""
+
+    def __init__(self, slots: int = 4, swaps: Sequence[int] = ()) -> None:
+        super().__init__(slots)
+        self.swaps, self.ran = swaps, list[tuple[int, list[str]]]()
+        self.loop: EngineLoop
+
+    def _pass(self) -> list[Output]:
+        outputs, entries = super()._pass(), list(self._running.values())[: self.slots]
+        self.ran.append((self.weight_version, [entry.request.request_id for entry in entries]))
+        found = []
+        for output, entry in zip(outputs, entries, strict=True):
+            drawn = token(entry.request.seed, len(entry.token_ids), self.weight_version)
+            last = len(entry.token_ids) + 1 == entry.request.sampling.max_response_tokens
+            found.append(Output(output.engine_id, [drawn], [-float(drawn)], "length" if last else None))
+        if self.num_passes in self.swaps:
+            self.loop._soon(self.swap)
+        return found
+
+    def swap(self) -> None:
+        self.weight_version += 1
+
+
+def serve(engine: VersionedEngine, journal: Journal | None = None) -> EngineLoop:
+    engine.loop = EngineLoop(engine, journal)
+    threading.Thread(target=_serve, args=(engine.loop,), daemon=True).start()
+    return engine.loop
+
+
+def _serve(loop: EngineLoop) -> None:
+    with contextlib.suppress(WorkerDiedError):  # those who wait hear it
+        loop.serve()
+
+
+def request(name: str, length: int, limit: int | None = None, seed: int = 1) -> GenerationRequest:
+    ids = np.array([3, 4], np.int32)
+    return GenerationRequest(name, ids, seed, SamplingOptions(length), tokens_per_version=limit)
+
+
+def completed(heard: Heard, count: int = 1) -> dict[str, Completion]:
+    found = {}
+    for _ in range(count):
+        completion = heard.get(timeout=SECONDS)
+        assert isinstance(completion, Completion), completion
+        found[completion.request_id] = completion
+    return found
+
+
+def assert_right(completion: Completion, asked: GenerationRequest) -> None:
+    assert completion.finish_reason == "length"
+    expected = [token(asked.seed, index, int(version)) for index, version in enumerate(completion.versions)]
+    assert completion.token_ids.tolist() == expected
+    assert completion.logp.tolist() == [-float(drawn) for drawn in expected]
+    assert len(expected) == asked.sampling.max_response_tokens
+
+
+def test_a_response_draws_so_many_tokens_under_each_version_while_others_run() -> None:
+    engine, heard = VersionedEngine(slots=2, swaps=(10, 30)), Heard()
+    asked = [request("long", 10, 4), request("other", 60), request("third", 6)]
+    serve(engine).submit(asked, heard.put)
+    found = completed(heard, 3)
+    engine.loop.stop()
+    assert found["long"].versions.tolist() == [0] * 4 + [1] * 4 + [2] * 2
+    for each in asked:
+        assert_right(found[each.request_id], each)
+    assert engine.ran[3:5] == [(0, ["long", "other"]), (0, ["other", "third"])], "its place is another's"
+    assert sum(len(names) for _, names in engine.ran) == 76, "nothing is drawn twice"
+
+
+def test_what_runs_when_weights_change_may_draw_as_much_again() -> None:
+    engine, heard = VersionedEngine(swaps=(3, 20)), Heard()
+    asked = [request("long", 14, 5), request("other", 40)]
+    serve(engine).submit(asked, heard.put)
+    found = completed(heard, 2)
+    engine.loop.stop()
+    assert found["long"].versions.tolist() == [0] * 3 + [1] * 5 + [2] * 6, "the last one when it is alone"
+
+
+def test_where_nothing_else_runs_it_goes_on_under_the_same_weights() -> None:
+    engine, heard, begun = VersionedEngine(), Heard(), list[int]()
+    asked = [request("a", 11, 2), request("b", 7, 1, seed=5)]
+    serve(engine).submit(asked, heard.put, lambda: begun.append(1))
+    found = completed(heard, 2)
+    for each in asked:
+        assert_right(found[each.request_id], each)
+    engine.loop.stop()
+    assert begun == [1, 1]
+    assert sum(len(ids) for _, ids in engine.ran) == 18
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: int, tmp_path: Path) -> None:
+    """The journal has what was drawn at all times; nothing runs beyond its limit while others could."""
+    chance = random.Random(seed)
+    engine = VersionedEngine(chance.randint(1, 4), sorted(chance.sample(range(1, 120), 6)))
+    path, counts = tmp_path / "journal", dict[tuple[str, int], int]()
+    asked = {f"r{i}": request(f"r{i}", chance.randint(1, 40), chance.choice([None, 1, 3, 8]), seed=i) for i in range(9)}
+    drawn: dict[str, int] = dict.fromkeys(asked, 0)
+
+    def look() -> None:
+        journaled = read_journal(path)
+        for name, count in drawn.items():
+            if count < asked[name].sampling.max_response_tokens:
+                assert len(journaled[name].completion.token_ids if name in journaled else ()) == count
+        running = [entry.request.request_id for entry in engine._running.values()][: engine.slots]
+        for name in running:
+            drawn[name] += 1
+            key, limit = (name, engine.weight_version), asked[name].tokens_per_version
+            counts[key] = counts.get(key, 0) + 1
+            if limit is not None and counts[key] > limit:
+                others = [other for other in engine.running_ids if asked[other].tokens_per_version is None]
+                assert not others, "it waits while one without a limit runs"
+
+    engine.before_pass = look
+    heard = Heard()
+    serve(engine, Journal(path)).submit(list(asked.values()), heard.put)
+    found = completed(heard, len(asked))
+    engine.loop.stop()
+    for name, completion in found.items():
+        assert_right(completion, asked[name])
+        assert read_journal(path)[name].finish_reason == "length"
+    assert not engine.loop._parking._running
+    assert sum(drawn.values()) == sum(each.sampling.max_response_tokens for each in asked.values())
+
+
+class Parked:
+    """A loop in which `long` has drawn 3 tokens and waits, while `other` is held in a pass, which may fail."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine, self.heard, self.others, self.path = VersionedEngine(), Heard(), Heard(), path
+        self.in_pass, self.go = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.engine.before_pass = self._hold
+        self.loop = serve(self.engine, Journal(path))
+        self.asked = request("long", 8, 3)
+        heard = {"long": self.heard, "other": self.others}
+        self.loop.submit([self.asked, request("other", 40, seed=2)], self._tell(heard))
+        assert self.in_pass.wait(SECONDS)
+
+    def _tell(self, heard: dict[str, Heard]) -> Callable[[Completion | BaseException], None]:
+        def tell(end: Completion | BaseException) -> None:
+            if isinstance(end, Completion):
+                heard[end.request_id].put(end)
+            else:
+                self.heard.put(end)
+
+        return tell
+
+    def _hold(self) -> None:
+        if self.engine.running_ids == ["other"]:
+            self.in_pass.set()
+            assert self.go.wait(SECONDS)
+            if self.error is not None:
+                raise self.error
+
+    def drawn(self) -> list[int]:
+        """What others would go on from."""
+        found = read_journal(self.path)["long"]
+        assert (found.seed, found.finish_reason) == (1, None)
+        return found.completion.token_ids.tolist()
+
+
+@pytest.fixture
+def parked(tmp_path: Path) -> Parked:
+    return Parked(tmp_path / "journal")
+
+
+FIRST = [token(1, index, 0) for index in range(3)]
+
+
+def test_a_parked_response_that_is_aborted_comes_with_what_there_is_of_it(parked: Parked) -> None:
+    parked.go.set()
+    (partial,) = parked.loop.abort(["long", "nobody"])
+    assert (partial.finish_reason, partial.token_ids.tolist()) == ("abort", FIRST)
+    assert parked.heard.empty()
+    assert "long" not in read_journal(parked.path)
+    parked.loop.submit([replace(parked.asked, partial=partial)], parked.heard.put)
+    assert_right(completed(parked.heard)["long"], parked.asked)
+    parked.loop.stop()
+
+
+def test_an_engine_that_dies_leaves_a_parked_response_to_others(parked: Parked) -> None:
+    assert parked.drawn() == FIRST
+    parked.error = WorkerDiedError("rank 1 is gone")
+    parked.go.set()
+    assert isinstance(parked.heard.get(timeout=SECONDS), WorkerDiedError)
+    assert isinstance(parked.heard.get(timeout=SECONDS), WorkerDiedError), "one for each of the two"
+    assert parked.drawn() == FIRST
+    partial = read_journal(parked.path)["long"].completion
+    engine, heard = VersionedEngine(), Heard()
+    engine.weight_version = 1
+    serve(engine).submit([replace(parked.asked, partial=partial)], heard.put)
+    found = completed(heard)["long"]
+    assert_right(found, parked.asked)
+    assert found.versions.tolist() == [0] * 3 + [1] * 5
+    engine.loop.stop()
+
+
+def test_who_waits_for_a_parked_response_hears_that_a_pass_failed_and_that_the_loop_has_ended(parked: Parked) -> None:
+    parked.error = WeightSyncError("half an update")
+    parked.go.set()
+    assert [type(parked.heard.get(timeout=SECONDS)) for _ in range(2)] == [WeightSyncError] * 2
+    assert parked.loop.between_steps(lambda: parked.engine.num_running) == 0
+    parked.error = None
+    parked.in_pass.clear()
+    parked.go.clear()
+    parked.loop.submit([parked.asked, request("other", 40)], parked.heard.put)
+    assert parked.in_pass.wait(SECONDS)
+    parked.loop.stop()
+    parked.go.set()
+    assert all("has ended" in str(parked.heard.get(timeout=SECONDS)) for _ in range(2))
+
+
+def test_an_engine_that_refuses_what_was_parked_tells_who_waits(parked: Parked) -> None:
+    def refuse() -> None:
+        raise WeightSyncError("half an update")
+
+    parked.engine._require_ready = refuse  # type: ignore[method-assign]
+    parked.go.set()
+    assert [type(parked.heard.get(timeout=SECONDS)) for _ in range(2)] == [WeightSyncError] * 2
+    assert parked.loop.between_steps(lambda: parked.engine.num_running) == 0
+    parked.loop.stop()
+
+
+def test_a_parked_response_is_in_the_copy_of_the_journal(parked: Parked, tmp_path: Path) -> None:
+    parked.go.set()
+    assert parked.loop.copy_journal(tmp_path / "copy", ["long"])
+    assert read_journal(tmp_path / "copy")["long"].completion.token_ids.tolist()[:3] == FIRST
+    parked.loop.stop()
+
+
+def test_new_weights_wake_a_parked_response_before_what_comes_after_them(parked: Parked) -> None:
+    parked.loop._soon(parked.engine.swap)
+    parked.loop.submit_soon([request("late", 2)], parked.heard.put)
+    parked.go.set()
+    found = completed(parked.heard, 2)
+    assert parked.engine.added[:4] == ["long", "other", "long", "late"]
+    assert_right(found["long"], parked.asked)
+    assert found["long"].versions.tolist() == [0] * 3 + [1] * 5
+    parked.loop.stop()
