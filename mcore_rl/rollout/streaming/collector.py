@@ -62,6 +62,7 @@ class StreamingCollector:
     failures: GradingFailures | None = None
     score: Score | None = None
     replay: Replay | None = None
+    """Of an earlier run, whose steps are repeated as far as they go."""
     drain: bool = False
     """Whether what runs ends before a checkpoint is saved."""
     next_group: int = field(default=0)
