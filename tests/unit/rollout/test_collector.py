@@ -15,20 +15,9 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import places_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
+from tests.unit.rollout.counting import CountingSampler
 
 SAMPLES = 4
-
-
-class CountingSampler:
-    """Rows 0, 1, 2, ...: what was drawn can be read off the rows."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def draw(self, count: int) -> np.ndarray:
-        rows = np.arange(self.next, self.next + count)
-        self.next += count
-        return rows
 
 
 class ScriptedPool:

@@ -18,22 +18,11 @@ from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.rollout.streaming.interface import SavedTasks
 from mcore_rl.rollout.streaming.trajectory_files import saved_file
 from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
+from tests.unit.rollout.counting import CountingSampler
 
 SAMPLES = 4
 SIZE = 4
 """Groups of a step."""
-
-
-class CountingSampler:
-    """Rows 0, 1, 2, ...: what was drawn can be read off the rows."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def draw(self, count: int) -> np.ndarray:
-        rows = np.arange(self.next, self.next + count)
-        self.next += count
-        return rows
 
 
 class Stream:
