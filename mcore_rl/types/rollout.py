@@ -56,8 +56,8 @@ class RolloutTask:
     def request_id(self, response: int) -> str:
         """Of one response, by its number; a greedy one to a group that others are sampled of is another one."""
         group, sample = divmod(response, self.samples_per_prompt)
-        greedy = ".greedy" if self.sampling.temperature == 0 else ""
-        return f"{self.prompt_set}.{self.group_ids[group]}.{sample}{greedy}"
+        beside = self.prompt_set == "train" and self.sampling.temperature == 0
+        return f"{self.prompt_set}{'_greedy' if beside else ''}.{self.group_ids[group]}.{sample}"
 
 
 @dataclass(frozen=True)

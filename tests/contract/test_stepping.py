@@ -22,6 +22,7 @@ from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 24
+SWAPS = 10
 CLOSE = 1e-4
 """Of log-probabilities in float32, other orders of sums; a wrong version is off by more than 0.1."""
 
@@ -240,8 +241,8 @@ def test_weights_change_under_responses_and_every_token_knows_its_own(
     _publish(trainer, base, recompute)
     models[base] = copy.deepcopy(trainer.model)
     engine.call("submit", requests)
-    for version in (base + 1, base + 2):
-        completions += engine.call(steps, 7)[1]
+    for version in range(base + 1, base + 1 + SWAPS):
+        completions += engine.call(steps, 2)[1]
         trainer.perturb(version)
         models[version] = copy.deepcopy(trainer.model)
         _publish(trainer, version, recompute)
@@ -250,7 +251,7 @@ def test_weights_change_under_responses_and_every_token_knows_its_own(
     engine.call("submit", late)
     completions += finish(engine)
     by_id = {each.request_id: each for each in [*requests, *late]}
-    mixed = [each for each in completions if len(set(each.versions.tolist())) == 3]
+    mixed = [each for each in completions if len(set(each.versions.tolist())) > SWAPS // 2]
     assert len(mixed) >= 4
     right, wrong = (logp_anew, logp_kept) if recompute else (logp_kept, logp_anew)
     for completion in completions:

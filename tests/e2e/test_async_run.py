@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import TrainProcess, metrics, train
+from tests.e2e.test_critic_run import PPO
 from tests.e2e.test_engine_loss import ENGINE, restarts
 from tests.e2e.test_failures import in_step
+from tests.e2e.test_judge_run import OVERRIDES as JUDGED
+from tests.e2e.test_judge_run import PARSER, write_judge
+from tests.e2e.test_reward_model_run import RULE_WEIGHT, SCORE_WEIGHT, digits_share, write_scorer
 
 pytestmark = pytest.mark.slow
 
@@ -138,3 +142,32 @@ def test_a_drained_checkpoint_has_nothing_half_done(given: tuple[str, ...], task
         assert saved["groups"]
         assert all(group["state"] != "running" for group in saved["groups"])
     assert_whole(run_dir, 6)
+
+
+@pytest.mark.on_demand
+def test_a_critic_and_a_reward_model_work_ahead_too(task: Path, tmp_path: Path) -> None:
+    scorer = write_scorer(task, "scorer", None)
+    beside = (f"reward_model.hf_path={scorer}", f"reward_model.weight={SCORE_WEIGHT}", f"reward.weight={RULE_WEIGHT}")
+    train(task, tmp_path / "run", *AHEAD, *PPO, *beside, "reward.overlong.enable=false")
+    assert_whole(tmp_path / "run", 6)
+    for of_step in records(tmp_path / "run").values():
+        for record in of_step:
+            expected = RULE_WEIGHT * digits_share(record["response"]) + SCORE_WEIGHT * record["scores"]["model"]
+            assert record["reward"] == pytest.approx(expected, abs=1e-5)
+    rows = metrics(tmp_path / "run")
+    assert all({"critic/loss", "reward/model"} <= rows[step].keys() for step in range(1, 7))
+
+
+@pytest.mark.on_demand
+def test_a_judge_answers_while_groups_run(task: Path, tmp_path: Path) -> None:
+    judge = write_judge(tmp_path / "judge")
+    (tmp_path / "parser.py").write_text(PARSER)
+    own = ("actor.offload", "trainer.steps", "trainer.validate_before")
+    settings = [setting for setting in JUDGED if not setting.startswith(own)]
+    where = (f"judge.parser={tmp_path / 'parser.py'}:last_digit", f"judge.hf_path={judge}")
+    train(task, tmp_path / "run", *settings, *AHEAD, *where)
+    assert_whole(tmp_path / "run", 6)
+    for of_step in records(tmp_path / "run").values():
+        for record in of_step:
+            expected = 0.5 * digits_share(record["response"]) + 0.25 * record["scores"]["judge"]
+            assert record["reward"] == pytest.approx(expected, abs=1e-5)
