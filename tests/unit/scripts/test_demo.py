@@ -125,4 +125,10 @@ def test_a_signal_is_passed_to_the_run_which_is_waited_for(
 
 
 def test_names_of_tasks_agree() -> None:
-    assert set(demo.DEMOS) == set(demo_task.TASKS)
+    assert {each.task for each in demo.DEMOS.values()} == set(demo_task.TASKS)
+
+
+def test_a_mode_that_a_task_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--task", "game", "--mode", "async"])
+    assert "--mode async has no --task game" in capsys.readouterr().err
