@@ -183,9 +183,12 @@ class StreamingCollector:
     def _score(self) -> None:
         if self.score is None or not self._unscored:
             return
-        groups, self._unscored, started = self._unscored, [], time.perf_counter()
+        groups, started = self._unscored[:], time.perf_counter()
         results = [group.result for group in groups if group.result is not None]
-        for group, result in zip(groups, self.score([group.task for group in groups], results), strict=True):
+        scored = self.score([group.task for group in groups], results)
+        # Until now they counted as what they were: others come while models score.
+        self._unscored = self._unscored[len(groups) :]
+        for group, result in zip(groups, scored, strict=True):
             group.result = result
             self._sort(group)
         self._scoring += time.perf_counter() - started
@@ -272,6 +275,10 @@ class StreamingCollector:
             groups_per_version=self.prompts_per_step,
             max_staleness_hard=self.rollout.hard_staleness,
         )
+        if places is None and next(self._under_way(), None) is None:  # our own invariant, as in _take
+            raise RuntimeError(
+                f"of {len(self._finished)} groups that have finished some can no longer be trained in time"
+            )
         return None if places is None else [self._finished[place] for place in places]
 
     def _remaining(self) -> list[Group] | None:

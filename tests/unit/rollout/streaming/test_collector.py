@@ -203,11 +203,14 @@ def test_validation_beside_it_takes_slots(tmp_path: Path) -> None:
 
 def test_scores_of_models_come_before_the_filter_and_never_in_the_waits_of_others(tmp_path: Path) -> None:
     stream, scored = Stream(lambda tickets: tickets[:1]), []
+    dropped: list[RolloutTask] = []
 
     def score(tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
         assert collecting, "what scores waits: it would do so in a wait of the trainer"
         scored.extend(int(task.group_ids[0]) for task in tasks)
         stream.end(sorted(stream.underway)[:1])  # while it waits for the model
+        assert len(stream.begun) <= 2 * SIZE + len(dropped), "what is being scored exists"
+        dropped.extend(task for task in tasks if task.group_ids[0] % 2)
         flat = [np.zeros(SAMPLES, np.float32) if int(task.group_ids[0]) % 2 else part.rewards
                 for task, (_, part) in zip(tasks, results, strict=True)]  # fmt: skip
         return [(ref, replace(part, rewards=rewards)) for (ref, part), rewards in zip(results, flat, strict=True)]
