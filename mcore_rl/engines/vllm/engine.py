@@ -122,9 +122,10 @@ class VllmEngine(SteppedEngine):
             return
         if recompute or not self.num_running:
             raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
-        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
-        waiting = [request.request_id for request in self._scheduler.waiting]
-        self._submit_again([i for i in waiting if len(self._running[i].token_ids) == self._running[i].submitted_with])
+        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights. What
+        # has no token may have a part of its prompt computed: it begins anew, its first token knows no earlier version.
+        unbegun = [i for i, entry in self._running.items() if len(entry.token_ids) == entry.submitted_with]
+        self._submit_again(unbegun)
 
     @property
     def _scheduler(self) -> Any:
