@@ -162,8 +162,10 @@ class SteppedEngine(ABC):
         finally:
             self.abort(self.running_ids)
 
-    def _submit_again(self, engine_ids: Sequence[str]) -> None:
-        """Those that have not begun, as if they had come now, after all others that run."""
+    def _submit_unbegun_again(self) -> None:
+        """What has no token since it was submitted, as if it had come now, after all others that run: a part of its
+        prompt may be computed, with weights of which its first token is to know nothing."""
+        engine_ids = [i for i, entry in self._running.items() if len(entry.token_ids) == entry.submitted_with]
         self._cancel(engine_ids)
         requests = [self._running.pop(engine_id).request for engine_id in engine_ids]
         for request in requests:

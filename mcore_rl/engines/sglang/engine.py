@@ -107,8 +107,7 @@ class SglangEngine(SteppedEngine):
         if recompute or not self.num_running:
             raise WeightSyncError("SGLang kept its prefix cache, which belongs to the previous weights")
         # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
-        waiting = [i for i in self._ranks.call("waiting")[0] if i in self._running]
-        self._submit_again(waiting)
+        self._submit_unbegun_again()
 
     def _settled(self) -> bool:
         return bool(self._ranks.call("is_idle")[0])

@@ -77,7 +77,6 @@ OF_A_SCHEDULER = (
     "metrics_reporter.start_scheduler_time_accounting",
     "running_batch",
     "last_batch",
-    "waiting_queue",
     "req_to_token_pool",
     "token_to_kv_pool_allocator.get_kvcache",
     "model_config.vocab_size",

@@ -147,10 +147,6 @@ class SteppedScheduler:
     def is_idle(self) -> bool:
         return bool(self._scheduler.is_fully_idle())
 
-    def waiting(self) -> list[str]:
-        """Requests of which nothing has been computed."""
-        return [request.rid for request in self._scheduler.waiting_queue if not request.output_ids]
-
     def add(self, requests: Sequence[NewRequest]) -> None:
         for request in requests:
             params = SamplingParams(

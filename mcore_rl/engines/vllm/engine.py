@@ -122,10 +122,8 @@ class VllmEngine(SteppedEngine):
             return
         if recompute or not self.num_running:
             raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
-        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights. What
-        # has no token may have a part of its prompt computed: it begins anew, its first token knows no earlier version.
-        unbegun = [i for i, entry in self._running.items() if len(entry.token_ids) == entry.submitted_with]
-        self._submit_again(unbegun)
+        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
+        self._submit_unbegun_again()
 
     @property
     def _scheduler(self) -> Any:

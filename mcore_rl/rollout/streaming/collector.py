@@ -254,7 +254,7 @@ class StreamingCollector:
         taken = self._oldest(self._version) if len(self._finished) >= size else self._remaining()
         if taken is None:
             return None
-        oldest = max(self._version - group.version for group in taken)
+        oldest = max((self._version - group.version for group in taken), default=0)
         if len(taken) != size or oldest > hard:  # our own invariant: admission promises both
             raise RuntimeError(f"{len(taken)} groups of {size} are to be trained, the oldest {oldest} versions old")
         numbers = {group.number for group in taken}
