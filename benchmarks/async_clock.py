@@ -189,6 +189,7 @@ class Engine:
         """Tokens of requests that no slot has taken."""
         self._order = itertools.count()
         self._ended: list[tuple[int, int, RolloutScalars]] = []
+        self._requests_ended = 0
         self._poll: Call | None = None
 
     def _run(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until, forget: Sequence[int]) -> Call:
@@ -242,6 +243,7 @@ class Engine:
         while self._running and self._running[0][0] <= self._decoded:
             _, _, begun = heapq.heappop(self._running)
             begun.left -= 1
+            self._requests_ended += 1
             if not begun.left:
                 os.link(self._records, str(begun.task.records))
                 self._ended.append((begun.number, next(self._key), scalars_of(begun, self.clock.version)))
@@ -250,7 +252,8 @@ class Engine:
 
     def _tell(self) -> None:
         if self._poll is not None and self._ended:
-            self._poll.report = Report(self._ended, len(self._running) + len(self._waiting), self.busy_seconds)
+            left = len(self._running) + len(self._waiting)
+            self._poll.report = Report(self._ended, left, self.busy_seconds, self._requests_ended, 0)
             self.clock.end(self._poll)
             self._poll, self._ended = None, []
 
@@ -270,5 +273,6 @@ def scalars_of(begun: Begun, version: int) -> RolloutScalars:
     versions[:, 0], versions[:, 1] = begun.version, version
     return RolloutScalars(
         np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), tokens + PROMPT_TOKENS, tokens, tokens,
-        rewards, rewards, np.zeros(count, np.uint8), versions, digests=tokens, version_sums=tokens * begun.version,
+        rewards, rewards, np.zeros(count, np.uint8), versions, digests=tokens,
+        version_tokens=np.array([[begun.version, tokens.sum()]]),
     )  # fmt: skip

@@ -7,11 +7,9 @@ and its calls are measured by themselves. Paces and ages are of simulated time.
 
 from __future__ import annotations
 
-from benchmarks.async_clock import SLOTS
 from benchmarks.async_ray import RayCosts, ray_costs
 from benchmarks.async_run import SAMPLES, Measured, Setting, simulate
 from benchmarks.result import Result
-from mcore_rl.rollout.router import ROOM
 
 LIMIT_SECONDS = 0.05
 """CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
@@ -22,7 +20,6 @@ SHORT_STEPS = {8: 100, 64: 30, 512: 10}
 """Of the others."""
 USUAL = (2, 4)
 IN_ORDER = (2, 2)
-WIDE = (4, 6)
 BOUNDS = ((1, 1), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6), (4, 4), (4, 6), (4, 8))
 """rollout.max_staleness and rollout.max_staleness_hard."""
 LOOKS_PER_WAIT = 2
@@ -39,10 +36,8 @@ def run() -> list[Result]:
         others = [simulate(Setting(engines, eta, eta + 2, short)) for eta in (1, 4)]
         results += [_speed(measured, synchronous) for measured in (others[0], usual, others[1])]
     few = min(STEPS)
-    bounded = {bounds: simulate(Setting(few, *bounds, SHORT_STEPS[few])) for bounds in BOUNDS}
-    results += [_oldest(measured) for measured in bounded.values()]
-    roomy = simulate(Setting(few, *WIDE, SHORT_STEPS[few], ROOM * SLOTS))
-    return [*results, _room(roomy, bounded[WIDE])]
+    results += [_oldest(simulate(Setting(few, *bounds, SHORT_STEPS[few]))) for bounds in BOUNDS]
+    return results
 
 
 def _named(measured: Measured) -> str:
@@ -95,11 +90,3 @@ def _oldest(measured: Measured) -> Result:
     ages = ", ".join(f"{age}: {groups / total:.3f}" for age, groups in sorted(measured.ages.items()))
     note = f"mean {measured.mean_age:.2f}; {ages}; {measured.pace:.2f} responses per second"
     return Result(f"oldest group, {_named(measured)}", oldest, bound, "versions", oldest / bound, "<= 1.0", note)
-
-
-def _room(roomy: Measured, usual: Measured) -> Result:
-    """A group counts with all its requests until its last one has ended, so that slots are free in engines that are
-    given as many as they decode; of more, some wait in the engine."""
-    name = f"pace with {ROOM} x {SLOTS} requests at an engine, beside {SLOTS}, {_named(roomy)}"
-    note = f"oldest group {max(roomy.ages)}, mean age {roomy.mean_age:.2f}"
-    return Result(name, roomy.pace, usual.pace, "responses/s", roomy.pace / usual.pace, "", note)

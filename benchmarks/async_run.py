@@ -32,13 +32,12 @@ ENDLESS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """`steps` are those that are simulated; `places` are requests that the stream gives an engine of SLOTS at most."""
+    """`steps` are those that are simulated."""
 
     engines: int
     max_staleness: int
     max_staleness_hard: int
     steps: int
-    places: int = SLOTS
 
     @property
     def prompts_per_step(self) -> int:
@@ -120,7 +119,7 @@ class _Run:
         handles = [Engine(self.clock, records) for _ in range(setting.engines)]
         engines = [PooledEngine(Up(f"engine {number}", [handle])) for number, handle in enumerate(handles)]
         pool = EnginePool(engines, cast(Any, self.clock), room=ROOM * SLOTS)
-        pool.stream = EngineStream(pool, setting.places)
+        pool.stream = EngineStream(pool, SLOTS)
         self._collector = _collector(pool.stream, setting, directory)
         with self.clock.meter.driver():
             self._collector.published(0)

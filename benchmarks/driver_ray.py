@@ -35,7 +35,7 @@ class ReadyEngine(RunProcess):
     def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
-        return Report([(number, 0, make_scalars(task)) for number, task in tasks], 0, 0.0)
+        return Report([(number, 0, make_scalars(task)) for number, task in tasks], 0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class EngineLoop:
         self._version = engine.weight_version
         self._serving = True
         self._busy_seconds = 0.0
+        self._tokens_carried_over = 0
         self._began: float | None = None
         """When what is being done between two looks at the requests began."""
         self._died: WorkerDiedError | None = None
@@ -98,6 +99,11 @@ class EngineLoop:
     def busy_seconds(self) -> float:
         """In which requests ran, since the beginning."""
         return self._busy_seconds
+
+    @property
+    def tokens_carried_over(self) -> int:
+        """Of responses that were parked, when they went on, since the beginning."""
+        return self._tokens_carried_over
 
     @property
     def seconds_stuck(self) -> float:
@@ -318,6 +324,8 @@ class EngineLoop:
     def _go_on(self) -> None:
         """Submits again what is parked, as far as the present weights will do."""
         if requests := self._parking.go_on(self._version):
+            partial = [request.partial for request in requests if request.partial is not None]
+            self._tokens_carried_over += sum(len(completion.token_ids) for completion in partial)
             with self._working():
                 try:
                     self.engine.submit(requests)

@@ -65,7 +65,7 @@ class TaskRunner:
         self._changed = threading.Condition()
         self._tasks: dict[int, RolloutTask] = {}
         """Those that run, in the order that they came, with the responses that have not been given up."""
-        self._requests_left = self._unbegun = 0
+        self._requests_left = self._unbegun = self._requests_ended = 0
         self._finished: list[Finished] = []
         self._error: BaseException | None = None
 
@@ -101,6 +101,12 @@ class TaskRunner:
         """Of tasks, and of requests, that have not ended."""
         with self._changed:
             return len(self._tasks), self._requests_left
+
+    @property
+    def requests_ended(self) -> int:
+        """Since the beginning, whether or not their tasks have."""
+        with self._changed:
+            return self._requests_ended
 
     def give_up(self, free: int) -> GivenUp:
         """Lets go of requests that have not begun, of the ends of tasks, for an engine that could begin `free` of them
@@ -159,5 +165,6 @@ class TaskRunner:
     def _end_request(self) -> None:
         with self._changed:
             self._requests_left -= 1
+            self._requests_ended += 1
             if self._requests_left == self._low - 1:
                 self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
 from mcore_rl.errors import ConfigError, SandboxError
@@ -11,6 +12,8 @@ from mcore_rl.sandbox.interface import Program, Sandbox
 from mcore_rl.sandbox.local import LocalSandbox
 
 LANDLOCK_LACKS = "which does not bound the disk or bound and hide processes as well"
+SECONDS = 30.0
+"""That a program may take here at least, whatever those of a run may: a busy machine is not a broken one."""
 _SERVER = "sandbox.url to a SandboxFusion server"
 
 
@@ -32,7 +35,7 @@ def check_sandbox(config: SandboxConfig) -> None:
 
 def check_local(config: SandboxConfig) -> None:
     """As check_sandbox, of this machine, where interpreters and shells run whatever sandbox.url says."""
-    sandbox = LocalSandbox(config)
+    sandbox = LocalSandbox(replace(config, seconds=max(SECONDS, config.seconds)))
     if words := _failure_of(sandbox, ["/usr/bin/true"]):
         raise ConfigError(f"sandbox.kind={config.kind}: {words}; {_remedy(config, words)}")
     if words := _failure_of(sandbox, [os.path.abspath(config.python), "-c", ""]):

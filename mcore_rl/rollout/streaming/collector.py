@@ -30,7 +30,7 @@ from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
 from mcore_rl.rollout.streaming.replay import KEY as REPLAY
 from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
-from mcore_rl.rollout.streaming.staleness import describe_staleness
+from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SamplingOptions, SavedFile, Total
 
 BY_NUMBER = operator.attrgetter("number")
@@ -85,9 +85,11 @@ class StreamingCollector:
     """Groups without signal that have finished since the last step."""
     _restored: list[Group] = field(default_factory=list, init=False)
     """Those that ran when the checkpoint was saved, and have not begun again."""
+    _queues: Queues = field(init=False)
 
     def __post_init__(self) -> None:
         self.stream.attend(self._advance)
+        self._queues = Queues(self._lengths)
 
     def published(self, version: int) -> None:
         """Engines have these weights from now on; what was in training has left."""
@@ -200,12 +202,12 @@ class StreamingCollector:
         (self._dull if dull else self._finished).append(group)
 
     def _admit(self) -> None:
-        if self._version is None or self._paused:
-            return
-        slots = self.stream.slots  # of all engines, one by one: not for each group
-        with self.stream.together():
-            while self._may_submit(slots):
-                self._submit(self._version)
+        if self._version is not None and not self._paused:
+            slots = self.stream.slots  # of all engines, one by one: not for each group
+            with self.stream.together():
+                while self._may_submit(slots):
+                    self._submit(self._version)
+        self._queues.look()
 
     def _may_submit(self, slots: int) -> bool:
         if self._replayed is not None and self._version is not None:
@@ -329,6 +331,7 @@ class StreamingCollector:
         assert self._version is not None
         idle, now = self.stream.idle_fraction(), time.perf_counter()
         elapsed, self._last = now - self._last, now
+        idle_seconds = idle.total / self.stream.num_engines
         trained = [group for group in groups if group.number in taken]
         submitted, scalars = [group.version for group in trained], [group.scalars for group in trained]
         figures = describe_staleness(submitted, scalars, self._version)
@@ -345,12 +348,19 @@ class StreamingCollector:
                 **figures,
                 "time/trainer_idle": Total(waited),
                 "time/trainer_idle_fraction": Mean(waited, elapsed),
-                "time/generator_idle": Total(idle.total / self.stream.num_engines),
+                "time/generator_idle": Total(idle_seconds),
                 "time/generator_idle_fraction": idle,
-                "async/running_groups": Total(len(self._running)),
-                "async/finished_groups": Total(len(self._finished) + len(self._unscored)),
+                "time/overlap": Total(max(0.0, elapsed - waited - idle_seconds)),
+                **self._queues.means(),
             },
         )
+
+    def _lengths(self) -> dict[str, int]:
+        return {
+            "async/running_groups": len(self._running),
+            "async/finished_groups": len(self._finished) + len(self._unscored),
+            "async/running_requests": self.stream.running_requests,
+        }
 
 
 if TYPE_CHECKING:

@@ -44,12 +44,15 @@ MOST_THREADS = 1 << 12
 
 @dataclass(frozen=True)
 class Report:
-    """Number, key and scalars of the tasks that have ended since the last one; requests that have not; and the seconds
-    since the engine began in which anything ran."""
+    """Number, key and scalars of the tasks that have ended since the last one; requests that have not; and since the
+    engine began: requests that have ended, seconds in which anything ran, and tokens of responses that were parked and
+    went on."""
 
     ended: list[tuple[int, int, RolloutScalars]]
     requests_left: int
     busy_seconds: float
+    requests_ended: int
+    tokens_carried_over: int
 
 
 @ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
@@ -110,7 +113,8 @@ class EngineProcess(RunProcess):
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, requests_left = self._runner.exchange(tasks, until)
         ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
-        return Report(ended, requests_left, self.loop.busy_seconds)
+        ended_so_far = self._runner.requests_ended
+        return Report(ended, requests_left, self.loop.busy_seconds, ended_so_far, self.loop.tokens_carried_over)
 
     @ray.method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:

@@ -67,8 +67,10 @@ class EngineStream:
     _begins: dict[Any, Poll] = field(default_factory=dict)
     _unpolled: set[int] = field(default_factory=set)
     """Engines at which no call waits."""
-    _loads: dict[int, int] = field(default_factory=dict)
-    """Requests under way, by engine."""
+    _loads: dict[str, int] = field(default_factory=dict)
+    """Requests under way, by maker: of those that it was given, all that it has not said to have ended."""
+    _told: dict[str, Report] = field(default_factory=dict)
+    """The last report of each maker, without its tasks."""
     _dead: set[str] = field(default_factory=set)
     """Makers that were seen to have died: nobody asks them anything, also where they have not started again yet."""
     _heap: list[tuple[int, int]] = field(default_factory=list)
@@ -76,6 +78,7 @@ class EngineStream:
     _gathers: bool = False
     """Whether what begins is not given to engines one by one."""
     _num_requests: int = 0
+    """Under way, with those that no engine has."""
     _num_restarts: int = 0
     """Of engines, when it was looked for the last time at which tasks they had."""
     _looked: float = field(default_factory=time.perf_counter)
@@ -227,15 +230,25 @@ class EngineStream:
         engine = self.pool.engines[poll.engine]
         if report is None:
             return
-        engine.busy_seconds = report.busy_seconds
+        self._learn(poll, report)
         for ticket, key, scalars in report.ended:
             entry = self._underway.pop(ticket)
-            self._num_requests -= entry.task.num_responses
-            self._count(poll.engine, -entry.task.num_responses)
             self.pool.count("engine/tokens_taken_over", scalars.tokens_taken_over)
             self.pool.count_lengths(int(scalars.total_tokens.sum()), len(scalars.total_tokens))
             place = self.pool.forgotten.refer(engine.maker, engine.handle, key)
             entry.results[ticket] = self._chunk(entry.task, _whole(place, entry.task, scalars)), scalars
+
+    def _learn(self, poll: Poll, report: Report) -> None:
+        """What an engine has done since its last report."""
+        before = self._told.get(poll.maker)
+        self._told[poll.maker] = replace(report, ended=[])
+        self.pool.engines[poll.engine].busy_seconds = report.busy_seconds
+        ended, carried = report.requests_ended, report.tokens_carried_over
+        if before is not None:
+            ended, carried = ended - before.requests_ended, carried - before.tokens_carried_over
+        self._num_requests -= ended
+        self._count(poll.engine, -ended)
+        self.pool.count("engine/tokens_carried_over", carried)
 
     def _chunk(self, task: RolloutTask, part: Part) -> BuffersRef:
         # Who makes it again waits for it, while no weights come.
@@ -284,16 +297,19 @@ class EngineStream:
         """Of the engines that serve; None where there is none."""
         while self._heap:
             load, index = self._heap[0]
-            if self._serves(index) and self._loads[index] == load:
+            if self._serves(index) and self._load(index) == load:
                 return index
             heapq.heappop(self._heap)
         return None
 
+    def _load(self, index: int) -> int:
+        return self._loads.get(self.pool.engines[index].maker, 0)
+
     def _count(self, index: int, requests: int) -> None:
-        self._loads[index] = self._loads.get(index, 0) + requests
-        heapq.heappush(self._heap, (self._loads[index], index))
-        if len(self._heap) > MOST_PER_ENGINE * len(self._loads):
-            self._heap = sorted((load, engine) for engine, load in self._loads.items())
+        self._loads[self.pool.engines[index].maker] = load = self._load(index) + requests
+        heapq.heappush(self._heap, (load, index))
+        if len(self._heap) > MOST_PER_ENGINE * self.num_engines:
+            self._heap = sorted((self._load(engine), engine) for engine in range(self.num_engines))
 
     def _mend(self) -> None:
         """What engines had that are lost begins on others, where they had come to."""
@@ -312,9 +328,11 @@ class EngineStream:
         makers = {engine.maker for engine in pool.engines if engine.serves}
         placed = {ticket: entry for ticket, entry in self._underway.items() if entry.engine is not None}
         lost = {ticket: entry for ticket, entry in placed.items() if entry.maker not in makers}
+        for maker in self._loads.keys() - makers:
+            self._num_requests -= self._loads.pop(maker)
+            self._told.pop(maker, None)
         for ticket, entry in lost.items():
-            assert entry.engine is not None
-            self._count(entry.engine, -entry.task.num_responses)
+            self._num_requests += entry.task.num_responses  # its journal says which of them have ended
             self._underway[ticket] = Underway(pool.taken_over(entry.task, entry.maker), entry.results)
         self._homeless.extendleft(sorted(lost, reverse=True))
         for call in [call for call, poll in self._polls.items() if poll.maker not in makers]:

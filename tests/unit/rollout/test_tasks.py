@@ -122,6 +122,23 @@ def test_it_says_how_many_tasks_and_requests_have_not_ended() -> None:
     assert runner.num_left[0] == 0
 
 
+def test_requests_that_have_ended_are_counted_before_their_tasks_have(caller: ThreadPoolExecutor) -> None:
+    engine = Engine()
+    runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
+    call = caller.submit(runner.exchange, [task(10, 3), task(20, 3)], until=Until.ANY)
+    engine.begin(10, 3)
+    engine.begin(20, 3)
+    engine.end_requests(10, 2)
+    engine.end_requests(20, 3)
+    engine.end(20)
+    assert numbers(call) == ([20], 1)
+    assert runner.requests_ended == 5
+    engine.end_requests(10, 1)
+    engine.end(10)
+    assert numbers(caller.submit(runner.exchange, [], until=Until.ANY)) == ([10], 0)
+    assert runner.requests_ended == 6
+
+
 def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)

@@ -29,6 +29,8 @@ class StreamWatch(Watch):
         super().__init__()
         self.random = None if seed is None else random.Random(seed)
         self.waits, self.busy_seconds = 0, 0.0
+        self.ended_early = 0
+        """Requests of tasks that have not ended, of whatever engine reports next."""
         self.killed: dict[int, str] = {}
         """Processes that are dead, whether or not anybody has noticed it (`dead`), by id."""
         self.answers: dict[Any, Report] = {}
@@ -58,7 +60,8 @@ class StreamWatch(Watch):
         process.left = [task for task in process.left if task not in ended]
         requests = sum(process.given[key].num_responses for _, key in process.left)
         of_tasks = [(number, key, self.scalars_of(process.given[key])) for number, key in ended]
-        self.answers[call] = Report(of_tasks, requests, self.busy_seconds)
+        done = sum(task.num_responses for task in process.given) - requests + self.ended_early
+        self.answers[call] = Report(of_tasks, requests - self.ended_early, self.busy_seconds, done, 0)
         return call
 
     def value(self, call: Any) -> Report | None:

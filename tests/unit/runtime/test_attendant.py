@@ -177,7 +177,7 @@ class Engine(Process):
 
     def __init__(self, ray: Ray) -> None:
         super().__init__(ray)
-        self.runs, self._done, self._waiting = 0, [], None
+        self.runs, self._done, self._waiting, self._requests_ended = 0, [], None, 0
         self.run, self.begin = Remote(self._run), Remote(self._begin)
 
     def _begin(self, tasks: Sequence[Any]) -> Call:
@@ -200,7 +200,8 @@ class Engine(Process):
     def _tell(self) -> None:
         """Whoever waits, of what has ended."""
         if self._waiting is not None and not self._waiting.ended and self._done:
-            self.ray.end(self._waiting, Report(self._done, 0, 0.0))
+            self._requests_ended += sum(len(scalars.group_ids) for _, _, scalars in self._done)
+            self.ray.end(self._waiting, Report(self._done, 0, 0.0, self._requests_ended, 0))
             self._done = []
 
 

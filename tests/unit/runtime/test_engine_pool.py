@@ -53,7 +53,7 @@ class DyingWatch(Watch):
         for _, key in ended:
             record(process.given[key])
         requests = sum(process.given[key].num_responses for _, key in process.left)
-        return Report(report, requests, float(number))
+        return Report(report, requests, float(number), 0, 0)
 
 
 def record(task: RolloutTask) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from mcore_rl.runtime.roles import engine_stream
 from mcore_rl.runtime.roles.delivery import Chunk
+from mcore_rl.runtime.roles.engine import Report
 from mcore_rl.runtime.roles.engine_pool import PooledEngine
+from mcore_rl.runtime.roles.engine_stream import Poll
 from mcore_rl.types import RolloutResult, Total
 from tests.unit.runtime.engines import Begin, groups, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
@@ -247,6 +249,48 @@ def test_lengths_and_what_was_taken_over_of_journals_are_counted(monkeypatch: py
     finish_all(stream, watch)
     assert stream.pool.take_figures()["engine/tokens_taken_over"] == Total(15)
     assert stream.pool.mean_tokens == 7
+
+
+def test_requests_that_have_ended_make_room_before_their_tasks_do() -> None:
+    stream, watch = stream_of(2)
+    heard, results = [], Once()
+    begin(stream, [4, 4], results)
+    stream.attend(lambda: heard.append(stream.running_requests))
+    watch.ended_early = 3
+    stream.ended([watch.finish("engine 1")])
+    assert heard == [5]
+    begin(stream, [2], results)
+    assert tickets(watch) == [[0], [1, 2]]
+    watch.ended_early = 0
+    stream.ended([watch.finish("engine 1", 0)])
+    assert heard[-1] == stream.running_requests == 6
+    finish_all(stream, watch)
+    assert stream.running_requests == 0
+
+
+def test_what_a_lost_engine_had_is_under_way_again_and_counts_in_whole() -> None:
+    stream, watch = stream_of(2)
+    results = Once()
+    begin(stream, [4, 4], results)
+    watch.ended_early = 3
+    stream.ended([watch.finish("engine 1")])
+    watch.kill("engine 1")
+    stream.wait()
+    assert stream.running_requests == 8
+    supply(stream)
+    watch.ended_early = 0
+    begin(stream, [1], results)  # the new process has nothing
+    assert tickets(watch) == [[0, 1], [2]]
+    finish_all(stream, watch)
+    assert stream.running_requests == 0
+
+
+def test_tokens_that_were_carried_over_are_counted_once() -> None:
+    stream, _ = stream_of(1)
+    begin(stream, [1], {})
+    for total in (5, 5, 12):
+        stream._learn(Poll(0, "engine 0"), Report([], 0, 0.0, 0, total))
+    assert stream.pool.take_figures()["engine/tokens_carried_over"] == Total(12)
 
 
 def test_slots_are_those_of_engines_that_have_weights() -> None:

@@ -98,6 +98,7 @@ def test_a_response_draws_so_many_tokens_under_each_version_while_others_run() -
         assert_right(found[each.request_id], each)
     assert engine.ran[3:5] == [(0, ["long", "other"]), (0, ["other", "third"])], "its place is another's"
     assert sum(len(names) for _, names in engine.ran) == 76, "nothing is drawn twice"
+    assert engine.loop.tokens_carried_over == 4 + 8
 
 
 def test_what_runs_when_weights_change_may_draw_as_much_again() -> None:

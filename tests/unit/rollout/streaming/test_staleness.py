@@ -1,0 +1,58 @@
+"""What a step's figures say of the age of its groups and tokens, and of queues, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
+from mcore_rl.types import Max, Mean, RolloutScalars
+
+
+def scalars(versions: list[list[int]], drawn: list[list[int]] | None) -> RolloutScalars:
+    """Of one response per row of `versions`; `drawn`: (version, tokens)."""
+    ints, numbers = np.ones(len(versions), np.int32), np.zeros(len(versions), np.float32)
+    return RolloutScalars(
+        ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), np.array(versions, np.int32),
+        version_tokens=None if drawn is None else np.array(drawn, np.int64),
+    )  # fmt: skip
+
+
+def test_every_token_counts_for_the_weights_that_drew_it() -> None:
+    parts = [scalars([[3, 5], [3, 3]], [[3, 6], [5, 2]]), scalars([[5, 5]], [[5, 4]])]
+    figures = describe_staleness([3, 4], parts, 6)
+    assert figures == {
+        "staleness/mean": Mean(5.0, 2),
+        "staleness/max": Max(3.0),
+        "staleness/mixed_fraction": Mean(1.0, 3),
+        "staleness/groups_0": Mean(0.0, 2),
+        "staleness/groups_1": Mean(0.0, 2),
+        "staleness/groups_2": Mean(1.0, 2),
+        "staleness/groups_3": Mean(1.0, 2),
+        "staleness/tokens_mean": Mean(6.0 * 3 + 6.0 * 1, 12),
+        "staleness/tokens_0": Mean(0.0, 12),
+        "staleness/tokens_1": Mean(6.0, 12),
+        "staleness/tokens_2": Mean(0.0, 12),
+        "staleness/tokens_3": Mean(6.0, 12),
+    }
+
+
+@pytest.mark.parametrize("drawn", [None, []])
+def test_where_nothing_is_trained_no_token_is_old(drawn: list[list[int]] | None) -> None:
+    figures = describe_staleness([1], [scalars([[1, 1]], drawn)], 2)
+    assert figures["staleness/tokens_mean"].value == 0
+    assert not [name for name in figures if name.startswith("staleness/tokens_") and name[-1].isdigit()]
+
+
+def test_queues_are_means_over_time() -> None:
+    now, there = 10.0, {"running": 4, "finished": 0}
+    queues = Queues(lambda: dict(there), lambda: now)
+    now = 12.0
+    there.update(running=1, finished=3)
+    queues.look()
+    now = 15.0
+    assert queues.means() == {"running": Mean(2.0 * 4 + 3.0 * 1, 5.0), "finished": Mean(3.0 * 3, 5.0)}
+    there.update(running=2)
+    queues.look()  # in no time
+    now = 16.0
+    assert queues.means() == {"running": Mean(2.0, 1.0), "finished": Mean(3.0, 1.0)}
