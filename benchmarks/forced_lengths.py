@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.rollout.episodes.single_turn import Generator
+from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, GenerationRequest
 
 
@@ -33,7 +36,14 @@ class ForcedLengths:
         ]
         self._generator.generate(forced, on_finish, begun)
 
+    def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+        return self._generator.take_over(responses)
+
+    def withdraw(self, choose: Choose) -> None:
+        self._generator.withdraw(choose)
+
 
 def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:
     """Runs inside the engine's process (runtime.roles.engine.EngineProcess)."""
-    process._worker._generator = ForcedLengths(process._worker._generator, lengths)
+    player = process._runner._run.__self__._player
+    player._generator = ForcedLengths(player._generator, lengths)

@@ -19,13 +19,27 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.async_train import Shape
+from benchmarks.async_train import measure as measure_ahead
 from benchmarks.isolation import ROOT
 from benchmarks.result import Result, SkippedError, shares
 from benchmarks.whole_step_ours import measure
-from benchmarks.whole_step_task import RESPONSES, WARM_UP, WORKLOADS, Workload, lengths
+from benchmarks.whole_step_task import (
+    LONGEST,
+    MEDIAN_TOKENS,
+    PROMPTS,
+    RESPONSES,
+    SAMPLES,
+    WARM_UP,
+    WORKLOADS,
+    Workload,
+    lengths,
+)
 
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-POSITIONS = 512
+POSITIONS = 1024
+MAX_STALENESS = 1
+AHEAD = Shape(PROMPTS, SAMPLES, RESPONSES, int(MEDIAN_TOKENS), LONGEST, steps=16, warm_up=4)
 
 
 def run() -> list[Result]:
@@ -42,7 +56,8 @@ def run() -> list[Result]:
                 end += workload.steps
                 counted = slice(end - workload.steps + WARM_UP, end)
                 results.append(_compare(workload, ranks, ours[counted], theirs[counted]))
-    return results
+        # Of the last workload, which has long tails, on both cores.
+        return [*results, _ahead(task, Path(directory) / "ahead", theirs[counted])]
 
 
 def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -75,6 +90,21 @@ def _compare(
         f"TRL:  {shares(peer_parts, their['step'])}"
     )
     return Result(f"{workload.name}, {threads}", our["step"], their["step"], "s", ratio, workload.aim, note)
+
+
+def _ahead(task: Path, run_dir: Path, theirs: Sequence[dict[str, float]]) -> Result:
+    """Rollouts that run ahead, on a core of their own, on lengths of the same distribution: by themselves, since they
+    do not stop between two steps."""
+    overrides = [f"rollout.max_staleness={MAX_STALENESS}", "actor.tokens_per_microbatch=8192"]
+    ours = measure_ahead(AHEAD, task, run_dir, overrides)
+    their = _typical(theirs)["step"]
+    note = (
+        f"ours is the mean of {AHEAD.steps - AHEAD.warm_up} steps; the trainer waits {ours.trainer_idle:.0%} of the "
+        f"time, the engine {ours.engine_idle:.0%}; staleness {ours.mean_staleness:.2f} on average, "
+        f"{ours.max_staleness:.0f} at most"
+    )
+    name = f"lognormal, up to {LONGEST}, max_staleness {MAX_STALENESS} on 2 cores / TRL 2 threads"
+    return Result(name, ours.step, their, "s", their / ours.step, ">= 3.0", note)
 
 
 def _typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -123,6 +123,25 @@ def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -
     assert figures[0] == figures[1]
 
 
+@pytest.mark.on_demand
+def test_each_proximal_policy_on_tokens_of_several_versions(task: Path, tmp_path: Path) -> None:
+    """Where the interpolation is only reported the run is the same, bit for bit."""
+    given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=4")
+    runs = {prox: tmp_path / prox for prox in ("recomputed", "metrics", "loglinear")}
+    replayed = f"rollout.replay_schedule={runs['recomputed']}"
+    for prox, more in (("recomputed", ()), ("metrics", (replayed,)), ("loglinear", ())):
+        train(task, runs[prox], *given, f"algorithm.policy_loss.prox={prox}", *more)
+        assert_whole(runs[prox], 6)
+    names = ("async/", "engine/", "weights/tensors_verified", "actor/prox_")
+    assert without_queues(runs["metrics"], names) == without_queues(runs["recomputed"], names)
+    for step in range(2, 7):
+        of_prox = {prox: metrics(run_dir)[step] for prox, run_dir in runs.items()}
+        assert of_prox["metrics"]["staleness/mixed_fraction"] > 0
+        assert of_prox["metrics"]["actor/prox_error"] > 0
+        assert "actor/prox_error" not in of_prox["recomputed"]
+        assert all(row["actor/behave_weight"] != 1 for row in of_prox.values())
+
+
 def without_queues(run_dir: Path, queues: tuple[str, ...] = QUEUES) -> dict[int, dict[str, Any]]:
     rows = metrics(run_dir)
     return {step: {k: v for k, v in row.items() if not k.startswith(queues)} for step, row in rows.items()}

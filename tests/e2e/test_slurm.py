@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.runs import metrics
 from tests.e2e.slurm_cluster import MISSING, Slurm, slurm_cluster
+from tests.e2e.test_async_run import assert_whole
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,7 +29,7 @@ def slurm() -> Iterator[Slurm]:
         yield running
 
 
-def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
+def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: str) -> Path:
     """A job script on two nodes. Those whose name fits `bad` have no environment, others enter that of the tests."""
     (directory / "activate.sh").write_text(
         f'[[ "$SLURMD_NODENAME" != {bad} ]] || {{ echo "no such environment"; exit 1; }}\n'
@@ -38,6 +40,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str) -> Path:
         *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
         # Three nodes of one busy machine: none may be taken for slow.
         *("slurm.fabric_test=true", "slurm.fabric_slow_percent=0"),
+        *overrides,
     ]
     done = subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -83,6 +86,33 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     for path in (whole_run / "rollouts").iterdir():
         assert (run_dir / "rollouts" / path.name).read_text() == path.read_text()
     assert not list((run_dir / "slurm").glob("*/token"))  # the secret of a cluster goes with it
+
+
+@pytest.mark.on_demand
+def test_a_job_preempted_amid_asynchronous_rollouts_loses_no_group(slurm: Slurm, task: Path, tmp_path: Path) -> None:
+    """A trainer rank on one node, an engine on the other."""
+    run_dir = tmp_path / "run"
+    apart = ("cluster.placement=disaggregated", "rollout.nodes=1", "actor.num_ranks=1", "actor.parallel.ep=1")
+    ahead = ("rollout.max_staleness=2", "algorithm.policy_loss.name=decoupled_ppo", "trainer.steps=6")
+    job = slurm.submit(write_job(tmp_path, task, run_dir, "none", *apart, *ahead, "rollout.max_response_tokens=48"))
+    log = tmp_path / f"preempted.{job}.log"
+
+    def says(pattern: str) -> bool:
+        return log.exists() and re.search(pattern, log.read_text()) is not None
+
+    slurm.wait(lambda: says(r"step +2/6|the run ended"), "the second step", log)
+    slurm.call("scancel", "--signal=USR1", "--batch", job)
+    slurm.wait(lambda: int(slurm.state(job)["Restarts"]) == 1 or says("the run ended"), "the job to be queued", log)
+    saved = json.loads((last_checkpoint(run_dir) / "rollouts" / "groups.json").read_text())
+    assert saved["groups"], "nothing was under way"
+    slurm.start_now(job, log, 1)
+    slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
+    assert slurm.state(job)["JobState"] == "COMPLETED", log.read_text()
+    assert_whole(run_dir, 6)
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def test_a_job_whose_every_node_is_bad_ends_with_the_reason_and_excludes_none(

@@ -20,6 +20,8 @@ _REMOVAL_SECONDS = 5.0
 _JOIN = 'echo 0 > "$0" && exec "$@"'
 """The shell joins the group before anything else runs in it; 0 is the one who writes."""
 _serial = itertools.count()
+_held: list[Path] = []
+"""Groups that processes being killed held longer than anybody waits for them, on a very busy machine."""
 
 
 class MemoryLimit(Protocol):
@@ -44,6 +46,7 @@ class ControlGroup:
     """A group of the memory controller, version 1 or 2: files in memory, pipes and kernel memory count too."""
 
     def __init__(self, parent: Path, limit_bytes: int) -> None:
+        _remove_held()
         self._path = parent / f"{PREFIX}{os.getpid()}_{next(_serial)}"
         self._path.mkdir()
         try:
@@ -65,7 +68,8 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Ends what is still in the group. Processes that are being killed hold it for a moment."""
+        """Ends what is still in the group. Processes that are being killed hold it for a moment; where they do so for
+        long, it is removed with the next one."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         while True:
             for pid in (self._path / "cgroup.procs").read_text().split():
@@ -75,7 +79,7 @@ class ControlGroup:
                 return self._path.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    raise
+                    return _held.append(self._path)
                 time.sleep(0.002)
 
     def _set(self, values: dict[str, int]) -> None:
@@ -140,6 +144,13 @@ def _is_usable(parent: Path) -> bool:
         return group.limits_memory and subprocess.run([*group.prefix, "true"], capture_output=True).returncode == 0
     finally:
         group.close()
+
+
+def _remove_held() -> None:
+    for path in _held[:]:
+        with suppress(OSError):
+            path.rmdir()
+            _held.remove(path)
 
 
 def _remove_stale_groups(parent: Path) -> None:

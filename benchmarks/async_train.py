@@ -1,0 +1,103 @@
+"""`mcore-rl train` on two cores, an engine and a trainer rank apart, on responses of drawn lengths."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.isolation import ROOT
+from mcore_rl.observe.metrics import read_metrics
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a run: groups per step, samples of each, requests at a time, lengths (benchmarks.drawn_lengths); the steps
+    after the first `warm_up` count."""
+
+    groups: int
+    samples: int
+    slots: int
+    median: int
+    longest: int
+    steps: int
+    warm_up: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a step, seconds on average; staleness in versions."""
+
+    step: float
+    generating: float
+    training: float
+    publishing: float
+    trainer_idle: float
+    engine_idle: float
+    mean_staleness: float
+    max_staleness: float
+
+
+def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -> Measured:
+    command = [str(Path(sys.executable).with_name("mcore-rl")), "train", "configs/demo_cpu.yaml"]
+    subprocess.run(
+        [*command, *_settings(shape, task, run_dir), *overrides],
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        timeout=600,
+    )
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > shape.warm_up]
+    training = _mean(rows, "time/update") + _mean(rows, "time/logp")
+    step = _mean(rows, "time/step")
+    return Measured(
+        step,
+        _mean(rows, "time/generate"),
+        training,
+        _mean(rows, "time/weight_sync"),
+        _mean(rows, "time/trainer_idle") / step,
+        _mean(rows, "time/generator_idle") / step,
+        _mean(rows, "staleness/mean"),
+        max(row.get("staleness/max", 0) for row in rows),
+    )
+
+
+def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
+    settings: dict[str, Any] = {
+        "run.dir": run_dir,
+        "model.hf_path": task / "model",
+        "model.tokenizer_path": task / "endless_tokenizer",
+        "model.check_logits": "never",
+        "data.train": task / "train.jsonl",
+        "data.val": "null",
+        "rollout.episode": ROOT / "benchmarks" / "drawn_lengths.py:run",
+        "rollout.episode_kwargs": f"{{median: '{shape.median}', longest: '{shape.longest}'}}",
+        "rollout.max_response_tokens": shape.longest,
+        "rollout.samples_per_prompt": shape.samples,
+        "rollout.max_concurrent_requests": shape.slots,
+        "rollout.max_concurrent_episodes": shape.slots,
+        "reward.function": ROOT / "benchmarks" / "whole_step_task.py:reward",
+        "reward.overlong.enable": "false",
+        "algorithm.dynamic_sampling.enable": "false",
+        "algorithm.policy_loss.name": "decoupled_ppo",
+        "actor.num_ranks": 1,
+        "actor.parallel.ep": 1,
+        "actor.optimizer.lr": 1e-6,
+        "weights.verify_every": 0,
+        "trainer.steps": shape.steps,
+        "trainer.prompts_per_step": shape.groups,
+        "trainer.prompts_per_update": shape.groups,
+        "trainer.validate_before": "false",
+        "trainer.validate_every_steps": 0,
+        "checkpoint.every_steps": 0,
+        "cluster.gpus_per_node": 2,
+        "cluster.placement": "disaggregated",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(row.get(name, 0.0) for row in rows) / len(rows)

@@ -1,0 +1,37 @@
+"""Control groups of sandboxes, whatever holds them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.sandbox.confinement import memory
+from mcore_rl.sandbox.confinement.memory import ControlGroup
+
+
+@pytest.fixture
+def parent() -> Path:
+    parent = memory._parent_group()
+    if parent is None:
+        pytest.skip("no control groups can be made here")
+    return parent
+
+
+def test_a_group_that_is_held_for_long_is_removed_with_the_next_one(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_REMOVAL_SECONDS", 0.05)
+    group = ControlGroup(parent, 1 << 30)
+    (group._path / "held").mkdir()  # as processes do that are being killed
+    started = time.monotonic()
+    group.close()
+    assert time.monotonic() - started >= 0.05
+    assert group._path.exists()
+    (group._path / "held").rmdir()
+    following = ControlGroup(parent, 1 << 30)
+    assert not group._path.exists()
+    following.close()
+    assert not following._path.exists()
+    assert not memory._held
