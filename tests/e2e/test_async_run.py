@@ -141,8 +141,7 @@ def test_each_proximal_policy_on_tokens_of_several_versions(task: Path, tmp_path
     for of_prox in rows.values():
         assert of_prox[1]["actor/behave_weight"] == pytest.approx(1, abs=1e-5)
         assert sum(of_prox[step]["staleness/mixed_fraction"] for step in range(2, 7)) > 0
-        for step in range(2, 7):
-            assert abs(of_prox[step]["actor/behave_weight"] - 1) > 1e-4
+        assert max(abs(of_prox[step]["actor/behave_weight"] - 1) for step in range(2, 7)) > 1e-3
     assert all(rows["metrics"][step]["actor/prox_error"] > 1e-3 for step in range(2, 7))
 
 
