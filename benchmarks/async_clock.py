@@ -274,5 +274,5 @@ def scalars_of(begun: Begun, version: int) -> RolloutScalars:
     return RolloutScalars(
         np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), tokens + PROMPT_TOKENS, tokens, tokens,
         rewards, rewards, np.zeros(count, np.uint8), versions, digests=tokens,
-        version_tokens=np.array([[begun.version, tokens.sum()]]),
+        version_tokens=((begun.version, int(tokens.sum())),),
     )  # fmt: skip

@@ -37,7 +37,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
     scores = [r.score for r in responses for _ in r.outcome.trajectories]
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
-    drawn_by = buffers.versions[buffers.trained != 0]
+    drawn_by, drawn = np.unique(buffers.versions[buffers.trained != 0], return_counts=True)
     several = bool((counts > 1).any())
     return RolloutScalars(
         group_ids=np.repeat(task.group_ids[groups], counts),
@@ -55,7 +55,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         episodes=first if several else None,
         figures=_figures([r.outcome for r in responses], counts),
         digests=_digests(responses),
-        version_tokens=np.stack(np.unique(drawn_by, return_counts=True), axis=1).astype(np.int64),
+        version_tokens=tuple(zip(drawn_by.tolist(), drawn.tolist(), strict=True)),
     )
 
 

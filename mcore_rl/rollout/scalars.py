@@ -31,6 +31,7 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),
         tokens_taken_over=sum(part.tokens_taken_over for part in parts),
+        version_tokens=tuple(entry for part in parts for entry in part.version_tokens),
     )
 
 

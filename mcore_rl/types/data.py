@@ -155,8 +155,8 @@ class RolloutScalars:
     `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
     of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
     numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, by which it
-    is known whether somebody has made the same again. `version_tokens` int64 [V, 2]: a version of the weights, and how
-    many of the trained tokens it has drawn.
+    is known whether somebody has made the same again. `version_tokens`: versions of the weights, and how many of all
+    trained tokens each has drawn; a version may come several times.
     """
 
     group_ids: np.ndarray
@@ -178,7 +178,7 @@ class RolloutScalars:
     episodes: np.ndarray | None = None
     figures: Mapping[str, np.ndarray] = field(default_factory=dict)
     digests: np.ndarray | None = None
-    version_tokens: np.ndarray | None = None
+    version_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

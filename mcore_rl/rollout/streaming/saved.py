@@ -126,7 +126,8 @@ def _from_json(given: dict[str, Any]) -> SavedGroup:
 
 def _scalars_of(given: dict[str, Any]) -> RolloutScalars:
     plain = {name: _restored(value) for name, value in given.items()}
-    return RolloutScalars(**plain | {"errors": tuple((index, text) for index, text in given["errors"])})
+    pairs = {name: tuple((first, second) for first, second in given[name]) for name in ("errors", "version_tokens")}
+    return RolloutScalars(**plain | pairs)
 
 
 def _plain(value: Any) -> Any:

@@ -20,8 +20,8 @@ def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalar
     """
     ages = version - np.asarray(submitted, np.int64)
     versions = np.concatenate([part.versions for part in scalars])
-    drawn = [part.version_tokens.reshape(-1, 2) for part in scalars if part.version_tokens is not None]
-    drawn_by, counts = np.concatenate(drawn or [np.empty((0, 2), np.int64)]).T
+    drawn = [entry for part in scalars for entry in part.version_tokens]
+    drawn_by, counts = np.array(drawn, np.int64).reshape(-1, 2).T
     tokens = np.bincount(version - drawn_by, weights=counts)
     total = float(tokens.sum())
     return {

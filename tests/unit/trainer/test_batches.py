@@ -194,7 +194,8 @@ def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name
 
 def test_figures_are_of_episodes():
     groups = several_sequences()
-    kept = of_episodes(groups.scalars[0])
+    kept = of_episodes(replace(groups.scalars[0], version_tokens=((3, 20), (4, 3))))
+    assert kept.version_tokens == ((3, 20), (4, 3))
     assert kept.rewards.tolist() == [1, 0, 0.5, 1, 0]
     assert kept.errors == ((1, "raised"),)
     assert kept.parts["half"].tolist() == [0.5, 0, 0.25, 0.5, 0]

@@ -91,10 +91,9 @@ class Stream:
         rewards[0] = 0 if self.dull(int(task.group_ids[0])) else 1
         versions = np.full((count, 2), self.version, np.int32)
         versions[:, 0] = task.version
-        drawn_by = np.array([[self.version, count]], np.int64)
         return RolloutScalars(
             np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), ones, ones, ones, rewards, rewards,
-            np.zeros(count, np.uint8), versions, version_tokens=drawn_by,
+            np.zeros(count, np.uint8), versions, version_tokens=((self.version, count),),
         )  # fmt: skip
 
 

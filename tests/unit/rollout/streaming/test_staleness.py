@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
 from mcore_rl.types import Max, Mean, RolloutScalars
 
 
-def scalars(versions: list[list[int]], drawn: list[list[int]] | None) -> RolloutScalars:
+def scalars(versions: list[list[int]], *drawn: tuple[int, int]) -> RolloutScalars:
     """Of one response per row of `versions`; `drawn`: (version, tokens)."""
     ints, numbers = np.ones(len(versions), np.int32), np.zeros(len(versions), np.float32)
     return RolloutScalars(
         ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), np.array(versions, np.int32),
-        version_tokens=None if drawn is None else np.array(drawn, np.int64),
+        version_tokens=drawn,
     )  # fmt: skip
 
 
 def test_every_token_counts_for_the_weights_that_drew_it() -> None:
-    parts = [scalars([[3, 5], [3, 3]], [[3, 6], [5, 2]]), scalars([[5, 5]], [[5, 4]])]
+    parts = [scalars([[3, 5], [3, 3]], (3, 6), (5, 2)), scalars([[5, 5]], (5, 4))]
     figures = describe_staleness([3, 4], parts, 6)
     assert figures == {
         "staleness/mean": Mean(5.0, 2),
@@ -37,9 +36,8 @@ def test_every_token_counts_for_the_weights_that_drew_it() -> None:
     }
 
 
-@pytest.mark.parametrize("drawn", [None, []])
-def test_where_nothing_is_trained_no_token_is_old(drawn: list[list[int]] | None) -> None:
-    figures = describe_staleness([1], [scalars([[1, 1]], drawn)], 2)
+def test_where_nothing_is_trained_no_token_is_old() -> None:
+    figures = describe_staleness([1], [scalars([[1, 1]])], 2)
     assert figures["staleness/tokens_mean"].value == 0
     assert not [name for name in figures if name.startswith("staleness/tokens_") and name[-1].isdigit()]
 
