@@ -99,8 +99,15 @@ def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> No
 
 
 def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
+    """Of a file whose checksum is right. Raises: CheckpointError where a version with other fields has written it."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
+    try:
+        return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"another version of mcore-rl has saved the groups under way in {path} ({error}): resume with that one, "
+            "or start from the weights alone (python -m model_converters to-hf) in another run.dir"
+        ) from None
 
 
 def check_files(directory: Path, files: Sequence[SavedFile]) -> None:

@@ -159,6 +159,18 @@ def test_scalars_come_back_bit_for_bit(tmp_path: Path) -> None:
         same(getattr(group.scalars, field.name), getattr(scalars, field.name))
 
 
+@pytest.mark.parametrize("renamed", ["version_tokens", "rewards"])
+def test_groups_that_another_version_has_saved_are_refused(renamed: str, tmp_path: Path) -> None:
+    numbers, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
+    versions = np.zeros((1, 2), np.int32)
+    scalars = RolloutScalars(ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), versions)
+    path = tmp_path / "groups.json"
+    write_groups(path, Bounds(1, 2, 3, 4), [SavedGroup(7, 3, 1, FINISHED, scalars, "a.npz", 2, 9)])
+    path.write_text(path.read_text().replace(f'"{renamed}"', '"of_old"'))
+    with pytest.raises(CheckpointError, match="another version of mcore-rl"):
+        read_groups(path)
+
+
 def same(one: Any, other: Any) -> None:
     if isinstance(other, np.ndarray):
         assert one.dtype == other.dtype
