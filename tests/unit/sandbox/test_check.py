@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, SandboxError
+from mcore_rl.sandbox import check
 from mcore_rl.sandbox.check import check_sandbox, open_sandbox
 from mcore_rl.sandbox.confinement import bubblewrap
 from mcore_rl.sandbox.fusion import FusionSandbox
@@ -102,3 +104,23 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert isinstance(open_sandbox(config), FusionSandbox)
     with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9/ cannot be asked: .*refused"):
         check_sandbox(config)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 90.0])
+def test_a_check_has_time_of_its_own_where_programs_have_little(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine takes a second for a process that does nothing."""
+    limits: list[float] = []
+
+    class Sandbox:
+        def __init__(self, config: SandboxConfig) -> None:
+            self.seconds = config.seconds
+
+        def execute(self, command: Sequence[str]) -> SimpleNamespace:
+            limits.append(self.seconds)
+            return SimpleNamespace(ok=True, return_code=0, why="exit", stderr="")
+
+    monkeypatch.setattr(check, "LocalSandbox", Sandbox)
+    check_sandbox(SandboxConfig(seconds=seconds))
+    assert limits == [max(check.SECONDS, seconds)] * 2
