@@ -1,9 +1,9 @@
-"""Runs the demo's task synchronously and with rollouts that are ahead, for several seeds, and writes a table.
+"""Runs a demo synchronously and with rollouts that are ahead, for several seeds, and writes a table.
 
     make demo                                  # prepares the task and the warm-started model
-    python scripts/compare_staleness.py [--seeds N] [--steps N] [--only sync,eta2]
+    python scripts/compare_staleness.py [--task work3|think2] [--seeds N] [--steps N] [--only sync,eta2]
 
-Results: benchmarks/results/DATE-cpu-staleness.json. A run that is complete is not repeated.
+Results: benchmarks/results/DATE-cpu-staleness-TASK.json. A run that is complete is not repeated.
 """
 
 from __future__ import annotations
@@ -26,29 +26,35 @@ from benchmarks.machine import look
 from mcore_rl.config import load_config
 from mcore_rl.observe.metrics import read_metrics
 
-SYNC, AHEAD = "configs/demo_cpu.yaml", "configs/demo_async_cpu.yaml"
-UNCORRECTED = ("algorithm.policy_loss.name=ppo_clip",)
+TASKS = ("work3", "think2")
+SAMPLES_PER_STEP = 256
+"""Of these demos' steps."""
+DISAGGREGATED = ("cluster.placement=disaggregated", "cluster.gpus_per_node=3", "actor.num_ranks=2")
+DECOUPLED = ("algorithm.policy_loss.name=decoupled_ppo",)
 
 
-def ahead(eta: int, *more: str) -> tuple[str, tuple[str, ...]]:
-    return AHEAD, (f"rollout.max_staleness={eta}", f"rollout.max_staleness_hard={eta + 2}", *more)
+def ahead(eta: int, *more: str) -> tuple[str, ...]:
+    """Settings of a run that is `eta` versions ahead. Its engine runs everything that may be under way at once: with
+    fewer slots the groups of the demos, whose engine is the slower side, stay younger."""
+    bounds = (f"rollout.max_staleness={eta}", f"rollout.max_staleness_hard={eta + 2}")
+    return (*DISAGGREGATED, *bounds, f"rollout.max_concurrent_requests={(eta + 1) * SAMPLES_PER_STEP}", *more)
 
 
-WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "sync": (SYNC, ()),
-    "eta1": ahead(1),
-    "eta2": ahead(2),
-    "eta4": ahead(4),
-    "eta4_uncorrected": ahead(4, *UNCORRECTED),
+WAYS: dict[str, tuple[str, ...]] = {
+    "sync": (),
+    "eta1": ahead(1, *DECOUPLED),
+    "eta2": ahead(2, *DECOUPLED),
+    "eta4": ahead(4, *DECOUPLED),
+    "eta4_uncorrected": ahead(4),
 }
-"""Of each a configuration, and what differs from it."""
+"""Of each what differs from the demo's own configuration."""
 COLUMNS = ("before", "after: mean", "deviation", "best: mean", "staleness", "oldest")
 
 
-def measure(name: str, seed: int, steps: int | None) -> dict[str, Any]:
+def measure(task: str, name: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Runs one way to its end with one seed; its figures."""
-    path, more = WAYS[name]
-    overrides = [f"run.dir=runs/staleness/{name}_{seed}", f"run.seed={seed}", *more]
+    path = DEMOS[task].config
+    overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *WAYS[name]]
     overrides += [f"trainer.steps={steps}"] if steps is not None else []
     config = load_config(str(ROOT / path), overrides)
     figures = ROOT / config.run.dir / "metrics.jsonl"
@@ -84,6 +90,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
     parser.add_argument("--steps", type=int, help="steps of every run; default: as configured")
     parser.add_argument("--only", help=f"comma-separated, of {', '.join(WAYS)}")
@@ -92,14 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [name for name in names if name not in WAYS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(WAYS)}")
-    if not (ROOT / DEMOS["work3"].exported).is_dir():
-        parser.error("the demo's warm-started model is not there; run `make demo` first")
+    if not (ROOT / DEMOS[options.task].exported).is_dir():
+        parser.error(f"the warm-started model is not there; run `python scripts/demo.py --task {options.task}` first")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(1, options.seeds + 1):  # all ways of a seed first: what is there compares when it is stopped
         for name in names:
-            results[name].append(measure(name, seed, options.steps))
+            results[name].append(measure(options.task, name, seed, options.steps))
         print(table({name: runs for name, runs in results.items() if runs}), flush=True)
-    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-staleness.json"
+    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-staleness-{options.task}.json"
     path.write_text(json.dumps({"machine": look(gpu=False).line, "ways": results}, indent=1) + "\n", encoding="utf-8")
     print(path)
 

@@ -56,21 +56,25 @@ def every_group_once(run_dir: Path, samples: int) -> bool:
 
 
 def in_midst_of_responses(run_dir: Path) -> bool:
-    """Of which others can take over the beginnings."""
+    """Of a training step, of which others can take over the beginnings."""
     (journal,) = (run_dir / "journals").iterdir()
-    return any(drawn.finish_reason is None for drawn in read_journal(journal).values())
+    drawn = read_journal(journal)
+    return any(name.startswith("train.") and drawn[name].finish_reason is None for name in drawn)
 
 
-def suspend_in_midst_of_responses(run: TrainProcess) -> None:
-    """An engine that went on could finish them before it is killed."""
-    while True:
-        run.wait_until(lambda: in_midst_of_responses(run.run_dir))
-        (engine,) = run.processes(ENGINE)
-        engine.suspend()
-        time.sleep(0.2)  # what it has sent arrives
-        if in_midst_of_responses(run.run_dir):
-            return
+def suspend_in_midst_of_step_3(run: TrainProcess) -> None:
+    """From the end of step 2 on the engine goes on for some milliseconds at a time, in which it cannot draw whole
+    responses."""
+    records = run.run_dir / "rollouts"
+    run.wait_until((records / "step_1.jsonl").exists)
+    (engine,) = run.processes(ENGINE)  # looking for it takes longer than a response
+    run.wait_until((records / "step_2.jsonl").exists)
+    engine.suspend()
+    while not in_midst_of_responses(run.run_dir):
         engine.resume()
+        time.sleep(0.005)
+        engine.suspend()
+        time.sleep(0.05)
 
 
 def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:
@@ -94,10 +98,11 @@ def test_the_only_engine_dies_and_starts_again(
 ) -> None:
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir) as run:
-        run.wait_until(in_step(run, 3, phase))
         if phase == "generating":
-            suspend_in_midst_of_responses(run)
+            suspend_in_midst_of_step_3(run)
             assert_kept_is_what_is_referred_to(run_dir)
+        else:
+            run.wait_until(in_step(run, 3, phase))
         run.kill_one(ENGINE)
         assert run.finish() == 0, run.text()[-4000:]
         assert "rollout engine 0 died" in run.text()
