@@ -34,6 +34,7 @@ WORKLOADS = (
     Workload("training as long as generating", 4, 2, ">= 1.9"),
     Workload("training half as long", 2, 3, ">= 2.7"),
 )
+STOP_MS = 20.0
 COLOCATED = ("cluster.placement=colocated", "actor.num_ranks=2", "rollout.num_engines=2")
 
 
@@ -70,7 +71,12 @@ def _compare(workload: Workload, task: Path, runs: Path) -> list[Result]:
         "cores"
     )
     beside = f"{name}, beside a colocated run"
+    swap = f"{name}, the engine's stop per swap"
+    megabytes = (task / "model" / "model.safetensors").stat().st_size / 1e6
+    synchronous = f"{before.stop * 1e3:.1f} ms in the synchronous run"
+    whole = f"with what it waits for the trainer and the copying of {megabytes:.0f} MB; {synchronous}"
     return [
         Result(name, ours.step, sync_step, "s", sync_step / ours.step, workload.aim, note),
         Result(beside, ours.step, colocated.step, "s", colocated.step / ours.step, "", shared),
+        Result(swap, ours.stop * 1e3, STOP_MS, "ms", ours.stop * 1e3 / STOP_MS, "<= 1.0", whole),
     ]

@@ -6,11 +6,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.isolation import ROOT
+from mcore_rl.observe.earlier import TIMELINE
 from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.timeline import read_timeline
+
+SWAP_ENDS = "finish weight update"
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a step, seconds on average; staleness in versions."""
+    """Of a step, seconds on average; `stop` of a swap, in which the engine draws nothing; staleness in versions."""
 
     step: float
     generating: float
     training: float
     publishing: float
+    stop: float
     trainer_idle: float
     engine_idle: float
     mean_staleness: float
@@ -58,6 +64,7 @@ def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -
         _mean(rows, "time/generate"),
         training,
         _mean(rows, "time/weight_sync"),
+        _stop(read_timeline(run_dir / TIMELINE)),
         _mean(rows, "time/trainer_idle") / step,
         _mean(rows, "time/generator_idle") / step,
         _mean(rows, "staleness/mean"),
@@ -97,6 +104,18 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
         "cluster.placement": "disaggregated",
     }
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _stop(events: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the engine in an update of its weights, on average over all but the first one."""
+    swaps: list[float] = []
+    receiving = 0.0
+    for event in sorted((e for e in events if e["name"] in ("receive bucket", SWAP_ENDS)), key=itemgetter("ts")):
+        receiving += event["dur"] * 1e-6
+        if event["name"] == SWAP_ENDS:
+            swaps.append(receiving)
+            receiving = 0.0
+    return sum(swaps[1:]) / len(swaps[1:])
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:

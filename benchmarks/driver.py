@@ -4,7 +4,8 @@ No model: engines and ranks answer at once, everything else is what a run does. 
 the rows `through Ray` add the real calls to engines and to 64 or 512 trainer ranks, eight to a node. Those are handles
 of four processes, so that the figures are the driver's and not those of starting hundreds of processes on this machine;
 what these four need to unpack their arguments is in the wall clock, though a cluster would do it elsewhere and at once.
-What a node needs to pass a call on to its ranks is a row of its own, with a process for each of them.
+What a node needs to pass a call on to its ranks is a row of its own, with a process for each of them. Episodes are of 2
+sequences on average, each trained as a response is, and have the figures of turns and tools.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.driver_load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks
+from benchmarks.driver_load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks, make_episodes
 from benchmarks.driver_ray import RANKS_PER_NODE, ray_groups, seconds_to_pass_on
 from benchmarks.result import Result, shares
 from mcore_rl.algorithms.filters import groups_with_variance
@@ -42,6 +43,11 @@ def run() -> list[Result]:
             name = f"through Ray, {DP_RANKS * peers} trainer ranks"
             with ray_groups(peers) as (pool, ranks):
                 results.append(_measure(name, run_dir / f"ray{peers}", pool, ranks, "<= 1.0"))
+        ready = ReadyPool(run_dir / "episodes", make_episodes)
+        results.append(_measure("episodes, in process", run_dir / "episodes", ready, SilentRanks(), "<= 2.0"))
+        with ray_groups(1, make_episodes) as (pool, ranks):
+            name = f"episodes, through Ray, {DP_RANKS} trainer ranks"
+            results.append(_measure(name, run_dir / "ray_episodes", pool, ranks, "<= 2.0"))
     seconds = seconds_to_pass_on(50)
     name = f"a call passed on to the {RANKS_PER_NODE} ranks of a node"
     note = "comes to the wall clock of the rows through Ray once per call, whatever the number of nodes"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,38 @@ def make_scalars(task: RolloutTask) -> RolloutScalars:
     )
 
 
+MOST_SEQUENCES = 3
+"""Of an episode, whose history is rewritten between turns; 2 on average."""
+FIGURES = ("turns", "tool_calls", "tool_errors", "failed", "seconds_generating", "seconds_tool_calling")
+PARTS = ("format", "tool_search", "tool_python")
+FAILED_FRACTION = 0.001
+
+
+def make_episodes(task: RolloutTask) -> RolloutScalars:
+    """As make_scalars, each response an episode of several sequences, with the figures that episodes with tools have,
+    three parts of a reward, and some that have failed."""
+    single = make_scalars(task)
+    rng = np.random.default_rng([int(task.group_ids[0]), 1])
+    counts = rng.integers(1, MOST_SEQUENCES + 1, len(single.rewards))
+    rows = {field.name: getattr(single, field.name) for field in fields(RolloutScalars)}
+    rows = {name: np.repeat(value, counts, axis=0) for name, value in rows.items() if isinstance(value, np.ndarray)}
+    first = np.cumsum(counts) - counts
+    failed = first[rng.random(len(first)) < FAILED_FRACTION].tolist()
+    return replace(
+        single,
+        **rows,
+        episodes=np.repeat(first, counts),
+        errors=tuple((row, "the tool raised") for row in failed),
+        figures={f"episode/{name}": np.repeat(rng.random(len(counts)), counts) for name in FIGURES},
+        parts={name: np.repeat(rng.random(len(counts)), counts) for name in PARTS},
+        digests=rng.integers(0, 2**32, int(counts.sum()), np.uint32),
+        version_tokens=((0, int(rows["trained_tokens"].sum())),),
+    )
+
+
+Make = Callable[[RolloutTask], RolloutScalars]
+
+
 def write_records(directory: Path, task: RolloutTask) -> None:
     """The task's file of records: a link to one that is there, so that the disk is busy with the driver's work only."""
     count = len(task.group_ids) * task.samples_per_prompt
@@ -61,12 +94,12 @@ def write_records(directory: Path, task: RolloutTask) -> None:
 
 
 class ReadyPool:
-    """A RolloutPool in this process."""
+    """A RolloutPool in this process, whose tasks give what `make` says."""
 
     num_engines = ENGINES
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, make: Make = make_scalars) -> None:
+        self._directory, self._make = directory, make
         self._wall_seconds = self._cpu_seconds = 0.0
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
@@ -74,7 +107,7 @@ class ReadyPool:
         results: list[RolloutResult] = []
         for task in tasks:
             write_records(self._directory, task)
-            results.append((BuffersRef(None), make_scalars(task)))
+            results.append((BuffersRef(None), self._make(task)))
         self._wall_seconds += time.perf_counter() - wall
         self._cpu_seconds += time.process_time() - cpu
         return results

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.driver_load import DP_RANKS, ENGINES, make_scalars, write_records
+from benchmarks.driver_load import DP_RANKS, ENGINES, Make, make_scalars, write_records
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.cluster import ray_cluster
@@ -32,10 +32,14 @@ RANKS_PER_NODE = 8
 class ReadyEngine(RunProcess):
     """Answers tasks with ready scalars, and keeps nothing."""
 
+    def __init__(self, name: str, make: Make) -> None:
+        super().__init__(name)
+        self._make = make
+
     def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
-        return Report([(number, 0, make_scalars(task)) for number, task in tasks], 0, 0.0, 0, 0)
+        return Report([(number, 0, self._make(task)) for number, task in tasks], 0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,13 @@ def seconds_to_pass_on(calls: int) -> float:
 
 
 @contextmanager
-def ray_groups(peers: int) -> Iterator[tuple[EnginePool, TrainerGroup]]:
+def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[EnginePool, TrainerGroup]]:
     """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
     config = Config()
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
         watch = Watch()
-        engines = [start(ReadyEngine, node, "engine") for _ in range(PROCESSES)]
+        engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
         trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
             engine_handles = _spread(engines, ENGINES, watch)

@@ -126,21 +126,41 @@ class Watch:
             self._require_started(starts)
 
     def _require_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
-        pending, deadline = list(starts), time.monotonic() + self.start_seconds
+        pending, deadline = list(starts), self.start_deadline()
         while pending:
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 self.value(ref)
-            names = [self.name_of(handle) for ref in pending for handle in starts[ref]]
-            if pending and time.monotonic() > deadline:
-                self._give_up(
-                    names,
-                    f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see what its log "
-                    "says last, or raise that key",
-                )
-            for name in names:  # the others of its engine may wait for it without end
-                if name in self._lost:
-                    raise WorkerDiedError(self._lost[name])
+            self._require_in_time([handle for ref in pending for handle in starts[ref]], deadline)
+
+    def start_deadline(self) -> float:
+        """By which one that starts now has to be ready, on time.monotonic()."""
+        return time.monotonic() + self.start_seconds
+
+    def has_started(self, start: Any, handles: Sequence[Any], deadline: float) -> bool:
+        """Whether a set-up has ended, without waiting for it.
+
+        Raises: as `get_started`, where it has not by the deadline.
+        """
+        ended, _ = ray.wait([start], timeout=0)
+        with self._explained():
+            if ended:
+                self.value(start)
+            else:
+                self._require_in_time(handles, deadline)
+        return bool(ended)
+
+    def _require_in_time(self, handles: Sequence[Any], deadline: float) -> None:
+        names = [self.name_of(handle) for handle in handles]
+        if names and time.monotonic() > deadline:
+            self._give_up(
+                names,
+                f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see what its log "
+                "says last, or raise that key",
+            )
+        for name in names:  # the others of its engine may wait for it without end
+            if name in self._lost:
+                raise WorkerDiedError(self._lost[name])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -32,7 +32,7 @@ class SlicePublisher:
     """Publishes own slices: each engine rank gets what it needs, from trainer ranks that have it.
 
     Both sides go through the plan by themselves, converting, sending and loading at the same time; the driver calls
-    each process once. `store` is where they met: it lives as long as the run.
+    each process once. `plan` is that of all engines. `store` is where they met: it lives as long as the run.
     """
 
     trainers: TrainerGroup
@@ -46,7 +46,11 @@ class SlicePublisher:
     """Whether requests that run compute what they have of the KV cache anew."""
     version: int = field(default=0, init=False)
     _generation: int = field(default=0, init=False)
-    """Of the group in which all have met; 0: none."""
+    """Of the group in which they have met; 0: none."""
+    _members: list[int] = field(default_factory=list, init=False)
+    """The engines in it, by index: those that were up."""
+    _met: SyncPlan = field(init=False)
+    """Of these engines."""
     _broken: bool = field(default=True, init=False)
     """Whether they have to meet anew."""
 
@@ -63,31 +67,34 @@ class SlicePublisher:
         seconds = config.cluster.collective_timeout_seconds
         recompute = config.rollout.swap == RECOMPUTE
         publisher = cls(trainers, engines, plan, open_store(address), address, seconds, recompute)
-        publisher._meet()
+        publisher._meet(range(engines.num_engines))
         return publisher
 
     def publish(self, version: int) -> int:
-        """Hands every tensor to every engine; returns `version` when all have acknowledged everything. An engine that
-        is lost meanwhile, or was before, starts again, and gets them with all others; what it holds then is compared.
+        """Hands every tensor to every engine that is up; returns `version` when these have acknowledged everything. One
+        that is lost meanwhile, or was before, starts again, and gets the first version that comes when it is up; what
+        it holds then is compared.
 
         Raises: WeightSyncError when other bytes arrived than were sent.
         """
 
         def publish() -> None:
-            if self.engines.settle() or self._broken:
-                self._meet()
+            members = self.engines.up()
+            if self._broken or members != self._members or self.engines.lack_weights(members):
+                self._meet(members)
             self._send(version)
 
         self._insist(publish)
         self.version = self.engines.version = version
-        if self.engines.num_without_weights:
+        if self.engines.lack_weights(self._members):
             self.verify()
-            self.engines.supplied()
+            self.engines.supplied(self._members)
         return version
 
     def verify(self) -> int:
-        """Compares what every engine rank computes with to what the trainer ranks hold; returns the number of tensors
-        compared. An engine that holds others is started again, as often as the pool does so.
+        """Compares what every engine rank computes with, of the engines that the last version was sent to, to what the
+        trainer ranks hold; returns the number of tensors compared. An engine that holds others is started again, as
+        often as the pool does so.
 
         Raises: WeightSyncError listing the tensors that differ.
         """
@@ -96,8 +103,9 @@ class SlicePublisher:
             if self._broken:  # an engine was lost in the comparison before
                 self.publish(self.version)
             sending = self.trainers.begin("send_digests")
-            results = self.trainers.watch.get(self.engines.send("compare_weights") + sending.references)
-            for engine, ranks in zip(self.engines.engines, results[: self.engines.num_engines], strict=True):
+            results = self.trainers.watch.get(self._ask("compare_weights") + sending.references)
+            engines = [self.engines.engines[member] for member in self._members]
+            for engine, ranks in zip(engines, results[: len(engines)], strict=True):
                 try:
                     require_equal(ranks, engine.start.name)
                 except WeightSyncError as error:
@@ -109,7 +117,7 @@ class SlicePublisher:
 
         while self._insist(compare) is not None:
             self.publish(self.version)
-        return self.plan.num_tensors * self.engines.num_engines
+        return self.plan.num_tensors * len(self._members)
 
     def _insist(self, call: Callable[[], T]) -> T:
         def marked() -> T:
@@ -121,36 +129,43 @@ class SlicePublisher:
 
         return self.engines.insist(marked)
 
-    def _meet(self) -> None:
+    def _meet(self, members: Sequence[int]) -> None:
         """Makes windows, maps them everywhere and removes their names at once, so that no crash can leave them behind.
         No earlier group has the name of this one."""
         trainers, watch = self.trainers, self.trainers.watch
         self._generation += 1
+        self._members, self._met = list(members), replace(self.plan, topology=self.plan.topology.only(members))
         try:
-            made = trainers.on_every_rank("make_windows", [(ray.put(self.plan),)] * len(trainers.handles))
+            made = trainers.on_every_rank("make_windows", [(ray.put(self._met),)] * len(trainers.handles))
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
             meeting = Meeting(self.address, self.store.port, self._generation)
-            connection = ray.put(Connection(self.plan, meeting, segments, self.timeout_seconds))
+            connection = ray.put(Connection(self._met, meeting, segments, self.timeout_seconds))
             ranks = trainers.begin("connect_weights", [(connection,)] * len(trainers.handles))
-            watch.get(
-                ranks.references
-                + [engine.connect.remote(connection, number) for number, engine in enumerate(self.engines.handles)]
-            )
+            engines = [handle.connect.remote(connection, place) for place, handle in enumerate(self._handles)]
+            watch.get(ranks.references + engines)
         finally:
             # Not passed on by one of them: its other call may still be waiting for a rank to connect.
             watch.get([handle.unlink_windows.remote() for handle in trainers.handles])
         self._broken = False
 
+    @property
+    def _handles(self) -> list[Any]:
+        return [self.engines.engines[member].handle for member in self._members]
+
+    def _ask(self, method: str, *arguments: Any) -> list[Any]:
+        """References of the results of a method on every member."""
+        return [getattr(handle, method).remote(*arguments) for handle in self._handles]
+
     def _send(self, version: int) -> None:
         sending = self.trainers.begin("send_weights")
-        received = self.engines.send("receive_update", version, self.recompute)
+        received = self._ask("receive_update", version, self.recompute)
         results = self.trainers.watch.get(received + sending.references)
-        acknowledged = [num_bytes for of_engine in results[: self.engines.num_engines] for num_bytes in of_engine]
-        sent = np.sum(sending.results(results[self.engines.num_engines :]), axis=0)
-        for number, window in enumerate(self.plan.topology.windows):
+        acknowledged = [num_bytes for of_engine in results[: len(received)] for num_bytes in of_engine]
+        sent, topology = np.sum(sending.results(results[len(received) :]), axis=0), self._met.topology
+        for number, window in enumerate(topology.windows):
             for reader in window.readers:
                 if acknowledged[reader] != sent[number]:
-                    name = self.plan.topology.name(self.plan.topology.member(reader))
+                    name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
 
 

@@ -47,11 +47,13 @@ class Start(Protocol):
 
 @dataclass
 class PooledEngine:
-    """`starting`: the end of its set-up, while it starts again; `has_weights`: those that the others have."""
+    """`starting`: the end of its set-up, while it starts again, which is to come by `deadline`; `has_weights`: those
+    that the others have."""
 
     start: Start
     incarnation: int = 0
     starting: Any = None
+    deadline: float = 0.0
     has_weights: bool = True
     busy_seconds: float = 0.0
     """As it said last."""
@@ -78,9 +80,9 @@ def _nobody_supplies() -> None:
 class EnginePool:
     """All rollout engines; a RecordedPool. `room`: requests that one of them is given at most.
 
-    One that dies, or hangs, starts again beside what the others do, and gets its weights with the next update; where
-    none is left, `supply` brings the present ones. What only the lost one had goes on from its journal, and where that
-    says nothing anew: the same, since a response is a function of its prompt, its seed and the weights.
+    One that dies, or hangs, starts again beside what the others do, and gets its weights with the first update after
+    that; where none is left, `supply` brings the present ones. What only the lost one had goes on from its journal, and
+    where that says nothing anew: the same, since a response is a function of its prompt, its seed and the weights.
     """
 
     engines: list[PooledEngine]
@@ -107,10 +109,6 @@ class EnginePool:
     @property
     def num_engines(self) -> int:
         return len(self.engines)
-
-    @property
-    def num_without_weights(self) -> int:
-        return sum(not engine.has_weights for engine in self.engines)
 
     @property
     def handles(self) -> list[Any]:
@@ -192,7 +190,7 @@ class EnginePool:
             self._journals[engine.maker] = engine.start.journal
         engine.incarnation += 1
         engine.busy_seconds, engine.has_weights = 0.0, False
-        engine.starting = engine.start.again()
+        engine.starting, engine.deadline = engine.start.again(), self.watch.start_deadline()
 
     def is_lost(self, engine: PooledEngine) -> bool:
         """Whether it is, or will be seen to be soon."""
@@ -210,8 +208,8 @@ class EnginePool:
                 dead.append(engine)
         return dead
 
-    def settle(self) -> bool:
-        """Waits until every engine is up; whether any of them has just started, and has not met the trainer ranks."""
+    def settle(self) -> None:
+        """Waits until every engine is up."""
 
         def wait() -> None:
             for engine in self.engines:
@@ -221,7 +219,22 @@ class EnginePool:
 
         self.lose_dead()
         self.insist(wait)
-        return self.num_without_weights > 0
+
+    def up(self) -> list[int]:
+        """The engines that can take weights, by index; those that still start are not waited for, unless all do."""
+
+        def look() -> None:
+            for engine in self.engines:
+                if engine.starting is not None and self.watch.has_started(
+                    engine.starting, engine.start.handles, engine.deadline
+                ):
+                    engine.starting = None
+
+        self.lose_dead()
+        self.insist(look)
+        if all(engine.starting is not None for engine in self.engines):
+            self.settle()
+        return [index for index, engine in enumerate(self.engines) if engine.starting is None]
 
     def insist(self, call: Callable[[], T]) -> T:
         """The result of `call`, which is made anew as often as an engine is lost in it.
@@ -238,9 +251,15 @@ class EnginePool:
                 if not self.lose_dead():
                     raise
 
-    def supplied(self) -> None:
-        """All engines have the present weights."""
-        for engine in self.engines:
+    def lack_weights(self, indices: Sequence[int]) -> bool:
+        """Whether any of these engines has none yet."""
+        return any(not self.engines[index].has_weights for index in indices)
+
+    def supplied(self, indices: Sequence[int]) -> None:
+        """These engines have the present weights."""
+        for engine in (self.engines[index] for index in indices):
+            if not engine.has_weights:
+                self.note(f"{engine.start.name} is up again, with the weights of version {self.version}")
             engine.has_weights = True
 
     def renew(self, chunks: Sequence[Chunk]) -> bool:
@@ -268,12 +287,9 @@ class EnginePool:
         """Of all engine ranks, engine by engine."""
         return [endpoint for of_engine in self.call("endpoints") for endpoint in of_engine]
 
-    def send(self, method: str, *arguments: Any) -> list[Any]:
-        """References of the results of a method on every engine."""
-        return [getattr(handle, method).remote(*arguments) for handle in self.handles]
-
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self.watch.get(self.send(method, *arguments))
+        """The results of a method on every engine."""
+        return self.watch.get([getattr(handle, method).remote(*arguments) for handle in self.handles])
 
     def sleep(self, keep_weights: bool) -> int:
         """Frees the memory of every engine; returns the bytes that all of them gave up."""

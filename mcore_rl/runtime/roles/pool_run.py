@@ -68,8 +68,9 @@ class PoolRun:
             self._start()
             if not self._engines:
                 pool.supply()
-                for index in range(pool.num_engines):
-                    self._join(index)
+                for index, engine in enumerate(pool.engines):
+                    if engine.serves:
+                        self._join(index)
                 continue
             for call in self._ended():
                 if call in self._calls:

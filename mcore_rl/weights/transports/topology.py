@@ -11,7 +11,8 @@ Who does not map a window sends to its home, a trainer rank that does.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.errors import ConfigError
@@ -52,13 +53,21 @@ class Window:
 
 @dataclass(frozen=True)
 class Topology:
-    """All trainer ranks, and all engine ranks, engine by engine."""
+    """All trainer ranks, and the engine ranks that take part, engine by engine."""
 
     trainers: tuple[Endpoint, ...]
     engines: tuple[Endpoint, ...]
     ranks_per_engine: int
     transport: str = "auto"
     """weights.transport: auto, or the only kind of window that may be."""
+    numbers: tuple[int, ...] = ()
+    """Of the engines, for messages, where others do not take part."""
+
+    def only(self, numbers: Sequence[int]) -> Topology:
+        """Of these engines alone, from one of all."""
+        size = self.ranks_per_engine
+        ranks = (rank for number in numbers for rank in self.engines[number * size : (number + 1) * size])
+        return replace(self, engines=tuple(ranks), numbers=tuple(numbers))
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -126,7 +135,8 @@ class Topology:
             return f"trainer rank {member} on {self.trainers[member].host.name}"
         engine, rank = divmod(member - len(self.trainers), self.ranks_per_engine)
         of = f", rank {rank}" if self.ranks_per_engine > 1 else ""
-        return f"rollout engine {engine}{of} on {self.engines[member - len(self.trainers)].host.name}"
+        number = self.numbers[engine] if self.numbers else engine
+        return f"rollout engine {number}{of} on {self.engines[member - len(self.trainers)].host.name}"
 
     def _shared(self, where: Endpoint) -> tuple[str, tuple[int, ...]]:
         """The nearest memory that an engine rank shares with trainer ranks, and these."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.driver_load import DULL_FRACTION, ReadyPool, make_scalars
+from benchmarks.driver_load import DULL_FRACTION, ReadyPool, make_episodes, make_scalars
 from benchmarks.forced_lengths import ForcedLengths
 from benchmarks.whole_step_task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
+from mcore_rl.data.batching import of_episodes
 from mcore_rl.types import GenerationRequest, RolloutTask, SamplingOptions
 
 EQUAL, LONG_TAILED = WORKLOADS
@@ -70,6 +71,16 @@ def test_ready_scalars_have_the_claimed_share_of_groups_without_signal(tmp_path:
     by_chance = 2 * 0.5**4
     expected = DULL_FRACTION + (1 - DULL_FRACTION) * by_chance
     assert abs(dull - expected) < 0.04  # five standard deviations
+
+
+def test_ready_episodes_are_the_responses_with_two_sequences_each(tmp_path: Path) -> None:
+    task = _task(tmp_path, 500)
+    single, several = make_scalars(task), make_episodes(task)
+    assert abs(len(several.rewards) / len(single.rewards) - 2.0) < 0.1  # five standard deviations
+    episodes = of_episodes(several)
+    assert (episodes.rewards == single.rewards).all()
+    assert (episodes.group_ids == single.group_ids).all()
+    assert {len(values) for values in several.figures.values()} == {len(several.rewards)}
 
 
 def test_the_ready_pool_leaves_the_records_that_the_collector_joins(tmp_path: Path) -> None:

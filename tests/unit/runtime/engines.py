@@ -117,6 +117,8 @@ class Watch:
     def __init__(self) -> None:
         self.dead: dict[int, str] = {}
         self.starts: list[Start] = []
+        self.slow: set[str] = set()
+        """Engines whose set-up ends when somebody waits for it."""
 
     def process(self, process_id: int) -> Process:
         return next(p for start in self.starts for p in start.processes if id(p) == process_id)
@@ -134,7 +136,14 @@ class Watch:
 
     def blame_the_dead(self, handles: Sequence[Any] = ()) -> None: ...
 
-    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
+    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
+        self.slow -= {process.name for processes in starts.values() for process in processes}
+
+    def start_deadline(self) -> float:
+        return 0.0
+
+    def has_started(self, start: Any, handles: Sequence[Any], deadline: float) -> bool:
+        return handles[0].name not in self.slow
 
 
 def scalars_of(task: RolloutTask) -> RolloutScalars:
@@ -159,7 +168,7 @@ def pool_over(watch: Watch, num_engines: int, **options: Any) -> EnginePool:
     engines = [PooledEngine(start) for start in watch.starts]
     options = {"room": 4, "max_restarts": 3, "note": lambda line: None} | options
     pool = EnginePool(engines, cast(Any, watch), **options)
-    pool.supply = lambda: pool.settle() and pool.supplied()  # type: ignore[func-returns-value]
+    pool.supply = lambda: pool.supplied(pool.up())
     return pool
 
 

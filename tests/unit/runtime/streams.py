@@ -139,5 +139,4 @@ def makers(results: dict[int, RolloutResult]) -> dict[int, str]:
 
 def supply(stream: EngineStream) -> None:
     """As a publish does."""
-    stream.pool.settle()
-    stream.pool.supplied()
+    stream.pool.supplied(stream.pool.up())

@@ -235,7 +235,7 @@ def stream_of(ray: Ray, num_engines: int) -> tuple[EngineStream, list[Start], Wa
     watch.let_die([start.handles[0] for start in starts])
     engines = [PooledEngine(start) for start in starts]
     pool = EnginePool(engines, watch, room=4, max_restarts=num_engines, note=lambda line: None)
-    pool.supply = lambda: pool.settle() and pool.supplied()  # type: ignore[func-returns-value]
+    pool.supply = lambda: pool.supplied(pool.up())
     stream = pool.stream = EngineStream(pool, slots_per_engine=8)
     return stream, starts, watch
 

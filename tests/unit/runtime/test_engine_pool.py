@@ -83,14 +83,34 @@ def test_every_result_comes_in_the_order_of_the_tasks_whoever_dies(dying: dict[i
     assert {cast(Chunk, chunk).parts[0].place.maker for chunk, _ in results} <= living
     restarts = pool.take_figures()["engine/restarts"]
     assert restarts == Total(losses)
-    assert pool.num_without_weights == losses
+    assert pool.lack_weights(range(3)) == (losses > 0)
 
 
 def test_the_last_engine_is_waited_for_and_gets_weights_before_it_goes_on() -> None:
     pool, watch = pool_of(1, {3: ["engine 0"], 9: ["engine 0"]})
     assert groups(pool.run(tasks_of(12))) == ALL
     assert [len(start.processes) for start in watch.starts] == [3]
-    assert pool.num_without_weights == 0
+    assert not pool.lack_weights([0])
+
+
+def test_weights_wait_for_an_engine_that_starts_only_where_there_is_no_other() -> None:
+    pool, watch = pool_of(3, {1: ["engine 1"], 2: ["engine 0"]})
+    pool.run(tasks_of(12))
+    watch.slow = {"engine 1"}
+    assert pool.up() == [0, 2]
+    assert pool.lack_weights([0])
+    pool.supplied([0, 2])
+    assert [engine.serves for engine in pool.engines] == [True, False, True]
+    assert watch.slow == {"engine 1"}
+    watch.slow = set()
+    assert pool.up() == [0, 1, 2]
+    assert pool.lack_weights([0, 1, 2])
+    for engine in pool.engines:
+        pool.max_restarts = 9
+        pool.lose(engine, "lost")
+    watch.slow = {"engine 0", "engine 1", "engine 2"}
+    assert pool.up() == [0, 1, 2]
+    assert not watch.slow
 
 
 def test_one_loss_too_many_ends_the_run_with_the_reason_and_the_key() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,9 @@ import ray
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.publisher import SlicePublisher
+from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.transports.hosts import Host
+from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import Comparison
 
 WRONG = [Comparison(differing={"model.norm.weight"})]
@@ -19,19 +22,24 @@ WRONG = [Comparison(differing={"model.norm.weight"})]
 
 @dataclass
 class Processes:
-    """Trainer ranks and an engine. `events` is what they were asked, `fails` what becomes of the nth time that the
-    engine is asked something."""
+    """Trainer ranks and engines. `events` is what the engines were asked, and who met; `fails` says what becomes of the
+    nth time that the first one is asked something. What is lost is up again after `slow` further looks."""
 
     fails: dict[tuple[str, int], str] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
+    num_engines: int = 1
     restarts: int = 0
     max_restarts: int = 3
-    without_weights: bool = False
+    slow: int = 0
+    starting: dict[int, int] = field(default_factory=dict)
+    """Looks after which an engine is up."""
+    without_weights: set[int] = field(default_factory=set)
 
     @property
     def publisher(self) -> SlicePublisher:
-        plan = SimpleNamespace(topology=SimpleNamespace(windows=()), num_tensors=7)
-        made = SlicePublisher(_Trainers(self), _Engines(self), plan, SimpleNamespace(port=1), "127.0.0.1", 9)  # type: ignore[arg-type]
+        endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (self.num_engines + 1)
+        topology = Topology((endpoints[0],), tuple(endpoints[1:]), 1)
+        made = SlicePublisher(_Trainers(self), _Engines(self), _Plan(topology), SimpleNamespace(port=1), "127.0.0.1", 9)  # type: ignore[arg-type]
         made.publish(1)
         self.events.clear()
         return made
@@ -39,6 +47,12 @@ class Processes:
     def asked(self, method: str) -> str:
         self.events.append(method)
         return self.fails.get((method, self.events.count(method)), "")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    topology: Topology
+    num_tensors: int = 7
 
 
 class _Call:
@@ -61,45 +75,70 @@ class _Trainers:
         return [{}]
 
 
+class _Engine:
+    """With the methods of its process."""
+
+    def __init__(self, processes: Processes, number: int) -> None:
+        self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
+        self.handle = SimpleNamespace(
+            connect=SimpleNamespace(remote=self._connect),
+            receive_update=SimpleNamespace(remote=lambda *_: self._answer("receive_update", [0])),
+            compare_weights=SimpleNamespace(remote=lambda: self._answer("compare_weights", [Comparison()])),
+        )
+
+    def _connect(self, connection: Connection, place: int) -> None:
+        assert connection.plan.topology.name(1 + place) == f"{self.start.name} on here"
+        self._processes.events.append(f"meet {self._number}")
+
+    def _answer(self, method: str, well: list[Any]) -> list[Any]:
+        fate = self._processes.asked(method) if self._number == 0 else ""
+        if fate == "dies":
+            raise _DiedError(self)
+        return WRONG if fate == "differs" else well
+
+
+class _DiedError(WorkerDiedError):
+    def __init__(self, engine: _Engine) -> None:
+        super().__init__(f"{engine.start.name} died")
+        self.engine = engine
+
+
 class _Engines:
     """What EnginePool does where an engine dies, without processes."""
 
-    num_engines = 1
-
     def __init__(self, processes: Processes) -> None:
         self.processes, self.max_restarts = processes, processes.max_restarts
-        self.engines = [SimpleNamespace(start=SimpleNamespace(name="rollout engine 0"))]
-        connect = SimpleNamespace(remote=lambda *_: processes.events.append("meet"))
-        self.handles = [SimpleNamespace(connect=connect)]
+        self.engines = [_Engine(processes, number) for number in range(processes.num_engines)]
 
-    @property
-    def num_without_weights(self) -> int:
-        return int(self.processes.without_weights)
+    def up(self) -> list[int]:
+        starting = self.processes.starting
+        if len(starting) == len(self.engines):
+            starting.clear()
+        for number in list(starting):
+            starting[number] -= 1
+            if starting[number] < 0:
+                del starting[number]
+        return [number for number in range(len(self.engines)) if number not in starting]
 
-    def settle(self) -> bool:
-        return self.processes.without_weights
+    def lack_weights(self, indices: Sequence[int]) -> bool:
+        return not self.processes.without_weights.isdisjoint(indices)
 
-    def supplied(self) -> None:
-        self.processes.without_weights = False
+    def supplied(self, indices: Sequence[int]) -> None:
+        self.processes.without_weights -= set(indices)
 
-    def send(self, method: str, *_: Any) -> list[Any]:
-        fate = self.processes.asked(method)
-        if fate == "dies":
-            raise WorkerDiedError("rollout engine 0 died")
-        return [WRONG if fate == "differs" else [Comparison()] if method == "compare_weights" else []]
-
-    def lose(self, engine: Any, why: str) -> None:
+    def lose(self, engine: _Engine, why: str) -> None:
         if self.processes.restarts == self.max_restarts:
             raise WorkerDiedError(why)
         self.processes.restarts += 1
-        self.processes.without_weights = True
+        self.processes.without_weights.add(self.engines.index(engine))
+        self.processes.starting[self.engines.index(engine)] = self.processes.slow
 
     def insist(self, call: Callable[[], Any]) -> Any:
         while True:
             try:
                 return call()
-            except WorkerDiedError as error:
-                self.lose(None, str(error))
+            except _DiedError as error:
+                self.lose(error.engine, str(error))
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +147,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(events: Iterable[str]) -> list[str]:
-    short = {"receive_update": "send", "compare_weights": "compare"}
+    short = {"receive_update": "send", "compare_weights": "compare", "meet 0": "meet"}
     return [short.get(event, event) for event in events]
 
 
@@ -127,7 +166,33 @@ def test_an_engine_lost_in_an_update_meets_anew_gets_it_and_is_compared() -> Non
     processes.fails["receive_update", 1] = "dies"
     publisher.publish(2)
     assert order(processes.events) == ["send", "meet", "send", "compare"]
-    assert (publisher.version, processes.restarts, processes.without_weights) == (2, 1, False)
+    assert (publisher.version, processes.restarts, processes.without_weights) == (2, 1, set())
+
+
+def test_others_get_weights_while_an_engine_starts_which_gets_the_first_that_come_when_it_is_up() -> None:
+    processes = Processes(num_engines=3, slow=2)
+    publisher = processes.publisher
+    processes.fails["receive_update", 1] = "dies"
+    publisher.publish(2)
+    assert order(processes.events) == ["send", "meet 1", "meet 2"]
+    assert processes.without_weights == {0}
+    assert publisher.verify() == 2 * 7
+    publisher.publish(3)
+    assert order(processes.events) == ["send", "meet 1", "meet 2"]
+    publisher.publish(4)
+    assert order(processes.events)[3:] == ["meet", "meet 1", "meet 2", "send", "compare"]
+    assert processes.without_weights == set()
+    assert publisher.verify() == 3 * 7
+
+
+def test_an_engine_with_other_weights_is_left_out_until_it_has_started_again() -> None:
+    processes = Processes(num_engines=2, slow=1)
+    publisher = processes.publisher
+    processes.fails["compare_weights", 1] = "differs"
+    assert publisher.verify() == 7
+    assert order(processes.events) == ["compare", "meet 1"]
+    publisher.publish(2)
+    assert order(processes.events)[2:] == ["meet", "meet 1", "send", "compare"]
 
 
 def test_an_engine_lost_while_weights_are_compared_gets_them_before_they_are_compared_again() -> None:
@@ -136,7 +201,7 @@ def test_an_engine_lost_while_weights_are_compared_gets_them_before_they_are_com
     processes.fails["compare_weights", 1] = "dies"
     assert publisher.verify() == 7
     assert order(processes.events)[:4] == ["compare", "meet", "send", "compare"]
-    assert (publisher.version, processes.restarts, processes.without_weights) == (1, 1, False)
+    assert (publisher.version, processes.restarts, processes.without_weights) == (1, 1, set())
 
 
 def test_an_engine_with_other_weights_starts_again_and_is_compared_until_it_has_them() -> None:

@@ -168,10 +168,12 @@ class Drive:
         self.stream.pool.lose_dead()
 
     def publish(self) -> None:
+        """Sometimes before some engines are up again."""
         self.elsewhere()
-        self.stream.pool.settle()
+        self.watch.slow = {start.name for start in self.watch.starts if self.chance.random() < 0.3}
+        up = self.stream.pool.up()
         self.elsewhere()
-        self.stream.pool.supplied()
+        self.stream.pool.supplied(up)
 
     def validate(self) -> None:
         asked = [task_of(1000 + number, 2, "validation") for number in range(3)]
@@ -227,6 +229,7 @@ def assert_level(stream: EngineStream, watch: StreamWatch) -> None:
     assert stream.running_requests == 0
     watch.blame_the_dead()
     stream.pool.lose_dead()
+    watch.slow = set()
     supply(stream)
     stream.wait()
     begin(stream, [1] * 6, {})

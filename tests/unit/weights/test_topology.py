@@ -80,6 +80,20 @@ def test_senders_know_gpus_and_hosts() -> None:
     assert len(np.unique(places.trainer_devices)) == 3
 
 
+def test_engines_that_take_part_alone_keep_their_numbers_and_share_windows_among_them() -> None:
+    topology = Topology(at("A B"), at("A B A B C C A B"), 2)
+    assert [window.readers for window in topology.windows] == [(0, 2, 6), (1, 3, 7), (4,), (5,)]
+    fewer = topology.only([1, 2, 3])
+    assert [window.readers for window in fewer.windows] == [(0, 4), (1, 5), (2,), (3,)]
+    assert [fewer.name(member) for member in (1, 2, 4, 7)] == [
+        "trainer rank 1 on B",
+        "rollout engine 1, rank 0 on A",
+        "rollout engine 2, rank 0 on C",
+        "rollout engine 3, rank 1 on B",
+    ]
+    assert topology.only(range(4)).windows == topology.windows
+
+
 def test_names_say_rank_and_host() -> None:
     topology = Topology(at("A B"), at("A B C D"), 2)
     assert [topology.name(member) for member in (1, 2, 5)] == [
