@@ -32,7 +32,7 @@ class Workload:
 
 WORKLOADS = (
     Workload("training as long as generating", 4, 2, ">= 1.9"),
-    Workload("training half as long", 2, 3, ">= 2.7"),
+    Workload("training half as long", 2, 4, ">= 2.7"),
 )
 STOP_MS = 20.0
 COLOCATED = ("cluster.placement=colocated", "actor.num_ranks=2", "rollout.num_engines=2")

@@ -12,10 +12,12 @@ import base64
 import binascii
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -189,7 +191,8 @@ def read_config(overrides: Sequence[str]) -> SandboxConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is interrupted."""
+    """Serves until SIGINT or SIGTERM comes, also where whoever started it had it ignore SIGINT, as shells do with what
+    they start in the background."""
     parser = argparse.ArgumentParser(prog="python -m mcore_rl.sandbox.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0: a free one")
@@ -202,13 +205,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except McoreRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     with server:
         print(f"sandbox: http://{server.server_address[0]!s}:{server.server_address[1]}", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 130
+        server.serve_forever()
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

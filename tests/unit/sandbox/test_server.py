@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -199,16 +200,30 @@ def test_an_answer_of_another_form_is_an_error(scripted: HTTPServer, body: bytes
         FusionSandbox(SandboxConfig(url=url(scripted))).run(Program(""))
 
 
-def test_the_command_serves_until_it_is_stopped(sandbox: LocalSandbox) -> None:
-    command = [sys.executable, "-m", "mcore_rl.sandbox.server", "--port", "0", "sandbox.seconds=5"]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_stopped(sandbox: LocalSandbox, number: int) -> None:
+    """Also where it was started with SIGINT ignored."""
+    command = [
+        "env",
+        "--ignore-signal=INT",
+        sys.executable,
+        "-m",
+        "mcore_rl.sandbox.server",
+        "--port",
+        "0",
+        "sandbox.seconds=5",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[1]
         assert address.startswith("http://127.0.0.1:")
         assert FusionSandbox(SandboxConfig(url=address)).run(Program("print(1)")).stdout == "1\n"
         time.sleep(0.1)
-        process.send_signal(2)
-        assert process.wait(20) == 130
+        process.send_signal(number)
+        try:
+            assert process.wait(20) == 128 + number
+        finally:
+            process.kill()
 
 
 def test_keys_of_the_command_line_are_checked() -> None:
