@@ -20,7 +20,8 @@ from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, sig
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
 
-# One OpenMP thread per process: ranks and engines share the cores, and two threads each once cost 100 times the work.
+# One OpenMP thread per process, but where the run gives a process more (`cores`): more threads than cores, all of which
+# wait for each other, once cost 100 times the work.
 PROCESS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -19,6 +19,7 @@ from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.phases import shares_device
@@ -69,10 +70,14 @@ def launch(
     if problem := missing_interface():
         raise ConfigError(problem)
     on_gpus = uses_cuda(config.cluster)
+    several_threads = shares_cores(config)
     num_engines = config.rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
     say("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
-    with ray_cluster(config, placement.bundle) as nodes, _started(config, placement, roles, nodes, on_gpus) as started:
+    with (
+        ray_cluster(config, placement.bundle) as nodes,
+        _started(config, placement, roles, nodes, on_gpus, several_threads) as started,
+    ):
         watch, ranks, engines = started.watch, started.ranks, started.engines
         say(f"setting up {_counted(started)}")
         if config.cluster.nodes > 1:
@@ -116,7 +121,7 @@ def launch(
 
 @contextlib.contextmanager
 def _started(
-    config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool
+    config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool, several_threads: bool
 ) -> Iterator[_Handles]:
     """The processes, each on its node, before any set-up."""
     cluster = config.cluster
@@ -128,11 +133,22 @@ def _started(
     handles: list[Any] = []
     logs, journals = config.run.logs, _journals(config)
     rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
+
+    def peers(section: str, node: int) -> int | None:
+        return placement.peers(section, node) if several_threads else None
+
     # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
     owns_gpus = on_gpus and cluster.placement == "disaggregated"
     try:
         ranks = [
-            _start(TrainerProcess, f"trainer rank {rank}", watch, handles, rank_options | {PLACE: nodes[node]}, logs)
+            _start(
+                TrainerProcess,
+                f"trainer rank {rank}",
+                watch,
+                handles,
+                rank_options | {PLACE: nodes[node]},
+                (logs, peers("actor", node)),
+            )
             for rank, node in enumerate(placement.ranks)
         ]
         # So do the processes of roles beside them.
@@ -144,7 +160,7 @@ def _started(
                     watch,
                     handles,
                     {"num_cpus": role.guests.num_cpus, PLACE: nodes[slot.node]},
-                    logs,
+                    (logs, peers(role.guests.section, slot.node)),
                 )
                 for index, slot in enumerate(placement.guests[role.guests.section])
             ]
@@ -157,6 +173,7 @@ def _started(
             engine = EngineStart(
                 f"rollout engine {index}",
                 [options | {PLACE: nodes[slot.node]} for slot in slots],
+                [peers("rollout", slot.node) for slot in slots],
                 watch,
                 handles,
                 logs,
@@ -219,8 +236,11 @@ def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Engin
     )
 
 
-def _start(process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], logs: str) -> Any:
-    handle = process.options(**options).remote(name, logs)
+def _start(
+    process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], given: tuple[str, int | None]
+) -> Any:
+    """`given`: as RunProcess takes it, after the name."""
+    handle = process.options(**options).remote(name, *given)
     handles.append(handle)
     watch.add(name, handle)
     return handle

@@ -46,6 +46,17 @@ class Placement:
     """By section."""
     bundle: dict[str, float]
     """What every node has to offer, in Ray's words: the same, since nobody knows which of them will be the first."""
+    computing: dict[str, Counter[int]]
+    """Ranks on each node, by section of the configuration: actor, rollout, and those of guests."""
+    takes_turns: bool
+    """Whether engines compute while trainer ranks wait, and the reverse."""
+
+    def peers(self, section: str, node: int) -> int:
+        """How many ranks on a node compute at the same time, one of the section among them."""
+        of_section = self.computing[section][node]
+        if self.takes_turns:
+            return of_section
+        return max(of_section, self.computing["actor"][node] + self.computing["rollout"][node])
 
 
 def visible_devices(placement: Placement, slot: Slot, of_ranks: Sequence[str]) -> str | None:
@@ -77,16 +88,17 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
     else:
         engines = tuple((_own_slot(config, engine, on_gpus),) for engine in range(num_engines))
     placed = {each.section: _shared_slots(config, each, len(ranks), on_gpus) for each in guests}
-    cpus_of, gpus_of = Counter(ranks), Counter(ranks)
+    computing = {"actor": Counter(ranks), "rollout": Counter[int]()}
     for hosts in engines:
-        for slot in hosts:
-            cpus_of[slot.node] += tp // len(hosts)
-            gpus_of[slot.node] += 0 if colocated else tp // len(hosts)
+        computing["rollout"] += Counter({slot.node: tp // len(hosts) for slot in hosts})
     for each in guests:
+        computing[each.section] = Counter({})
         for slot in placed[each.section]:
-            cpus_of[slot.node] += each.num_cpus
+            computing[each.section][slot.node] += each.num_cpus
+    cpus_of = sum(computing.values(), Counter[int]())
+    gpus_of = computing["actor"] if colocated else computing["actor"] + computing["rollout"]
     bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
-    return Placement(ranks, engines, placed, bundle)
+    return Placement(ranks, engines, placed, bundle, computing, colocated)
 
 
 def _wide_engines(config: Config, num_engines: int, num_ranks: int, on_gpus: bool) -> tuple[tuple[Slot, ...], ...]:

@@ -58,7 +58,7 @@ class ToolProcess:
                 [sys.executable, "-P", "-m", "mcore_rl.rollout.tools.process", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": _path()},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
                 process_group=0,
             )
         self._pending: dict[int, asyncio.Future[Any]] = {}

@@ -22,6 +22,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, Question, answer
 from mcore_rl.runtime.collectives import Collective, pending_collectives
+from mcore_rl.runtime.cores import share_cores
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
@@ -57,8 +58,11 @@ def see_only(devices: str | None) -> None:
 class RunProcess:
     """What all processes have in common."""
 
-    def __init__(self, name: str, logs: str | None = None) -> None:
-        """What the process writes goes to a file of its name in the directory `logs`; None: where Ray puts it."""
+    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
+        """What the process writes goes to a file of its name in the directory `logs`; None: where Ray puts it. It has
+        one of `peers` parts of the host's cores; None: as many threads as the environment says."""
+        if peers is not None:
+            share_cores(peers)
         if logs is not None:
             write_output_to(Path(logs), name)
         self.name = name

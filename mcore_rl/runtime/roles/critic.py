@@ -38,8 +38,8 @@ from mcore_rl.types import Batch, TokenRefs, merge_metrics
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
-    def __init__(self, name: str, logs: str | None = None) -> None:
-        super().__init__(name, logs)
+    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
+        super().__init__(name, logs, peers)
         self._held: Held[ValuedBatch] = Held()
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str, visible_devices: str | None) -> None:

@@ -60,8 +60,8 @@ class EngineProcess(RunProcess):
     """One rollout engine with its grading processes. The main thread sets it up, and steps it from then on (`serve`);
     whatever else concerns the engine is done by that thread, between two steps."""
 
-    def __init__(self, name: str, logs: str | None = None) -> None:
-        super().__init__(name, logs)
+    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
+        super().__init__(name, logs, peers)
         self._kept = Kept(name)
         self._episodes = SpanRecorder(f"{name}, episodes")
 

@@ -17,11 +17,13 @@ from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 
 @dataclass
 class EngineStart:
-    """`options` of Ray for its process on each of its hosts, the leader's first. `of_run` collects the processes of the
-    run, which are killed when it ends. What the engine draws is kept in `journals`, None: nowhere."""
+    """`options` of Ray for its process on each of its hosts, the leader's first, and how many `peers` have equal parts
+    of that host's cores (see RunProcess). `of_run` collects the processes of the run, which are killed when it ends.
+    What the engine draws is kept in `journals`, None: nowhere."""
 
     name: str
     options: Sequence[dict[str, Any]]
+    peers: Sequence[int | None]
     watch: Watch
     of_run: list[Any]
     logs: str
@@ -76,8 +78,8 @@ class EngineStart:
     def _created(self) -> list[Any]:
         kinds: list[Any] = [EngineProcess, *[FollowerProcess] * (len(self.options) - 1)]
         handles = [
-            kind.options(**options).remote(name, self.logs)
-            for kind, options, name in zip(kinds, self.options, self._names(), strict=True)
+            kind.options(**options).remote(name, self.logs, peers)
+            for kind, options, name, peers in zip(kinds, self.options, self._names(), self.peers, strict=True)
         ]
         self.of_run += handles
         return handles

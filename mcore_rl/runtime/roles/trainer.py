@@ -35,8 +35,8 @@ from mcore_rl.weights.transports.hosts import this_host
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 
-    def __init__(self, name: str, logs: str | None = None) -> None:
-        super().__init__(name, logs)
+    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
+        super().__init__(name, logs, peers)
         self._held: Held[RankBatch] = Held()
 
     def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:

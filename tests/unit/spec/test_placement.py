@@ -48,6 +48,16 @@ def test_disaggregated_engines_take_the_gpus_after_the_ranks() -> None:
     assert found.bundle["GPU"] == 8.0
 
 
+def test_who_takes_turns_has_the_cores_of_those_that_wait() -> None:
+    guests = [Guests("critic", 3), Guests("judge", 1, tp=2)]
+    colocated = place(config(1, 4), on_gpus=False, num_engines=1, guests=guests)
+    assert [colocated.peers(section, 0) for section in ("actor", "rollout", "critic", "judge")] == [4, 1, 3, 2]
+    apart = place(config(1, 8, tp=2, placement="disaggregated", ranks=3), on_gpus=False, num_engines=2, guests=guests)
+    assert [apart.peers(section, 0) for section in ("actor", "rollout", "critic", "judge")] == [7, 7, 7, 7]
+    wide = place(config(3, 2, tp=4, placement="disaggregated", ranks=2), on_gpus=False, num_engines=1)
+    assert [wide.peers("actor", 0), wide.peers("rollout", 1), wide.peers("rollout", 2)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("made", "num_engines", "key"),
     [

@@ -1,0 +1,83 @@
+"""Threads of the processes of a run without GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.engines.sglang.processes import _cores
+from mcore_rl.runtime.cores import shares_cores
+
+SIZES: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+CORES = len(os.sched_getaffinity(0))
+TELL = """
+import os
+{first}
+from mcore_rl.runtime.cores import share_cores
+share_cores({peers})
+import torch
+print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "device", "shares"),
+    [
+        ({}, None, "cpu", True),
+        ({}, None, "cuda", False),
+        ({}, "1", "cpu", False),
+        ({"num_hidden_layers": 1, "hidden_size": 512}, None, "cpu", False),
+    ],
+)
+def test_only_large_models_on_cpus_get_threads_and_only_where_the_shell_says_nothing(
+    changes: dict[str, int],
+    given: str | None,
+    device: str,
+    shares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | changes))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    config = Config()
+    config.model.hf_path, config.cluster.device = str(tmp_path), device
+    assert shares_cores(config) == shares
+
+
+@pytest.mark.parametrize("first", ["", "import torch"])
+@pytest.mark.parametrize(("peers", "threads"), [(1, CORES), (CORES, 1), (3 * CORES, 1)])
+def test_a_process_and_what_it_starts_compute_with_their_part_of_the_cores(
+    first: str, peers: int, threads: int
+) -> None:
+    code = TELL.format(first=first, peers=peers)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [str(threads)] * 2
+
+
+def test_ranks_of_sglang_have_cores_of_their_own_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6, 7, 9})
+    assert _cores(2, 2) == ["4,5", "6,7"]
+    assert _cores(3, 2) == ["4,5", "6,7", "9,4"]
