@@ -19,13 +19,15 @@ pytestmark = pytest.mark.slow
 
 RESTARTS = "engine/restarts"
 TAKEN_OVER = "engine/tokens_taken_over"
+COMPARED = "weights/tensors_verified"
+"""Of the engines that are up."""
 ENGINE = "ray::EngineProcess"
 OFTEN = ("checkpoint.every_steps=100", "rollout.max_engine_restarts=9")
 
 
 def without_restarts(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {
-        step: {k: v for k, v in row.items() if k not in (RESTARTS, TAKEN_OVER)}
+        step: {k: v for k, v in row.items() if k not in (RESTARTS, TAKEN_OVER, COMPARED)}
         for step, row in metrics(run_dir).items()
     }
 
