@@ -15,6 +15,7 @@ import ray
 from benchmarks.driver_load import DP_RANKS, ENGINES, Make, make_scalars, write_records
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.router import ROOM
+from mcore_rl.rollout.tasks import GivenUp, Until
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
@@ -36,7 +37,11 @@ class ReadyEngine(RunProcess):
         super().__init__(name)
         self._make = make
 
-    def run(self, tasks: list[tuple[int, RolloutTask]], more: bool, forget: list[int]) -> Report:
+    def give_up(self, free: int) -> GivenUp:
+        """All that it was given has ended."""
+        return GivenUp([], 0)
+
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
         return Report([(number, 0, self._make(task)) for number, task in tasks], 0, 0.0, 0, 0)

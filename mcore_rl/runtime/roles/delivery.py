@@ -55,15 +55,6 @@ class Chunk:
     task: RolloutTask
     renew: Callable[[Sequence[Chunk]], bool]
 
-    def located(self, rows: np.ndarray) -> list[tuple[Place, np.ndarray]]:
-        """Where these rows are, in their order, and which ones of what is there."""
-        if len(self.parts) == 1:
-            return [(self.parts[0].place, rows)]
-        part_of = np.searchsorted([part.last for part in self.parts], rows, side="right")
-        runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(part_of)) + 1)
-        parts = [self.parts[part_of[run[0]]] for run in runs if len(run)]
-        return [(part.place, rows[run] - part.first) for part, run in zip(parts, runs, strict=True)]
-
 
 @dataclass(frozen=True)
 class DriverChunk:
@@ -181,6 +172,42 @@ def fetch(wanted: Wanted, handles: dict[str, Any]) -> TrajectoryBuffers:
     return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)
 
 
+class Located:
+    """Where the rows of chunks are: of all parts, chunk after chunk, as arrays, since every reader has some rows of
+    nearly every chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        parts = [part for chunk in chunks for part in chunk.parts]
+        self.handles = {part.place.maker: part.place.handle for part in parts}
+        numbers = {maker: number for number, maker in enumerate(self.handles)}
+        self._makers = list(self.handles)
+        self._maker_of = np.array([numbers[part.place.maker] for part in parts], np.int64)
+        self._keys = np.array([part.place.key for part in parts], np.int64)
+        self._first = np.array([part.first for part in parts], np.int64)
+        lengths = [chunk.parts[-1].last for chunk in chunks]
+        self._begins = np.cumsum([0, *lengths])
+        """Of each chunk, and the end of the last one, where the rows of all are counted through."""
+        begins = np.repeat(self._begins[:-1], [len(chunk.parts) for chunk in chunks])
+        self._ends = begins + np.array([part.last for part in parts], np.int64)
+
+    def wanted(self, rows: Rows, told: set[str], timeout_seconds: float) -> Wanted:
+        """What a reader fetches that has heard of the makers `told`."""
+        begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
+        part_of = np.searchsorted(self._ends, begins + rows.rows, side="right")
+        edges = np.flatnonzero(np.diff(part_of, prepend=-1))
+        makers, maker_of = np.unique(self._maker_of[part_of[edges]], return_inverse=True)
+        names = [self._makers[number] for number in makers]
+        return Wanted(
+            names,
+            maker_of,
+            self._keys[part_of[edges]],
+            np.append(edges, len(part_of)),
+            rows.rows - self._first[part_of],
+            {name: self.handles[name] for name in names if name not in told},
+            timeout_seconds,
+        )
+
+
 @dataclass
 class Delivery:
     """The driver's side of a group of readers: processes that `fetch`."""
@@ -200,8 +227,10 @@ class Delivery:
         Raises: WorkerDiedError.
         """
         while True:
+            made = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
+            where = Located(made) if made else None
             fetched = {
-                number: self._sent(number, chunks, of_reader)
+                number: _put(chunks, of_reader) if where is None else self._sent(number, where, of_reader)
                 for number, of_reader in enumerate(rows)
                 if len(of_reader.rows)
             }
@@ -210,39 +239,22 @@ class Delivery:
                 return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
             except WorkerDiedError:
                 self.watch.blame_the_dead()
-                made = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
                 if not made or not made[0].renew(made):
                     raise
 
-    def _sent(self, reader: int, chunks: Sequence[BuffersRef], wanted: Rows) -> tuple[Any, Any]:
+    def _sent(self, reader: int, where: Located, rows: Rows) -> tuple[Any, Any]:
         """References of None, when all have come, and of them."""
-        of_reader = [chunks[number] for number in wanted.chunks]
-        if isinstance(of_reader[0], DriverChunk):
-            parts = zip(of_reader, np.split(wanted.rows, wanted.offsets[1:-1]), strict=True)
-            return ray.put(None), ray.put(
-                join_rows([take_rows(cast("DriverChunk", c).buffers, rows) for c, rows in parts])
-            )
-        located = [
-            piece
-            for chunk, rows in zip(of_reader, np.split(wanted.rows, wanted.offsets[1:-1]), strict=True)
-            for piece in cast("Chunk", chunk).located(rows)
-        ]
-        places = [place for place, _ in located]
-        handles = {place.maker: place.handle for place in places}
-        numbers, told = {maker: number for number, maker in enumerate(handles)}, self._told[reader]
-        come, trajectories = self.readers[reader].fetch.remote(
-            Wanted(
-                list(handles),
-                np.array([numbers[place.maker] for place in places]),
-                np.array([place.key for place in places]),
-                np.cumsum([0, *(len(rows) for _, rows in located)]),
-                np.concatenate([rows for _, rows in located]),
-                {maker: handle for maker, handle in handles.items() if maker not in told},
-                self.watch.timeout_seconds,
-            )
-        )
-        told.update(handles)
+        wanted, told = where.wanted(rows, self._told[reader], self.watch.timeout_seconds), self._told[reader]
+        come, trajectories = self.readers[reader].fetch.remote(wanted)
+        told.update(wanted.makers)
         return come, trajectories
+
+
+def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Any, Any]:
+    """As Delivery._sent, of what the driver has made."""
+    parts = zip(rows.chunks, np.split(rows.rows, rows.offsets[1:-1]), strict=True)
+    made = [take_rows(cast("DriverChunk", chunks[number]).buffers, of_chunk) for number, of_chunk in parts]
+    return ray.put(None), ray.put(join_rows(made))
 
 
 def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:
