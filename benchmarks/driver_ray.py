@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from benchmarks.driver_load import DP_RANKS, ENGINES, Make, make_scalars, write_records
@@ -23,7 +24,7 @@ from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.engine import Report
 from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.runtime.roles.trainer import TrainerGroup
-from mcore_rl.types import Mean, Metric, RankShares, RolloutTask
+from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
 PROCESSES = 2
 RANKS_PER_NODE = 8
@@ -31,11 +32,14 @@ RANKS_PER_NODE = 8
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class ReadyEngine(RunProcess):
-    """Answers tasks with ready scalars, and keeps nothing."""
+    """Answers tasks with ready scalars, and keeps nothing. Tasks of as many groups get the same ones: what it takes to
+    make them up would count as the driver's."""
 
     def __init__(self, name: str, make: Make) -> None:
         super().__init__(name)
         self._make = make
+        self._ready: dict[int, RolloutScalars] = {}
+        """By the number of groups, which are counted from 0."""
 
     def give_up(self, free: int) -> GivenUp:
         """All that it was given has ended."""
@@ -44,7 +48,15 @@ class ReadyEngine(RunProcess):
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
-        return Report([(number, 0, self._make(task)) for number, task in tasks], 0, 0.0, 0, 0)
+        return Report([(number, 0, self._scalars(task)) for number, task in tasks], 0, 0.0, 0, 0)
+
+    def _scalars(self, task: RolloutTask) -> RolloutScalars:
+        count = len(task.group_ids)
+        if count not in self._ready:
+            self._ready[count] = self._make(replace(task, group_ids=np.arange(count)))
+        ready = self._ready[count]
+        groups = ready.group_ids
+        return replace(ready, group_ids=task.group_ids[groups], prompt_rows=task.prompt_rows[groups])
 
 
 @dataclass(frozen=True)
