@@ -33,6 +33,11 @@ class RowSampler(Protocol):
     def draw(self, count: int) -> np.ndarray: ...
 
 
+def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
+    """How responses are drawn that are trained on."""
+    return SamplingOptions(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+
+
 @dataclass
 class RolloutCollector:
     """Draws prompts until enough groups have signal, in up to `dynamic.max_batches` batches.
@@ -112,24 +117,18 @@ class RolloutCollector:
         rows = np.asarray(self.sampler.draw(count), np.int64)
         ids = np.arange(self.next_group, self.next_group + count, dtype=np.int64)
         self.next_group += count
-        options = self.rollout
-        sampling = SamplingOptions(
-            options.max_response_tokens,
-            options.temperature,
-            options.top_p,
-            options.top_k,
-        )
+        samples, sampling = self.rollout.samples_per_prompt, training_sampling(self.rollout)
         return [
             RolloutTask(
                 "train",
                 rows[part],
                 ids[part],
-                options.samples_per_prompt,
+                samples,
                 sampling,
                 self.seed,
                 part_path(self.records_dir, f"step_{step}", batch, number),
             )
-            for number, part in enumerate(self._cut(count, options.samples_per_prompt))
+            for number, part in enumerate(self._cut(count, samples))
         ]
 
     def _cut(self, num_groups: int, samples: int) -> list[np.ndarray]:

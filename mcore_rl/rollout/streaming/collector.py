@@ -23,7 +23,7 @@ from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Collector, PendingSave
 from mcore_rl.rollout.admission import may_submit, take_batch
-from mcore_rl.rollout.collector import RowSampler
+from mcore_rl.rollout.collector import RowSampler, training_sampling
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
 from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
@@ -31,7 +31,7 @@ from mcore_rl.rollout.streaming.replay import KEY as REPLAY
 from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
 from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
-from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SamplingOptions, SavedFile, Total
+from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
 
 BY_NUMBER = operator.attrgetter("number")
 
@@ -239,7 +239,7 @@ class StreamingCollector:
             np.array([row], np.int64),
             np.array([number], np.int64),
             options.samples_per_prompt,
-            SamplingOptions(options.max_response_tokens, options.temperature, options.top_p, options.top_k),
+            training_sampling(options),
             self.seed,
             part_path(self.records_dir, "group", 0, number),
             version=version,

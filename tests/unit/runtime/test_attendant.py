@@ -249,6 +249,20 @@ def test_engines_that_die_at_once_are_all_replaced(ray: Ray, dying: tuple[int, .
     assert [len(start.lost) for start in starts] == [int(number in dying) for number in range(3)]
 
 
+def test_an_engine_that_is_not_up_in_time_starts_once_more_and_one_that_is_gets_weights(ray: Ray) -> None:
+    """Its start takes 3 seconds."""
+    stream, starts, watch = stream_of(ray, 2)
+    pool, watch.start_seconds = stream.pool, 2.0
+    pool.lose(pool.engines[0], "engine 0 died")
+    assert pool.up() == [1]
+    ray.wait([Call()], timeout=2.5)
+    assert pool.up() == [1]
+    assert len(starts[0].lost) == 2
+    ray.wait([Call()], timeout=3.5)
+    assert pool.up() == [0, 1]
+    assert len(starts[0].lost) == 2
+
+
 def test_every_engine_that_died_is_lost_whichever_is_asked_about_first(ray: Ray) -> None:
     """Also without a stream: one death does not explain the failure of another engine."""
     stream, starts, _ = stream_of(ray, 3)
