@@ -1,6 +1,7 @@
 """Runs a demo synchronously and with rollouts that are ahead, for several seeds, and writes a table.
 
-    make demo                                  # prepares the task and the warm-started model
+    make demo                                  # prepares work3 and its warm-started model
+    python scripts/demo.py --task think2       # the same of think2
     python scripts/compare_staleness.py [--task work3|think2] [--seeds N] [--steps N] [--only sync,eta2]
 
 Results: benchmarks/results/DATE-cpu-staleness-TASK.json. A run that is complete is not repeated.

@@ -137,8 +137,6 @@ def _started(
     def peers(section: str, node: int) -> int | None:
         return placement.peers(section, node) if several_threads else None
 
-    # A colocated engine shares its GPUs with trainer ranks, which already own them in Ray's books.
-    owns_gpus = on_gpus and cluster.placement == "disaggregated"
     try:
         ranks = [
             _start(
@@ -151,7 +149,6 @@ def _started(
             )
             for rank, node in enumerate(placement.ranks)
         ]
-        # So do the processes of roles beside them.
         beside = {
             role.guests.section: [
                 _start(
@@ -168,17 +165,9 @@ def _started(
         }
         engines = []
         for index, slots in enumerate(placement.engines):
-            size = config.rollout.tp // len(slots)
-            options = {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
-            engine = EngineStart(
-                f"rollout engine {index}",
-                [options | {PLACE: nodes[slot.node]} for slot in slots],
-                [peers("rollout", slot.node) for slot in slots],
-                watch,
-                handles,
-                logs,
-                journals,
-            )
+            options = [_engine_options(config, len(slots), on_gpus) | {PLACE: nodes[slot.node]} for slot in slots]
+            sharing = [peers("rollout", slot.node) for slot in slots]
+            engine = EngineStart(f"rollout engine {index}", options, sharing, watch, handles, logs, journals)
             engine.create()
             engines.append(engine)
         yield _Handles(watch, ranks, engines, beside)
@@ -186,6 +175,14 @@ def _started(
         kill_all(handles)
         if journals is not None:
             shutil.rmtree(journals, ignore_errors=True)
+
+
+def _engine_options(config: Config, num_hosts: int, on_gpus: bool) -> dict[str, Any]:
+    """Of Ray, for an engine's process on each of its hosts. One that is colocated shares its GPUs with trainer ranks,
+    which own them in Ray's books; so do the processes of roles beside them."""
+    size = config.rollout.tp // num_hosts
+    owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
+    return {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
 
 
 def _journals(config: Config) -> Path | None:

@@ -152,12 +152,7 @@ def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
 
 @pytest.mark.on_demand
 def test_three_engines_of_which_one_is_killed_every_ten_steps(task: Path, tmp_path: Path) -> None:
-    overrides = (
-        "rollout.num_engines=3",
-        "trainer.steps=50",
-        "checkpoint.every_steps=100",
-        "rollout.max_engine_restarts=9",
-    )
+    overrides = ("rollout.num_engines=3", "trainer.steps=50", *OFTEN)
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
     train(task, undisturbed, *overrides)
     with TrainProcess(task, run_dir, overrides) as run:

@@ -178,13 +178,16 @@ def _environment(num_ranks: int) -> dict[str, str]:
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by scheduler.SPARE_TOKENS, which are never used
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks, int(environment["OMP_NUM_THREADS"])))
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(num_ranks, environment["OMP_NUM_THREADS"]))
     return environment
 
 
-def _cores(num_ranks: int, num_threads: int) -> Sequence[str]:
-    """A core for each thread of each rank: SGLang wants them named."""
+def _cores(num_ranks: int, threads: str) -> Sequence[str]:
+    """A core for each thread of each rank: SGLang wants them named. `threads` as in OMP_NUM_THREADS, which may give a
+    number for each level; what OpenMP would not take is one."""
     present = sorted(os.sched_getaffinity(0))
+    outermost = threads.split(",", maxsplit=1)[0].strip()
+    num_threads = min(max(1, int(outermost)), len(present)) if outermost.isdecimal() else 1
     cores = [str(present[thread % len(present)]) for thread in range(num_ranks * num_threads)]
     return [",".join(cores[first : first + num_threads]) for first in range(0, len(cores), num_threads)]
 

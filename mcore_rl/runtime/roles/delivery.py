@@ -178,9 +178,9 @@ class Located:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         parts = [part for chunk in chunks for part in chunk.parts]
-        self.handles = {part.place.maker: part.place.handle for part in parts}
-        numbers = {maker: number for number, maker in enumerate(self.handles)}
-        self._makers = list(self.handles)
+        self._handles = {part.place.maker: part.place.handle for part in parts}
+        numbers = {maker: number for number, maker in enumerate(self._handles)}
+        self._makers = list(self._handles)
         self._maker_of = np.array([numbers[part.place.maker] for part in parts], np.int64)
         self._keys = np.array([part.place.key for part in parts], np.int64)
         self._first = np.array([part.first for part in parts], np.int64)
@@ -203,7 +203,7 @@ class Located:
             self._keys[part_of[edges]],
             np.append(edges, len(part_of)),
             rows.rows - self._first[part_of],
-            {name: self.handles[name] for name in names if name not in told},
+            {name: self._handles[name] for name in names if name not in told},
             timeout_seconds,
         )
 

@@ -79,5 +79,8 @@ def test_a_process_and_what_it_starts_compute_with_their_part_of_the_cores(
 
 def test_ranks_of_sglang_have_cores_of_their_own_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6, 7, 9})
-    assert _cores(2, 2) == ["4,5", "6,7"]
-    assert _cores(3, 2) == ["4,5", "6,7", "9,4"]
+    assert _cores(2, "2") == ["4,5", "6,7"]
+    assert _cores(3, "2") == ["4,5", "6,7", "9,4"]
+    assert _cores(1, "64") == ["4,5,6,7,9"]
+    assert _cores(1, "2,4") == ["4,5"]
+    assert [_cores(1, threads) for threads in ("0", "", "many")] == [["4"]] * 3
