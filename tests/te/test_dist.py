@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, NEEDS_TE]
 
 SUITES: dict[str, list[str]] = {
     "layouts": ["invariance"],
-    "kinds of training": ["mtp_training", "critic", "recompute", "router_losses", "router_replay", "reward_model"],
+    "kinds of training": ["mtp_training", "recompute", "router_replay"],
+    "other losses and heads": ["critic", "router_losses", "reward_model"],
     "memory": ["host_optimizer", "offload"],
     "the rest": [
         *("actor_gradients", "actor_update", "checkpoint_integrity", "correction_bias", "decoupled_loss", "logprobs"),
