@@ -6,12 +6,15 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
@@ -285,6 +288,26 @@ def test_no_fix_is_without_a_test() -> None:
     files = (Path(__file__), Path(__file__).with_name("test_cpu_kernels.py"))
     source = "".join(file.read_text() for file in files)
     assert [name for name in FIXES if not all(part in source for part in name.split(":"))] == []
+
+
+def _groups(rank: int, fixed: bool) -> tuple[int, float]:
+    """Threads of gloo's devices beside those of the world's group, after ten groups; and a sum in the last of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not the device of the world's group
+
+    def devices() -> int:
+        return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
+
+    before, value = devices(), torch.tensor(rank + 1.0)
+    with nullcontext() if fixed else without("one_gloo_device"):
+        groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(10)]
+    distributed_c10d._set_pg_timeout(timedelta(seconds=30), groups[-1])
+    dist.all_reduce(value, group=groups[-1])
+    return devices() - before, value.item()
+
+
+def test_one_gloo_device_serves_every_group() -> None:
+    assert launch(_groups, 2, True) == [(1, 3.0)] * 2
+    assert launch(_groups, 2, False) == [(10, 3.0)] * 2
 
 
 # ---- installation ----

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.megatron.cpu import collectives, devices, fused, modules  # noqa: F401  (they register the fixes)
+from mcore_rl.megatron.cpu import collectives, devices, fused, groups, modules  # noqa: F401  (they register the fixes)
 from mcore_rl.megatron.cpu.hook import MegatronFinder
 from mcore_rl.megatron.cpu.registry import FIXES
 from mcore_rl.spec.installed import transformer_engine
