@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mcore_rl.config.stand_ins import provide_verl_names
 from mcore_rl.errors import ConfigError
 
 FORM = "module_or_file.py:function"
@@ -57,11 +58,21 @@ def load_object(key: str, spec: str, instead: str = "") -> Any:
     if not source or not name.isidentifier():
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     told = f"{key}={spec}"
+    provide_verl_names()
     module = _load_file(told, Path(source)) if source.endswith(".py") else _load_module(told, source)
     found = getattr(module, name, None)
     if found is None:
         raise ConfigError(f"{told}: {source} has no function {name}")
     return found
+
+
+def load_module(key: str, path: str) -> ModuleType:
+    """A user's file as a whole.
+
+    Raises: ConfigError naming `key` and the cause.
+    """
+    provide_verl_names()
+    return _load_file(f"{key}={path}", Path(path))
 
 
 def check_call(

@@ -136,8 +136,8 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     enforce_eager: bool = False
     """The engine runs without CUDA graphs and compilation, as it does on CPU: it starts sooner and decodes slower."""
     tools: str | None = setting(None, path=True, function=True)
-    """What models may call: a YAML file of tools, in verl's form or with functions, or `module_or_file.py:name` of a
-    function, a class or a list of them; null: nothing."""
+    """What models may call: a YAML file of tools, in verl's form or with functions; `module_or_file.py:name` of a
+    function, a class or a list of them; or a file.py with verl's @function_tool; null: nothing."""
     tool_parser: str = setting("auto", choices=("auto", *TOOL_FORMATS), function=True)
     """How a model writes calls: as its chat template does (auto), or in the format named here."""
     tool_processes: int = setting(1, minimum=1, unit="processes")

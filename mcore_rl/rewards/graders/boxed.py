@@ -26,11 +26,11 @@ def grade_math_boxed(response: str, ground_truth: Any) -> Score:
 
 def grade_geometry3k(response: str, ground_truth: Any) -> Score:
     """Between 0 and 1; what is right is the answer alone, and the form is a part."""
-    right, form = _in_box(response, ground_truth), float(_thinks_first(response))
+    right, form = _in_box(response, ground_truth), float(thinks_first(response))
     return Score((1 - FORM_WEIGHT) * right + FORM_WEIGHT * form, right, parts={"format": form})
 
 
-def _thinks_first(response: str) -> bool:
+def thinks_first(response: str) -> bool:
     """Whether it has the form `<think>...</think>...\\boxed{...}...`."""
     thought, ended, rest = response.partition("</think>")
     _, box, content = rest.partition("\\boxed{")

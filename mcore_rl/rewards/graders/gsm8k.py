@@ -17,11 +17,21 @@ _ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 def grade_gsm8k(response: str, ground_truth: Any) -> Score:
     """1 or 0. ground_truth: the number, or the data set's solution with `#### number`."""
+    answer = marked_number(response)
+    right = float(answer is not None and same_number(answer, ground_truth))
+    return Score(right, right)
+
+
+def marked_number(response: str) -> str | None:
+    """The last `#### number` near the end, as it is written."""
     answers = _ANSWER.findall(response[-TAIL_CHARS:])
-    reference = str(ground_truth).rpartition("####")[2].strip()
-    right = bool(answers) and _plain(answers[-1]) == _plain(reference)
-    return Score(float(right), float(right))
+    return answers[-1] if answers else None
 
 
-def _plain(number: str) -> str:
+def same_number(answer: str, ground_truth: Any) -> bool:
+    """As texts, but for commas and dollars."""
+    return plain(answer) == plain(str(ground_truth).rpartition("####")[2].strip())
+
+
+def plain(number: str) -> str:
     return number.replace(",", "").replace("$", "")

@@ -21,12 +21,13 @@ _MARK = re.compile(r"(?i)\b(?:answer\s+is\s*:?|answer\s*:)\s*")
 
 def grade_prime_math(response: str, ground_truth: Any) -> Score:
     """1 or 0."""
-    answer, reference = _answer(response), reference_answer(ground_truth)
+    answer, reference = final_answer(response), reference_answer(ground_truth)
     right = float(answer is not None and (same_answer(answer, reference) or _close(answer, reference)))
     return Score(right, right)
 
 
-def _answer(response: str) -> str | None:
+def final_answer(response: str) -> str | None:
+    """The last box, or what follows the last mark."""
     box = last_box(response)
     if box is not None:
         return box

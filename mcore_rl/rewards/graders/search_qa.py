@@ -21,14 +21,14 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def grade_search_qa(response: str, ground_truth: Any) -> Score:
     """1, 0.25 or 0. ground_truth: {"target": one or more answers}, or those alone."""
-    answer = _last_answer(response)
+    answer = last_answer(response)
     if answer is None or _normal(answer) not in map(_normal, _targets(ground_truth)):
         return Score(0.0, 0.0)
     guesses = max(response.count("<answer>"), response.count("</answer>")) > MAX_TAGS
     return Score(0.25 if guesses else 1.0, 1.0)
 
 
-def _last_answer(response: str) -> str | None:
+def last_answer(response: str) -> str | None:
     """From the first <answer> behind the answer before it, up to the next </answer>."""
     answer, rest = None, response
     while True:

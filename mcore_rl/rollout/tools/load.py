@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcore_rl.config.functions import describe, load_object
+from mcore_rl.config.functions import describe, load_module, load_object
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.entries import KEY, Entry, is_code, read_entries
@@ -15,8 +15,8 @@ from mcore_rl.rollout.tools.interface import Tool
 from mcore_rl.rollout.tools.kinds.functions import THREADS, FunctionTool, PooledFunctionTool, is_async
 from mcore_rl.rollout.tools.kinds.mcp_servers import read_servers
 from mcore_rl.rollout.tools.kinds.sandboxed import SandboxedTool
-from mcore_rl.rollout.tools.kinds.verl_names import provide_verl_names
-from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool
+from mcore_rl.rollout.tools.kinds.verl_names import MARK, FunctionTold
+from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool, outcome_of_function
 from mcore_rl.rollout.tools.limits import LimitedTool, Limits
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, schema_of_function
 from mcore_rl.rollout.tools.settings import ToolSettings
@@ -30,14 +30,10 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
 
     Raises: ConfigError naming file and key, for what does not load, has no schema, or a name that another one has.
     """
-    provide_verl_names()
     spec, timeout_seconds = settings.tools, settings.max_tool_seconds
     derived = {name_of(schema): schema for schema in settings.schemas}
-    if is_code(spec):
-        told = f"{KEY}={spec}"
-        given = load_object(KEY, spec)
-        objects = list(given) if isinstance(given, list | tuple) else [given]
-        entries = [(Entry(told, Limits(timeout_seconds)), each) for each in objects]
+    if spec.endswith(".py") or is_code(spec):
+        entries = [(Entry(f"{KEY}={spec}", Limits(timeout_seconds)), each) for each in _objects(spec)]
     else:
         entries = [(entry, None) for entry in read_entries(spec, timeout_seconds)]
     tools: dict[str, LimitedTool] = {}
@@ -50,6 +46,18 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     if not tools:
         raise ConfigError(f"{KEY}={spec} has no tools")
     return tools
+
+
+def _objects(spec: str) -> list[Any]:
+    """What a user's code holds: the object that is named, those of a list, or of a whole file the functions with verl's
+    decorator, in the order in which they stand there."""
+    if not spec.endswith(".py"):
+        given = load_object(KEY, spec)
+        return list(given) if isinstance(given, list | tuple) else [given]
+    functions = {id(each): each for each in vars(load_module(KEY, spec)).values() if hasattr(each, MARK)}
+    if not functions:
+        raise ConfigError(f"{KEY}={spec} has no function with @function_tool; add it, or name one: {KEY}={spec}:NAME")
+    return list(functions.values())
 
 
 async def _made(
@@ -93,18 +101,34 @@ async def _of_servers(entry: Entry) -> list[Tool]:
 
 
 def _of_function(entry: Entry, function: Callable[..., Any], derived: Mapping[str, Schema]) -> tuple[Tool, Limits]:
-    schema = _given_schema(entry) or derived.get(function.__name__) or schema_of_function(entry.told, function)
+    schema = _given_schema(entry) or _schema_of(entry.told, function, derived)
     if entry.processes is not None:
         assert entry.function is not None
         if is_async(function):
             raise ConfigError(f"{entry.told}.processes={entry.processes} is for functions that are not async")
         limits = replace(entry.limits, max_running=min(entry.processes, entry.limits.max_running or entry.processes))
         return PooledFunctionTool(entry.function, schema, entry.processes), limits
-    if is_async(function):
-        return FunctionTool(function, schema), entry.limits
-    limits = replace(entry.limits, max_running=entry.limits.max_running or THREADS)
-    assert limits.max_running is not None
-    return FunctionTool(function, schema, limits.max_running), limits
+    limits = entry.limits
+    if not is_async(function):
+        limits = replace(limits, max_running=limits.max_running or THREADS)
+    return FunctionTool(function, schema, limits.max_running or THREADS, outcome_of_function), limits
+
+
+def _schema_of(told: str, function: Callable[..., Any], derived: Mapping[str, Schema]) -> Schema:
+    """As the decorator says, if there is one; else of `derived`, or of the type hints."""
+    given: FunctionTold = getattr(function, MARK, FunctionTold(None, None))
+    name = given.name or function.__name__
+    if given.schema is not None:
+        schema = _plain(given.schema)
+        checked_schema(f"{told}: the schema of {name}", schema)
+    else:
+        schema = derived.get(name) or schema_of_function(told, function)
+    return checked_schema(told, schema | {"function": schema["function"] | {"name": given.name or name_of(schema)}})
+
+
+def _plain(schema: Any) -> Any:
+    """verl's object, or the dict that it stands for."""
+    return schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
 
 
 def _of_class(entry: Entry, kind: type) -> Tool:
@@ -121,7 +145,7 @@ def _of_class(entry: Entry, kind: type) -> Tool:
         tool = kind(dict(entry.config), OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
         if schema is None:
             made = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-            schema = made.model_dump(exclude_none=True) if hasattr(made, "model_dump") else made
+            schema = _plain(made)
     except Exception as error:  # of a user's class, or of verl's schema
         raise ConfigError(
             f"{entry.told}: {kind.__name__}(config, tool_schema) raised {describe(error)}; does it have a tool_schema?"

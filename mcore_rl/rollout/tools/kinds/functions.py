@@ -28,15 +28,22 @@ class FunctionTool:
     """A function of the user's, called with the arguments by name. What it returns is shown as text: a string as it is,
     anything else as JSON."""
 
-    def __init__(self, function: Callable[..., Any], schema: Schema, threads: int = THREADS) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        schema: Schema,
+        threads: int = THREADS,
+        read: Callable[[Any], Outcome] = lambda result: Outcome(as_text(result)),
+    ) -> None:
+        """read: the outcome of what the function returned."""
         self.schema = schema
-        self._function = function
+        self._function, self._read = function, read
         self._executor = None if is_async(function) else ThreadPoolExecutor(threads, thread_name_prefix="tool")
 
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         if self._executor is None:
-            return Outcome(as_text(await self._function(**arguments)))
-        return Outcome(as_text(await _ended(self._executor.submit(self._function, **arguments))))
+            return self._read(await self._function(**arguments))
+        return self._read(await _ended(self._executor.submit(self._function, **arguments)))
 
     async def close_episode(self, episode: Episode) -> float | None:
         return None

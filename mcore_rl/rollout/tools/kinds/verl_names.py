@@ -1,21 +1,29 @@
-"""verl's names for authors of tools, where verl is not installed: classes of ours with the same interface, under
-`verl.tools.base_tool`, `verl.tools.schemas` and `verl.utils.rollout_trace`, so that a tool's file imports unchanged.
+"""verl's names for authors of tools: classes and decorators of ours with the same interface, so that a tool's file
+imports unchanged where verl is not installed. config.stand_ins says under which names they are imported.
 
-Source: the interface of verl.tools as of 2026. Nothing else of verl is there; a file that needs more needs verl.
+Source: the interface of verl.tools as of 2026.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 F = TypeVar("F", bound=Callable[..., Any])
+MARK = "__function_tool__"
+"""Of a decorated function: its FunctionTold."""
+
+
+@dataclass(frozen=True)
+class FunctionTold:
+    """What a decorator says of a tool; None: what the function itself says."""
+
+    name: str | None
+    schema: Any
 
 
 class _Open(BaseModel):
@@ -151,31 +159,16 @@ def rollout_trace_op(function: F) -> F:
     return function
 
 
-SCHEMAS = (
-    *(OpenAIFunctionPropertySchema, OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema),
-    *(OpenAIFunctionParsedSchema, OpenAIFunctionCallSchema, OpenAIFunctionToolCall, ToolResponse),
-)
+def function_tool(named: Any = None, *, schema: Any = None) -> Any:
+    """Decorates a function as a tool: `@function_tool`, `@function_tool("name")`, `@function_tool("name", schema=...)`.
 
+    The function stays itself; rollout.tools=FILE.py finds those of a file by the mark that it gets.
+    """
+    if callable(named):
+        return function_tool()(named)
 
-def provide_verl_names() -> None:
-    """Registers the names where verl is not installed; for processes that run tools, never for the trainer."""
-    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
-        return
-    contents: dict[str, dict[str, Any]] = {
-        "verl": {},
-        "verl.tools": {},
-        "verl.tools.base_tool": {"BaseTool": BaseTool, "OpenAIFunctionToolSchema": OpenAIFunctionToolSchema},
-        "verl.tools.schemas": {each.__name__: each for each in SCHEMAS},
-        "verl.utils": {},
-        "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
-    }
-    contents["verl.tools.base_tool"]["ToolResponse"] = ToolResponse
-    for name, values in contents.items():
-        module = ModuleType(name, f"Of mcore-rl: verl is not installed ({__name__}).")
-        module.__dict__.update(values)
-        if name in ("verl", "verl.tools", "verl.utils"):
-            module.__path__ = []  # a package, in which nothing else is found
-        sys.modules[name] = module
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+    def mark(function: F) -> F:
+        setattr(function, MARK, FunctionTold(named, schema))
+        return function
+
+    return mark

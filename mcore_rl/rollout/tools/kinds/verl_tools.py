@@ -96,6 +96,13 @@ def outcome_of(result: Any) -> Outcome:
     return Outcome(text, _number(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
 
 
+def outcome_of_function(result: Any) -> Outcome:
+    """Of what a function with verl's decorator returned: a ToolResponse, alone or with reward and metrics, or what any
+    other function returns."""
+    response = result[0] if isinstance(result, tuple) and result else result
+    return outcome_of(result) if hasattr(response, "text") else Outcome(as_text(result))
+
+
 def _create_kwargs(create: Any, given: dict[str, Any]) -> dict[str, Any]:
     """In both forms: `create_kwargs` as one keyword, and its contents as keywords of their own, as far as either is
     taken."""

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from mcore_rl.config.functions import load_object
-from mcore_rl.rollout.tools.kinds.verl_names import provide_verl_names
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from tests.unit.rollout.tools.made import with_tools
 
@@ -26,7 +25,6 @@ TEXTS = [
 
 def test_the_scores_are_those_of_the_formula(tmp_path: Path) -> None:
     """Okapi BM25 written out for one word of one text: tf 3 in 3 words, of 4 words on average, in 3 of 5 texts."""
-    provide_verl_names()
     index = load_object("example", f"{EXAMPLE}/search.py:Index")(TEXTS)
     mean = (6 + 5 + 8 + 0 + 3) / 5
     weight = math.log(1 + (5 - 3 + 0.5) / (3 + 0.5))

@@ -123,6 +123,76 @@ def test_an_instance_for_the_episode_is_rewarded_when_it_is_closed(tmp_path: Pat
     assert "open=1" in after.text  # the first instance was released
 
 
+GSM8K_GRADER = GRADER.replace(
+    "from verl.utils.rollout", "from verl.utils.reward_score import gsm8k\nfrom verl.utils.rollout", 1
+)
+GSM8K_GRADER = GSM8K_GRADER.replace(
+    'return 1.0 if state["response"] == state["ground_truth"] else 0.0',
+    'return gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.1)',
+)
+
+
+def test_a_tool_may_call_verls_scores(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> list[str]:
+        return [
+            (await box.call("e", "calc_reward", {"answer": text}, KWARGS)).text for text in ("no", "it is 41", "so 42")
+        ]
+
+    spec = files(tmp_path)
+    (tmp_path / "grader.py").write_text(GSM8K_GRADER)
+    none, wrong, right = with_tools(spec, use)
+    assert "reward=0.0" in none
+    assert "reward=0.1" in wrong
+    assert "reward=1.0" in right
+
+
+DECORATED = '''
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+@function_tool("times", schema={"type": "function", "function": {
+    "name": "other", "description": "Multiplies.", "parameters": PARAMETERS}})
+async def product(x):
+    return ToolResponse(text=str(2 * x)), 0.5, {"x": x}
+
+def helper(): ...
+'''
+
+
+def test_functions_with_verls_decorator_are_found_in_their_file(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> list[Any]:
+        told = [schema["function"] for schema in box.schemas]
+        return [told, await box.call("e", "add", {"a": 2, "b": 3}, {}), await box.call("e", "times", {"x": 4}, {})]
+
+    (tmp_path / "mine.py").write_text(DECORATED)
+    told, added, times = with_tools(f"{tmp_path}/mine.py", use)
+    assert [(each["name"], each["description"]) for each in told] == [("add", "Adds."), ("times", "Multiplies.")]
+    assert added.text == "5"
+    assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
+    assert [
+        each["function"]["name"]
+        for each in check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py:product")))
+    ] == ["times"]
+
+
+def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(): ...")
+    with pytest.raises(ConfigError, match=r"rollout.tools=.*mine.py has no function with @function_tool"):
+        check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py")))
+
+
 @pytest.mark.parametrize(
     ("class_name", "told"),
     [
