@@ -50,7 +50,7 @@ class _Rank:
 
 
 def launch(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 240.0, device: str = "cpu"
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 300.0, device: str = "cpu"
 ) -> list[Any]:
     """Calls function(rank, *args) on every rank, in a group of num_ranks, and returns what each returned. `device` is
     cpu, or cuda: then rank i has GPU i.

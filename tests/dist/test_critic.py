@@ -216,7 +216,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """By case: what every rank found."""
     found = {}
     for size, cases in CASES.items():
-        ranks = launch(_train, size, directories, cases, timeout_seconds=200)
+        ranks = launch(_train, size, directories, cases, timeout_seconds=300)
         found |= {name: [rank[name] for rank in ranks] for name in cases}
     return found
 

@@ -149,7 +149,7 @@ class Results:
     def _run(self, size: int, indices: range) -> None:
         cases = [CASES[size][index] for index in indices]
         try:
-            ranks = launch(measure, size, self.directories, self.checkpoints, cases, timeout_seconds=200)
+            ranks = launch(measure, size, self.directories, self.checkpoints, cases, timeout_seconds=300)
         except AssertionError as error:  # each of its tests fails, at once
             self.found |= {(size, index): error for index in indices}
             return

@@ -80,7 +80,7 @@ def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, tor
     """By case: the loss, and the gradients put together from all ranks' slices."""
     joined = {}
     for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=200)
+        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
         for name in cases:
             parts = [rank[name] for rank in ranks]
             joined[name] = (sum(loss for loss, _ in parts), policy_batch.assemble([pieces for _, pieces in parts]))

@@ -43,7 +43,7 @@ def saved(root: Path) -> dict[str, dict[str, Any]]:
     joined = {}
     for size in (1, 2):
         cases = [case for case in CASES if case.layout[0] == size]
-        ranks = launch(train, size, str(root), cases, timeout_seconds=150)
+        ranks = launch(train, size, str(root), cases, timeout_seconds=300)
         joined |= {str(case): _joined([rank[index] for rank in ranks]) for index, case in enumerate(cases)}
     return joined
 
@@ -53,7 +53,7 @@ def loaded(root: Path, saved: Any) -> dict[tuple[str, str], dict[str, Any]]:
     joined = {}
     for size in (1, 2):
         chosen = [(case, into) for case in CASES for into in case.into if into[0] == size]
-        ranks = launch(resume, size, str(root), chosen, timeout_seconds=150)
+        ranks = launch(resume, size, str(root), chosen, timeout_seconds=300)
         for index, (case, into) in enumerate(chosen):
             joined[str(case), describe(into)] = _joined([rank[index] for rank in ranks])
     return joined
@@ -222,7 +222,7 @@ def test_a_checkpoint_goes_on_in_another_layout(case: Case, into: Layout, saved:
 
 
 def test_memory_and_overlap_change_nothing(root: Path) -> None:
-    ranks = launch(with_settings, 2, str(root), timeout_seconds=150)
+    ranks = launch(with_settings, 2, str(root), timeout_seconds=300)
     found = {
         name: tuple(policy_batch.assemble([rank[name][kind] for rank in ranks]) for kind in (0, 1)) for name in SETTINGS
     }
@@ -240,7 +240,7 @@ def test_memory_and_overlap_change_nothing(root: Path) -> None:
 
 def test_a_rank_without_a_layer_has_nothing_to_train(root: Path, saved: Any) -> None:
     """The stage of the embedding alone: it steps and saves with the others."""
-    ranks = launch(train, 2, str(root), [EMBEDDING_APART], timeout_seconds=100)
+    ranks = launch(train, 2, str(root), [EMBEDDING_APART], timeout_seconds=300)
     found, one = _joined([rank[0] for rank in ranks]), saved[str(CASES[0])]
     assert all(found["base is unchanged"])
     for key, tensor in one["adapters"].items():

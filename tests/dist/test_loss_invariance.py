@@ -82,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     cases |= {name: (size, Case("moe", layout, tokens=SMALL)) for name, (size, layout) in LAYOUTS.items()}
     results = {}
     for name, (size, case) in cases.items():
-        ranks = launch(measure_all, size, str(directory), checkpoint, case, timeout_seconds=200)
+        ranks = launch(measure_all, size, str(directory), checkpoint, case, timeout_seconds=300)
         results[name] = {str(objective): join([rank[i] for rank in ranks]) for i, objective in enumerate(ALL)}
     return results
 

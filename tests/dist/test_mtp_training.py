@@ -142,7 +142,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """By case, of every rank."""
     joined: dict[str, list[dict[str, Any]]] = {}
     for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=180)
+        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
         joined |= {name: [rank[name] for rank in ranks] for name in cases}
     return joined
 

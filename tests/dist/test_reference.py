@@ -154,7 +154,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """By case: what every rank found."""
     found = {}
     for size, cases in CASES.items():
-        ranks = launch(_measure, size, directories, cases, timeout_seconds=120)
+        ranks = launch(_measure, size, directories, cases, timeout_seconds=300)
         found |= {name: [rank[name] for rank in ranks] for name in cases}
     return found
 

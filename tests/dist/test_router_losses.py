@@ -63,7 +63,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     joined: dict[str, list[dict[str, Any]]] = {}
     for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=240)
+        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
         joined |= {name: [rank[name] for rank in ranks] for name in cases}
     return joined
 

@@ -43,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def results(directory: str) -> dict[str, list[dict[str, Any]]]:
     joined: dict[str, list[dict[str, Any]]] = {}
     for size, cases in CASES.items():
-        ranks = launch(_worker, size, directory, cases, timeout_seconds=240)
+        ranks = launch(_worker, size, directory, cases, timeout_seconds=300)
         joined |= {name: [rank[name] for rank in ranks] for name in cases}
     return joined
 

@@ -41,7 +41,7 @@ def test_programs_are_judged_by_what_they_print_and_reach_nothing(tmp_path: Path
         3: Sample("apps", program("while True: pass"), TESTS, {}),
         4: Sample("my_humaneval", program("def square(x):\n    return x * x"), HUMAN_EVAL, {}),
     }
-    config = RewardConfig(function="by_data_source", timeout_seconds=6.0)
+    config = RewardConfig(function="by_data_source", timeout_seconds=30.0)
     pool = GradingPool(config, SandboxConfig(seconds=2.0))
     try:
         for key, sample in samples.items():
