@@ -1,4 +1,4 @@
-"""A server with SandboxFusion's interface over this machine's sandbox: POST /run_code, GET /v1/ping.
+"""A server with SandboxFusion's interface over this machine's sandbox: POST /run_code, POST /run_jupyter, GET /v1/ping.
 
     python -m mcore_rl.sandbox.server --port 8080 sandbox.seconds=20
 
@@ -8,14 +8,12 @@ It asks nobody who they are, so it listens on loopback unless --host says otherw
 from __future__ import annotations
 
 import argparse
-import base64
-import binascii
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 from typing import Any
@@ -25,18 +23,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.errors import ConfigError, McoreRLError, SandboxError
+from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.sandbox import cell_requests, code_requests
 from mcore_rl.sandbox.check import check_local
-from mcore_rl.sandbox.interface import Outcome, Program, Sandbox
+from mcore_rl.sandbox.interface import Sandbox
 from mcore_rl.sandbox.local import LocalSandbox
 
 MAX_REQUEST_BYTES = 64 << 20
 QUEUE_SECONDS = 10.0
 """A request that has not got its turn by then is told to come again: clients wait so much longer than a run takes."""
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "code": str, "language": str, "compile_timeout": (int, float), "run_timeout": (int, float),
-    "memory_limit_MB": int, "stdin": (str, type(None)), "files": dict, "fetch_files": list,
-}  # fmt: skip
+
+
+SERVED: dict[str, Callable[[bytes], Callable[[Sandbox], dict[str, Any]]]] = {
+    "/run_code": code_requests.read,
+    "/run_jupyter": cell_requests.read,
+}
+"""Path -> what reads a request and returns what answers it."""
 
 
 class SandboxServer(ThreadingHTTPServer):
@@ -78,11 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(413, {"detail": f"a request has a Content-Length of at most {MAX_REQUEST_BYTES}"})
             return
         body = self.rfile.read(int(length))
-        if self.path != "/run_code":
-            self._answer(404, {"detail": f"{self.path} is not served here, only /run_code"})
+        if self.path not in SERVED:
+            self._answer(404, {"detail": f"{self.path} is not served here, only {' and '.join(SERVED)}"})
             return
         try:
-            program = read_request(body)
+            run = SERVED[self.path](body)
         except ValueError as error:
             self._answer(422, {"detail": str(error)})
             return
@@ -90,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(504, {"detail": "all sandboxes are busy"})
             return
         try:
-            answer = run_request(self.server.sandbox, program)
+            answer = run(self.server.sandbox)
         finally:
             self.server.turns.release()
         self._answer(200, answer)
@@ -105,74 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Not every program is news."""
-
-
-def read_request(body: bytes) -> Program:
-    """Raises: ValueError that names the field."""
-    try:
-        fields: dict[str, Any] = {"files": {}, "fetch_files": [], **json.loads(body)}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the request is no JSON object: {error}") from None
-    for name in ("code", "language"):
-        if name not in fields:
-            raise ValueError(f"field {name} is missing")
-    for name, kind in _KINDS.items():
-        if name in fields and (not isinstance(fields[name], kind) or isinstance(fields[name], bool)):
-            raise ValueError(f"field {name} has the wrong type")
-    memory_mib = fields.get("memory_limit_MB", -1)
-    return Program(
-        code=fields["code"],
-        language=fields["language"],
-        stdin=fields.get("stdin") or "",
-        files={path: _decoded(path, content) for path, content in fields["files"].items() if content is not None},
-        fetch=tuple(map(str, fields["fetch_files"])),
-        seconds=float(fields.get("run_timeout", 10)),
-        compile_seconds=float(fields.get("compile_timeout", 10)),
-        memory_mib=memory_mib if memory_mib > 0 else None,
-    )
-
-
-def _decoded(path: str, content: object) -> bytes:
-    try:
-        return base64.b64decode(str(content), validate=True)
-    except binascii.Error:
-        raise ValueError(f"field files: {path} is not in base64") from None
-
-
-def run_request(sandbox: Sandbox, program: Program) -> dict[str, Any]:
-    """The answer, with the fields of SandboxFusion's."""
-    answer: dict[str, Any] = {
-        "status": "SandboxError",
-        "message": "",
-        "compile_result": None,
-        "run_result": None,
-        "executor_pod_name": None,
-        "files": {},
-    }
-    try:
-        outcome = sandbox.run(program)
-    except SandboxError as error:
-        return {**answer, "message": str(error)}
-    compilation = outcome if outcome.stage == "compile" else outcome.compilation
-    return {
-        **answer,
-        "status": "Success" if outcome.ok else "Failed",
-        "message": "" if outcome.why in ("exit", "timeout") else f"ended at its limit of {outcome.why}",
-        "compile_result": _result(compilation) if compilation else None,
-        "run_result": _result(outcome) if outcome.stage == "run" else None,
-        "files": {path: base64.b64encode(content).decode() for path, content in outcome.files.items()},
-    }
-
-
-def _result(outcome: Outcome) -> dict[str, Any]:
-    late = outcome.why == "timeout"
-    return {
-        "status": "TimeLimitExceeded" if late else "Finished",
-        "execution_time": outcome.seconds,
-        "return_code": None if late else outcome.return_code,
-        "stdout": outcome.stdout,
-        "stderr": outcome.stderr,
-    }
 
 
 def read_config(overrides: Sequence[str]) -> SandboxConfig:

@@ -76,6 +76,57 @@ def test_a_program_is_answered_in_all_fields(server: HTTPServer) -> None:
     assert {path: base64.b64decode(content) for path, content in answer["files"].items()} == {"out": b"abab"}
 
 
+def test_cells_share_a_namespace_and_each_is_answered(server: HTTPServer) -> None:
+    request = {
+        "cells": [
+            "import os, sys\nx = int(open('in').read())\nprint('a'); print('b', file=sys.stderr)",
+            "x + 1",
+            "os.system('echo from outside')\ny = x / 0",
+            "open('out', 'w').write('made')\n'y' in globals()",
+        ],
+        "files": {"in": base64.b64encode(b"41").decode(), "none": None},
+        "fetch_files": ["out"],
+        "total_timeout": 10,
+        "kernel": "python3",
+    }
+    code, answer = post(server, request, "/run_jupyter")
+    assert code == 200
+    assert set(answer) == {"status", "message", "driver", "cells", "executor_pod_name", "files"}
+    assert (answer["status"], answer["driver"]["status"], answer["driver"]["return_code"]) == ("Failed", "Finished", 0)
+    first, second, third, fourth = answer["cells"]
+    assert first == {"stdout": "a\n", "stderr": "b\n", "display": [], "error": []}
+    assert second == {"stdout": "", "stderr": "", "display": [{"text/plain": "42"}], "error": []}
+    assert third["stdout"] == "from outside\n"
+    assert [(each["ename"], each["evalue"]) for each in third["error"]] == [("ZeroDivisionError", "division by zero")]
+    assert "<cell 3>" in "".join(third["error"][0]["traceback"])
+    assert "main.py" not in "".join(third["error"][0]["traceback"])
+    assert fourth["display"] == [{"text/plain": "False"}]
+    assert {path: base64.b64decode(content) for path, content in answer["files"].items()} == {"out": b"made"}
+    assert post(server, {"cells": ["x"]}, "/run_jupyter")[1]["cells"][0]["error"][0]["ename"] == "NameError"
+
+
+def test_cells_have_limits_of_their_own_and_together(server: HTTPServer) -> None:
+    loops = {"cells": ["1", "while True: pass", "2"], "cell_timeout": 0.3}
+    code, answer = post(server, loops, "/run_jupyter")
+    assert (code, answer["status"], len(answer["cells"])) == (200, "Failed", 3)
+    assert answer["cells"][1]["error"][0]["ename"] == "CellTimeout"
+    code, answer = post(server, loops | {"cell_timeout": 0, "total_timeout": 1}, "/run_jupyter")
+    assert (answer["status"], answer["driver"]["status"]) == ("Failed", "TimeLimitExceeded")
+    assert [cell["display"] for cell in answer["cells"]] == [[{"text/plain": "1"}]]  # those that had ended
+    code, answer = post(server, {"cells": ["import os; os._exit(3)"]}, "/run_jupyter")
+    assert (answer["status"], answer["driver"]["return_code"], answer["cells"]) == ("Failed", 3, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"cells": [1]}, "field cells"), ({"kernel": "julia"}, "field kernel: julia"), ({"cells": "1"}, "field cells")],
+)
+def test_wrong_requests_of_cells_name_the_field(server: HTTPServer, changes: dict[str, Any], told: str) -> None:
+    code, answer = post(server, {"cells": ["1"], **changes}, "/run_jupyter")
+    assert code == 422
+    assert told in answer["detail"]
+
+
 def test_failures_have_their_status(server: HTTPServer) -> None:
     code, answer = post(server, {"code": "import time; time.sleep(9)", "language": "python", "run_timeout": 0.3})
     assert (code, answer["status"], answer["run_result"]["status"]) == (200, "Failed", "TimeLimitExceeded")
@@ -107,7 +158,7 @@ def test_bad_requests_name_the_field(server: HTTPServer, request_: Any, code: in
 def test_ping_and_paths_that_are_not_served(server: HTTPServer) -> None:
     with OPENER.open(url(server) + "/v1/ping", timeout=10) as response:
         assert json.loads(response.read()) == "pong"
-    assert post(server, {}, "/run_jupyter")[0] == 404
+    assert post(server, {}, "/submit")[0] == 404
 
 
 def test_our_client_understands_our_server(server: HTTPServer) -> None:

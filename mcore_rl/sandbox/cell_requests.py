@@ -1,0 +1,81 @@
+"""SandboxFusion's requests of cells: POST /run_jupyter, whose state ends with the request.
+
+Source: bytedance/SandboxFusion, fields of 2026. Its cells run in a Jupyter kernel; ours in plain Python, where the
+value of a last expression is shown as text, and there are no magic commands. A cell that raised does not keep later
+ones from running.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox import notebook
+from mcore_rl.sandbox.code_requests import Kinds, encoded, message_of, read_fields, result_of
+from mcore_rl.sandbox.interface import Program, Sandbox
+
+KERNELS = ("python3", "python")
+NOTEBOOK = Path(notebook.__file__).read_text()
+_KINDS: Kinds = {
+    "cells": list, "cell_timeout": (int, float), "total_timeout": (int, float), "memory_limit_MB": int,
+    "kernel": str, "files": dict, "fetch_files": list,
+}  # fmt: skip
+
+
+def read(body: bytes) -> Callable[[Sandbox], dict[str, Any]]:
+    """What answers the request. Raises: ValueError that names the field."""
+    fields = read_fields(body, _KINDS, required=("cells",))
+    if not all(isinstance(cell, str) for cell in fields["cells"]):
+        raise ValueError("field cells has something that is no text")
+    if fields.get("kernel", KERNELS[0]) not in KERNELS:
+        raise ValueError(f"field kernel: {fields['kernel']} is not here, only {' and '.join(KERNELS)}")
+    total = float(fields.get("total_timeout", 45))
+    # 0: as long as all may take together.
+    cells = {"cells": fields["cells"], "cell_timeout": max(0.0, float(fields.get("cell_timeout", 0)))}
+    program = Program(
+        code=NOTEBOOK,
+        files={**fields["files"], notebook.CELLS: json.dumps(cells).encode()},
+        fetch=fields["fetch_files"],
+        seconds=total,
+        memory_mib=fields["memory_mib"],
+    )
+    return lambda sandbox: _run(sandbox, program)
+
+
+def _run(sandbox: Sandbox, program: Program) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "status": "SandboxError",
+        "message": "",
+        "driver": None,
+        "cells": [],
+        "executor_pod_name": None,
+        "files": {},
+    }
+    try:
+        outcome = sandbox.run(program)
+    except SandboxError as error:
+        return {**answer, "message": str(error)}
+    cells = [cell for line in outcome.stdout.splitlines() if (cell := _cell(line)) is not None]
+    good = outcome.ok and not any(cell["error"] for cell in cells)
+    return {
+        **answer,
+        "status": "Success" if good else "Failed",
+        "message": message_of(outcome),
+        "driver": {**result_of(outcome), "stdout": ""},
+        "cells": cells,
+        "files": encoded(outcome.files),
+    }
+
+
+def _cell(line: str) -> dict[str, Any] | None:
+    """A cell's result; None for what is none: the last line of a run that was ended, or what a cell has forged."""
+    try:
+        found = json.loads(line)
+        return {"stdout": str(found["stdout"]), "stderr": str(found["stderr"])} | {
+            name: list(found[name]) for name in ("display", "error")
+        }
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
