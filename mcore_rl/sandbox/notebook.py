@@ -62,8 +62,8 @@ def run_cell(code: str, name: str, namespace: dict[str, Any], seconds: float) ->
 
 
 def main() -> None:
-    with open(CELLS) as file:
-        request = json.load(file)
+    with open(CELLS) as asked:
+        request = json.load(asked)
     os.remove(CELLS)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     module = types.ModuleType("__main__")
