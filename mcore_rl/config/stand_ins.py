@@ -54,7 +54,7 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in MODULES or not self._is_ours(fullname):
+        if fullname not in MODULES or not self._is_ours():
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
         return ModuleSpec(fullname, self, origin=f"mcore-rl ({__name__})", is_package=is_package)
@@ -64,7 +64,7 @@ class _StandIns(MetaPathFinder, Loader):
             source, _, attribute = place.partition(":")
             setattr(module, name, getattr(importlib.import_module(source), attribute))
 
-    def _is_ours(self, fullname: str) -> bool:
+    def _is_ours(self) -> bool:
         """No module of ours within a verl that is installed."""
         root = sys.modules.get("verl")
         return root is None or (root.__spec__ is not None and root.__spec__.loader is self)

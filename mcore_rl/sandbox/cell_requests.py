@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.errors import SandboxError
 from mcore_rl.sandbox import notebook
-from mcore_rl.sandbox.code_requests import Kinds, encoded, message_of, read_fields, result_of
-from mcore_rl.sandbox.interface import Program, Sandbox
+from mcore_rl.sandbox.code_requests import Kinds, answered, read_fields, result_of
+from mcore_rl.sandbox.interface import Outcome, Program, Sandbox
 
 KERNELS = ("python3", "python")
 NOTEBOOK = Path(notebook.__file__).read_text()
@@ -42,31 +41,16 @@ def read(body: bytes) -> Callable[[Sandbox], dict[str, Any]]:
         seconds=total,
         memory_mib=fields["memory_mib"],
     )
-    return lambda sandbox: _run(sandbox, program)
+    return lambda sandbox: answered(sandbox, program, {"driver": None, "cells": []}, _fields)
 
 
-def _run(sandbox: Sandbox, program: Program) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "status": "SandboxError",
-        "message": "",
-        "driver": None,
-        "cells": [],
-        "executor_pod_name": None,
-        "files": {},
-    }
-    try:
-        outcome = sandbox.run(program)
-    except SandboxError as error:
-        return {**answer, "message": str(error)}
+def _fields(outcome: Outcome) -> dict[str, Any]:
     cells = [cell for line in outcome.stdout.splitlines() if (cell := _cell(line)) is not None]
     good = outcome.ok and not any(cell["error"] for cell in cells)
     return {
-        **answer,
         "status": "Success" if good else "Failed",
-        "message": message_of(outcome),
         "driver": {**result_of(outcome), "stdout": ""},
         "cells": cells,
-        "files": encoded(outcome.files),
     }
 
 

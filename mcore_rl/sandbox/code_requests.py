@@ -31,7 +31,8 @@ def read(body: bytes) -> Callable[[Sandbox], dict[str, Any]]:
         compile_seconds=float(fields.get("compile_timeout", 10)),
         memory_mib=fields["memory_mib"],
     )
-    return lambda sandbox: _run(sandbox, program)
+    empty = {"compile_result": None, "run_result": None}
+    return lambda sandbox: answered(sandbox, program, empty, _fields)
 
 
 def read_fields(body: bytes, kinds: Kinds, required: tuple[str, ...]) -> dict[str, Any]:
@@ -55,10 +56,6 @@ def read_fields(body: bytes, kinds: Kinds, required: tuple[str, ...]) -> dict[st
     return fields | {"files": files, "fetch_files": fetch, "memory_mib": memory_mib if memory_mib > 0 else None}
 
 
-def encoded(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {path: base64.b64encode(content).decode() for path, content in files.items()}
-
-
 def result_of(outcome: Outcome) -> dict[str, Any]:
     """How a command ended, in SandboxFusion's fields."""
     late = outcome.why == "timeout"
@@ -71,10 +68,6 @@ def result_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def message_of(outcome: Outcome) -> str:
-    return "" if outcome.why in ("exit", "timeout") else f"ended at its limit of {outcome.why}"
-
-
 def _decoded(path: str, content: object) -> bytes:
     try:
         return base64.b64decode(str(content), validate=True)
@@ -82,25 +75,27 @@ def _decoded(path: str, content: object) -> bytes:
         raise ValueError(f"field files: {path} is not in base64") from None
 
 
-def _run(sandbox: Sandbox, program: Program) -> dict[str, Any]:
+def answered(
+    sandbox: Sandbox, program: Program, empty: Mapping[str, Any], fields_of: Callable[[Outcome], dict[str, Any]]
+) -> dict[str, Any]:
+    """Runs it; the fields of every answer and those of this kind: `fields_of` what came of it, `empty` where it could
+    not be run at all."""
     answer: dict[str, Any] = {
-        "status": "SandboxError",
-        "message": "",
-        "compile_result": None,
-        "run_result": None,
-        "executor_pod_name": None,
-        "files": {},
-    }
+        "status": "SandboxError", "message": "", "executor_pod_name": None, "files": {}, **empty,
+    }  # fmt: skip
     try:
         outcome = sandbox.run(program)
     except SandboxError as error:
         return {**answer, "message": str(error)}
+    message = "" if outcome.why in ("exit", "timeout") else f"ended at its limit of {outcome.why}"
+    files = {path: base64.b64encode(content).decode() for path, content in outcome.files.items()}
+    return {**answer, "message": message, "files": files, **fields_of(outcome)}
+
+
+def _fields(outcome: Outcome) -> dict[str, Any]:
     compilation = outcome if outcome.stage == "compile" else outcome.compilation
     return {
-        **answer,
         "status": "Success" if outcome.ok else "Failed",
-        "message": message_of(outcome),
         "compile_result": result_of(compilation) if compilation else None,
         "run_result": result_of(outcome) if outcome.stage == "run" else None,
-        "files": encoded(outcome.files),
     }

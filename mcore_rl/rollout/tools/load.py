@@ -16,7 +16,7 @@ from mcore_rl.rollout.tools.kinds.functions import THREADS, FunctionTool, Pooled
 from mcore_rl.rollout.tools.kinds.mcp_servers import read_servers
 from mcore_rl.rollout.tools.kinds.sandboxed import SandboxedTool
 from mcore_rl.rollout.tools.kinds.verl_names import MARK, FunctionTold
-from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool, outcome_of_function
+from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool
 from mcore_rl.rollout.tools.limits import LimitedTool, Limits
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, schema_of_function
 from mcore_rl.rollout.tools.settings import ToolSettings
@@ -111,7 +111,7 @@ def _of_function(entry: Entry, function: Callable[..., Any], derived: Mapping[st
     limits = entry.limits
     if not is_async(function):
         limits = replace(limits, max_running=limits.max_running or THREADS)
-    return FunctionTool(function, schema, limits.max_running or THREADS, outcome_of_function), limits
+    return FunctionTool(function, schema, limits.max_running or THREADS), limits
 
 
 def _schema_of(told: str, function: Callable[..., Any], derived: Mapping[str, Schema]) -> Schema:
@@ -119,8 +119,7 @@ def _schema_of(told: str, function: Callable[..., Any], derived: Mapping[str, Sc
     given: FunctionTold = getattr(function, MARK, FunctionTold(None, None))
     name = given.name or function.__name__
     if given.schema is not None:
-        schema = _plain(given.schema)
-        checked_schema(f"{told}: the schema of {name}", schema)
+        schema = checked_schema(f"{told}: the schema of {name}", _plain(given.schema))
     else:
         schema = derived.get(name) or schema_of_function(told, function)
     return checked_schema(told, schema | {"function": schema["function"] | {"name": given.name or name_of(schema)}})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 from mcore_rl.config.functions import load_function
 from mcore_rl.parent_death import die_with
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError
+from mcore_rl.rollout.tools.kinds.outcomes import outcome_of_function
 from mcore_rl.rollout.tools.schemas import Schema
 
 THREADS = 32
@@ -28,22 +28,15 @@ class FunctionTool:
     """A function of the user's, called with the arguments by name. What it returns is shown as text: a string as it is,
     anything else as JSON."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        schema: Schema,
-        threads: int = THREADS,
-        read: Callable[[Any], Outcome] = lambda result: Outcome(as_text(result)),
-    ) -> None:
-        """read: the outcome of what the function returned."""
+    def __init__(self, function: Callable[..., Any], schema: Schema, threads: int = THREADS) -> None:
         self.schema = schema
-        self._function, self._read = function, read
+        self._function = function
         self._executor = None if is_async(function) else ThreadPoolExecutor(threads, thread_name_prefix="tool")
 
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         if self._executor is None:
-            return self._read(await self._function(**arguments))
-        return self._read(await _ended(self._executor.submit(self._function, **arguments)))
+            return outcome_of_function(await self._function(**arguments))
+        return outcome_of_function(await _ended(self._executor.submit(self._function, **arguments)))
 
     async def close_episode(self, episode: Episode) -> float | None:
         return None
@@ -64,7 +57,7 @@ class PooledFunctionTool:
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         executor = self._executor
         try:
-            return Outcome(await _ended(executor.submit(_call_by_name, self._spec, arguments)))
+            return await _ended(executor.submit(_call_by_name, self._spec, arguments))  # type: ignore[no-any-return]
         except BrokenExecutor:
             if self._executor is executor:  # the first of its calls to see it
                 executor.shutdown(wait=False)
@@ -84,17 +77,8 @@ class PooledFunctionTool:
         return ProcessPoolExecutor(self._processes, context, initializer=die_with, initargs=(os.getpid(),))
 
 
-def as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(result)
-
-
-def _call_by_name(spec: str, arguments: dict[str, Any]) -> str:
-    return as_text(load_function("function", spec)(**arguments))
+def _call_by_name(spec: str, arguments: dict[str, Any]) -> Outcome:
+    return outcome_of_function(load_function("function", spec)(**arguments))
 
 
 async def _ended(job: Future[Any]) -> Any:

@@ -7,14 +7,11 @@ episode, and asked calc_reward at its end; `lifecycle: episode` in the YAML does
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
-from mcore_rl.rollout.tools.kinds.functions import as_text
+from mcore_rl.rollout.tools.interface import Episode, Outcome
+from mcore_rl.rollout.tools.kinds.outcomes import number_of, outcome_of
 from mcore_rl.rollout.tools.schemas import Schema
 
 LIFECYCLES = ("call", "episode")
@@ -57,7 +54,7 @@ class VerlTool:
         try:
             kwargs = episode.kwargs_of(self._name, "calc_reward_kwargs")
             calc_reward = getattr(self._tool, "calc_reward", None)
-            return None if calc_reward is None else _number(await _awaited(calc_reward(instance, **kwargs)))
+            return None if calc_reward is None else number_of(await _awaited(calc_reward(instance, **kwargs)))
         finally:
             await self._release(episode, instance)
 
@@ -82,27 +79,6 @@ class VerlTool:
         await _awaited(self._tool.release(instance, **episode.kwargs_of(self._name, "release_kwargs")))
 
 
-def outcome_of(result: Any) -> Outcome:
-    """Of what execute returned: a response, or one with reward and metrics, either of which may be None.
-
-    Raises: ToolError for images and videos.
-    """
-    parts = result if isinstance(result, tuple) and result else (result,)
-    response, reward, metrics = (*parts, None, None)[:3]
-    for kind in ("image", "video"):
-        if getattr(response, kind, None):
-            raise ToolError(f"the tool answered with {kind}s, and only text can be shown")
-    text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
-    return Outcome(text, _number(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
-
-
-def outcome_of_function(result: Any) -> Outcome:
-    """Of what a function with verl's decorator returned: a ToolResponse, alone or with reward and metrics, or what any
-    other function returns."""
-    response = result[0] if isinstance(result, tuple) and result else result
-    return outcome_of(result) if hasattr(response, "text") else Outcome(as_text(result))
-
-
 def _create_kwargs(create: Any, given: dict[str, Any]) -> dict[str, Any]:
     """In both forms: `create_kwargs` as one keyword, and its contents as keywords of their own, as far as either is
     taken."""
@@ -114,16 +90,6 @@ def _create_kwargs(create: Any, given: dict[str, Any]) -> dict[str, Any]:
 def _takes(function: Any, name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise TypeError(f"the reward is {value!r} instead of a finite number or None")
-    return float(value)
 
 
 async def _awaited(value: Any) -> Any:

@@ -13,8 +13,9 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
 from mcore_rl.rollout.tools.kinds import verl_names
+from mcore_rl.rollout.tools.kinds.outcomes import outcome_of
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, outcome_of
+from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from tests.unit.rollout.tools.made import with_tools
 
