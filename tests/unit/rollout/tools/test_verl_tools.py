@@ -188,6 +188,16 @@ def test_functions_with_verls_decorator_are_found_in_their_file(tmp_path: Path) 
     ] == ["times"]
 
 
+def test_a_decorated_function_may_run_in_processes(tmp_path: Path) -> None:
+    async def use(box: ToolBox) -> Any:
+        return await box.call("e", "times", {"x": 4}, {})
+
+    (tmp_path / "mine.py").write_text(DECORATED.replace("async def", "def"))
+    (tmp_path / "tools.yaml").write_text("tools: [{function: 'mine.py:product', processes: 1}]")
+    times = with_tools(f"{tmp_path}/tools.yaml", use)
+    assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
+
+
 def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(): ...")
     with pytest.raises(ConfigError, match=r"rollout.tools=.*mine.py has no function with @function_tool"):
