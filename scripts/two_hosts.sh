@@ -64,7 +64,7 @@ start_ray() {
     local role=(--address=10.213.7.1:6379)
     [[ $host == A ]] && role=(--head --port=6379 --include-dashboard=false)
     mktemp -d "/tmp/ray$host.XXXXX" >"$state/ray_$host" # a short name: sockets lie in it
-    (on $host env RAY_USAGE_STATS_ENABLED=0 "$here/../.venv/bin/python" -m ray.scripts.scripts start "${role[@]}" \
+    (on $host env RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 "$here/../.venv/bin/python" -m ray.scripts.scripts start "${role[@]}" \
       --node-ip-address="$(address_of $host)" --node-name="host-${host,,}" --num-cpus="$cpus" \
       --object-store-memory=200000000 --temp-dir="$(<"$state/ray_$host")" --disable-usage-stats \
       --dashboard-agent-listen-port=0 --dashboard-agent-grpc-port=0 --include-log-monitor=false) \

@@ -56,6 +56,12 @@ def group(node: Any) -> Iterator[RankGroup]:
         kill_all(handles)
 
 
+def test_ranks_have_the_niceness_of_the_run(group: RankGroup) -> None:
+    """Ray's default of 15 leaves them next to nothing on a machine where anything else runs."""
+    found = [psutil.Process(pid).nice() for _, pid in group.watch.get([h.where.remote() for h in group.handles])]
+    assert found == [psutil.Process().nice()] * 5
+
+
 def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(group: RankGroup) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
