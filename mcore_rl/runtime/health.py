@@ -64,7 +64,7 @@ class Watch:
     _asked: dict[Any, str] = field(default_factory=dict, init=False)
     """Calls that ask a process whether it still runs."""
     _heard: set[str] = field(default_factory=set, init=False)
-    """Processes that have answered: one that still starts is not silent."""
+    """Processes that have started, or answered: one that still starts is not silent."""
     _waited: float = field(default=0.0, init=False)
     """Seconds since then, of those that this process was awake in."""
 
@@ -98,6 +98,8 @@ class Watch:
         self.names = {ref: told[name] for ref, name in self.names.items()}
         self.handles = {told[name]: handle for name, handle in self.handles.items()}
         self._replaceable = {told[name] for name in self._replaceable}
+        self._heard = {told[name] for name in self._heard}
+        self._asked = {call: told[name] for call, name in self._asked.items()}
 
     def add_call(self, handle: Any, call: Any) -> None:
         """`call` of a process that was added ends only when the process has nothing more to do for the run."""
@@ -131,6 +133,7 @@ class Watch:
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 self.value(ref)
+                self._heard |= {self.name_of(handle) for handle in starts[ref]}
             self._require_in_time([handle for ref in pending for handle in starts[ref]], deadline)
 
     def start_deadline(self) -> float:
@@ -146,6 +149,7 @@ class Watch:
         with self._explained():
             if ended:
                 self.value(start)
+                self._heard |= {self.name_of(handle) for handle in handles}
             else:
                 self._require_in_time(handles, deadline)
         return bool(ended)

@@ -140,7 +140,12 @@ def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(g
 
 
 def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
-    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
+    """Also one that nobody has asked how it is since it started."""
+    watch = group.watch
+    watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no questions
+    pids = [pid for _, pid in watch.get([handle.where.remote() for handle in group.handles])]
+    watch.get_started({handle.add.remote(0, 0): [handle] for handle in group.handles})
+    watch.timeout_seconds = seconds
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
         group.on_every_rank("add", [(0, 0)] * 5)
