@@ -23,6 +23,7 @@ up() {
   mkdir -m 700 "$state"
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
   printf '127.0.0.1 localhost\n10.213.7.1 host-a\n10.213.7.2 host-b\n' >"$state/hosts"
+  : >"$state/resolv.conf" # no name server: torch asks for the name of each peer, which takes 10 s where none answers
   for host in A B; do
     ip netns add "${name}_$host"
     ip -n "${name}_$host" link set lo up
@@ -35,6 +36,7 @@ up() {
     setsid ip netns exec "${name}_$host" unshare --mount --ipc --uts bash -c "
       mount -t tmpfs -o size=50% shm /dev/shm
       mount --bind '$state/hosts' /etc/hosts
+      mount --bind '$state/resolv.conf' /etc/resolv.conf
       hostname host-${host,,}
       echo \$\$ >'$state/$host.new' && mv '$state/$host.new' '$state/$host'
       exec sleep infinity" </dev/null >/dev/null 2>&1 &
