@@ -14,7 +14,7 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
-from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reference import uses_reference
@@ -32,7 +32,7 @@ from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
+from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, TogetherPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
 from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
@@ -119,9 +119,10 @@ class _Site:
         journal = self._journal()
         stages = self._stages(journal)
         staged, scorers = StagedPool(engines, stages), self._scorers(stages)
+        graded: RecordedPool = TogetherPool(staged) if config.reward.batch == STEP else staged
         has_rules = config.reward.function != NO_RULE
-        scored = ScoredPool(staged, scorers, has_rules=has_rules) if scorers else None
-        pool = staged if scored is None else scored
+        scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
+        pool = graded if scored is None else scored
         sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)

@@ -18,6 +18,7 @@ GRADERS = (
 )
 """Graders that are built in, by name (docs/rewards.md)."""
 NAIVE, BATCH, PRIME, DAPO = "naive", "batch", "prime", "dapo"
+GROUP, TASK, STEP = "group", "task", "step"
 """Values of reward.manager, with verl's names."""
 
 
@@ -65,8 +66,9 @@ class RewardConfig:
     """verl's names. prime: many responses at a time; naive: one after the other; dapo: as prime, with reward.overlong
     on; batch: a user's function f(data_sources, solution_strs, ground_truths, extra_infos, **reward.kwargs) sees the
     responses of a reward.batch together and returns as many numbers or dicts."""
-    batch: str = setting("group", choices=("group", "task"))
-    """What reward.manager=batch hands over together: the responses to one prompt, or all of an engine's task."""
+    batch: str = setting(GROUP, choices=(GROUP, TASK, STEP))
+    """What reward.manager=batch hands over together: the responses to one prompt, all of an engine's task, or all of a
+    step (with dynamic sampling: of each of its rounds) or a validation, whichever engines wrote them."""
     weight: float = 1.0
     """Of the function's reward in the sum with those of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)

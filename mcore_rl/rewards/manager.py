@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from types import TracebackType
 
-from mcore_rl.config.reward import BATCH, RewardConfig
+from mcore_rl.config.reward import BATCH, GROUP, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
@@ -27,7 +27,7 @@ class RewardManager:
         self._overlong = SoftOverlong.of(config, max_response_tokens)
         self._weight = config.weight
         self._batches = Batches() if config.manager == BATCH else None
-        self._whole_tasks = config.batch == "task"
+        self._whole_tasks = config.batch != GROUP  # a step comes as one task (see together)
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config, sandbox)
 

@@ -14,7 +14,7 @@ import numpy as np
 from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import version_spans
-from mcore_rl.types import EpisodeOutcome, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
+from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
 
 CUT = ("length", "turns", "tool_calls", "seconds")
 """Finish reasons of responses that a limit ended."""
@@ -38,24 +38,35 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
     drawn_by, drawn = np.unique(buffers.versions[buffers.trained != 0], return_counts=True)
-    several = bool((counts > 1).any())
+    several, grades = bool((counts > 1).any()), grades_of(scores)
     return RolloutScalars(
         group_ids=np.repeat(task.group_ids[groups], counts),
         prompt_rows=np.repeat(task.prompt_rows[groups], counts),
         total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
         response_tokens=np.diff(buffers.response_offsets).astype(np.int32),
         trained_tokens=trained.astype(np.int32),
-        rewards=np.array([s.reward for s in scores], np.float32),
-        accuracies=np.array([s.accuracy for s in scores], np.float32),
+        rewards=grades.rewards,
+        accuracies=grades.accuracies,
         clipped=np.repeat([r.outcome.finish_reason in CUT for r in responses], counts).astype(np.uint8),
         versions=np.stack([buffers.versions[edge] for edge in edges], axis=1).astype(np.int32),
-        errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
-        parts=_numbers(scores),
-        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
+        errors=grades.errors,
+        parts=grades.parts,
+        traceback=grades.traceback,
         episodes=first if several else None,
         figures=_figures([r.outcome for r in responses], counts),
         digests=_digests(responses),
         version_tokens=tuple(zip(drawn_by.tolist(), drawn.tolist(), strict=True)),
+    )
+
+
+def grades_of(scores: Sequence[Score]) -> Grades:
+    """As the driver sees them."""
+    return Grades(
+        rewards=np.array([s.reward for s in scores], np.float32),
+        accuracies=np.array([s.accuracy for s in scores], np.float32),
+        errors=tuple((i, s.error) for i, s in enumerate(scores) if s.error is not None),
+        parts=_numbers(scores),
+        traceback=next((s.traceback for s in scores if s.traceback is not None), None),
     )
 
 

@@ -1,4 +1,5 @@
-"""Rewards of models beside those of rules: a pool whose responses come back with both.
+"""Rewards that are known only when a step's tasks have been generated: those of a function that sees them all, and
+those of models beside the rules'. Each is a pool whose responses come back with them.
 
     reward = reward.weight * rule + overlong punishment + sum of weight * score over the models
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.rollout.collector import RolloutPool
-from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask
+from mcore_rl.types import Grades, RolloutResult, RolloutScalars, RolloutTask
 
 
 class RecordedPool(RolloutPool, Protocol):
@@ -25,6 +26,40 @@ class RecordedPool(RolloutPool, Protocol):
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores of `results` into the tasks' records, where they keep any."""
+
+
+class GradingPool(RecordedPool, Protocol):
+    """A pool that grades responses after all of them have come."""
+
+    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
+        """Of the responses of each task, whose rewards are not known yet, graded all together; what graders say of each
+        is kept for the tasks' records until they are amended."""
+
+
+@dataclass(frozen=True)
+class TogetherPool:
+    """`pool` with the rewards of a function that sees all responses of a `run` together. A RecordedPool."""
+
+    pool: GradingPool
+
+    @property
+    def num_engines(self) -> int:
+        return self.pool.num_engines
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        results = self.pool.run(tasks)
+        started = time.perf_counter()
+        grades = self.pool.grade(tasks, results)
+        seconds = time.perf_counter() - started
+        graded = [
+            (chunk, replace(scalars, **vars(of_task), seconds_grading=scalars.seconds_grading + seconds))
+            for (chunk, scalars), of_task in zip(results, grades, strict=True)
+        ]
+        self.pool.amend(tasks, graded)
+        return graded
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
+        self.pool.amend(tasks, results)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, ResponseScorer, Validator
-from mcore_rl.rollout.scored_pool import RecordedPool
+from mcore_rl.rollout.scored_pool import GradingPool
 from mcore_rl.runtime.phases import Phase, Phases
 from mcore_rl.types import (
     Batch,
     BatchHandle,
+    Grades,
     Groups,
     Metric,
     RolloutResult,
@@ -134,9 +135,9 @@ class StagedPublisher:
 
 @dataclass(frozen=True)
 class StagedPool:
-    """A RecordedPool."""
+    """A GradingPool."""
 
-    pool: RecordedPool
+    pool: GradingPool
     stages: Stages
 
     @property
@@ -146,6 +147,10 @@ class StagedPool:
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         with self.stages.stage(phase=Phase.GENERATE):
             return self.pool.run(tasks)
+
+    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
+        with self.stages.stage("grade"):
+            return self.pool.grade(tasks, results)
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         self.pool.amend(tasks, results)

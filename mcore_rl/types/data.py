@@ -182,6 +182,17 @@ class RolloutScalars:
 
 
 @dataclass(frozen=True)
+class Grades:
+    """What graders say of the responses of a task; all of it as RolloutScalars has it."""
+
+    rewards: np.ndarray
+    accuracies: np.ndarray
+    errors: tuple[tuple[int, str], ...] = ()
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
 class Batch:
     """The driver's view of one training step: references and scalars.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,39 @@ def test_a_function_that_fails_on_everything_ends_the_run(
     assert text.count("Traceback") == 1
     line = 1 + FUNCTIONS.splitlines().index('        raise LookupError("nothing is known of " + data_source)')
     assert f'mine.py", line {line}, in reward' in text
+
+
+TOGETHER = """
+def ranks(data_sources, solution_strs, ground_truths, extra_infos):
+    order = sorted(solution_strs)
+    return [{"score": order.index(text) / len(order), "of": len(order)} for text in solution_strs]
+"""
+
+
+def test_a_function_sees_all_responses_of_a_step_whichever_engine_wrote_them(task: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ranks.py"
+    path.write_text(TOGETHER)
+    graded = ("reward.manager=batch", f"reward.function={path}:ranks", "reward.batch=step")
+    graded = (*graded, "reward.overlong.enable=false", "algorithm.dynamic_sampling.enable=false")
+    engines = ("rollout.num_engines=2", "cluster.gpus_per_node=2")
+    train(task, tmp_path / "run", *graded, *engines, "trainer.steps=1", "trainer.validate_every_steps=1")
+    for name, count in (("step_1", 32), ("val_step_1", 16)):
+        records = read_records(tmp_path / "run" / "rollouts" / f"{name}.jsonl")
+        order = sorted(record["response"] for record in records)
+        assert len(order) == count
+        for record in records:
+            assert record["of"] == count
+            assert record["reward"] == pytest.approx(order.index(record["response"]) / count)
+    first = metrics(tmp_path / "run")[1]
+    assert first["reward/of"] == 32
+    assert first["reward/mean"] == pytest.approx(
+        sum(record["reward"] for record in read_records(tmp_path / "run" / "rollouts" / "step_1.jsonl")) / 32
+    )
+    assert first["advantages/max"] > 0
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def deviations(records: list[dict[str, float]]) -> list[float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, NAIVE, RewardConfig
+from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, STEP, RewardConfig
+from mcore_rl.config.rules.episodes import episode_of, has_turns
 from mcore_rl.config.rules.unused import changed, refuse_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -22,6 +23,23 @@ def check_graders(config: Config) -> None:
         refuse_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
     _check_kwargs(reward)
     _check_manager(reward)
+    if reward.batch == STEP:
+        _check_whole_steps(config)
+
+
+def _check_whole_steps(config: Config) -> None:
+    """All responses of a step are there at a time, and the function alone says what each is worth."""
+    chosen, rollout = f"reward.batch={STEP}", config.rollout
+    if rollout.max_staleness:
+        raise ConfigError(
+            f"{chosen} grades all responses of a step together, and with rollout.max_staleness={rollout.max_staleness} "
+            f"groups are graded as they end; set reward.batch={GROUP}, or rollout.max_staleness=0"
+        )
+    if has_turns(rollout):
+        raise ConfigError(
+            f"{chosen} grades single turns, and rollout.episode={episode_of(rollout)} makes others; set "
+            f"reward.batch={GROUP}"
+        )
 
 
 def _check_kwargs(reward: RewardConfig) -> None:

@@ -104,6 +104,9 @@ class RunProcess:
     @ray.method(num_returns=2)
     def fetch(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
         """For this process, and for ranks that read the same. The first says no more than that they have come."""
+        return self.fetched(wanted)
+
+    def fetched(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
         with self.spans.span("fetch trajectories"):
             return None, fetch(wanted, self._makers)
 

@@ -11,23 +11,26 @@ from typing import Any
 import numpy as np
 import ray
 
-from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
+from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import GivenUp, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
-from mcore_rl.runtime.roles.delivery import Kept
+from mcore_rl.runtime.roles.delivery import Kept, Wanted
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
+    Grades,
     RolloutScalars,
     RolloutTask,
     SavedFile,
@@ -82,13 +85,14 @@ class EngineProcess(RunProcess):
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+            self._together = Together(rewarder, resolved, tokenizer)
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
                 player,
-                rewarder,
+                NotYet() if config.reward.batch == STEP else rewarder,
                 resolved,
                 failed_reward=config.rollout.failed_reward,
                 has_rules=config.reward.function != NO_RULE,
@@ -173,6 +177,17 @@ class EngineProcess(RunProcess):
 
         with self.spans.span("amend records"):
             amend_part(part, rewards, accuracies, scores)
+
+    @ray.method(concurrency_group="engine", num_returns=2)
+    def fetch(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
+        """As of every process, whose main thread does it where it does not step an engine."""
+        return self.fetched(wanted)
+
+    @ray.method(concurrency_group="engine")
+    def grade(self, given: list[TaskToGrade], trajectories: TrajectoryBuffers) -> list[Grades]:
+        """As Together.grade; they were fetched."""
+        with self.spans.span("grade together"):
+            return [grades_of(scores) for scores in self._together.grade(given, trajectories)]
 
     @ray.method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:

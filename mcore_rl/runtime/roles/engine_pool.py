@@ -10,14 +10,16 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, WorkerDiedError
+from mcore_rl.rewards.together import TaskToGrade
 from mcore_rl.rollout.router import Work
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import drain_spans
-from mcore_rl.runtime.roles.delivery import Chunk, Forgotten, Part
+from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Part, Rows
 from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
+    Grades,
     Metric,
     RolloutResult,
     RolloutTask,
@@ -78,7 +80,7 @@ def _nobody_supplies() -> None:
 
 @dataclass
 class EnginePool:
-    """All rollout engines; a RecordedPool. `room`: requests that one of them is given at most.
+    """All rollout engines; a GradingPool. `room`: requests that one of them is given at most.
 
     One that dies, or hangs, starts again beside what the others do, and gets its weights with the first update after
     that; where none is left, `supply` brings the present ones. What only the lost one had goes on from its journal, and
@@ -133,9 +135,7 @@ class EnginePool:
         changed = [(task.records, scalars) for task, (_, scalars) in zip(tasks, results, strict=True) if task.records]
 
         def amend() -> None:
-            if all(engine.starting is not None for engine in self.engines):
-                self.settle()
-            handles = itertools.cycle([engine.handle for engine in self.engines if engine.starting is None])
+            handles = itertools.cycle(self._up_now())
             self.watch.get(
                 [
                     handle.amend_records.remote(records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
@@ -144,6 +144,27 @@ class EnginePool:
             )
 
         self.insist(amend)
+
+    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
+        """By the graders of one engine, which fetches what others wrote."""
+        given = [
+            TaskToGrade(task.prompt_set, scalars.prompt_rows, task.records)
+            for task, (_, scalars) in zip(tasks, results, strict=True)
+        ]
+        rows = Rows.of([np.arange(len(task.prompt_rows)) for task in given])
+
+        def grade() -> list[Grades]:
+            grader = self._up_now()[0]
+            [trajectories] = Delivery([grader], self.watch).deliver([chunk for chunk, _ in results], [rows])
+            return cast("list[Grades]", self.watch.get([grader.grade.remote(given, *trajectories)])[0])
+
+        return self.insist(grade)
+
+    def _up_now(self) -> list[Any]:
+        """Engines that do not start, of which there is at least one."""
+        if all(engine.starting is not None for engine in self.engines):
+            self.settle()
+        return [engine.handle for engine in self.engines if engine.starting is None]
 
     @property
     def mean_tokens(self) -> float:

@@ -14,6 +14,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 SEVERAL = "reward.weighted=[{function: math, weight: 2}, {function: mine.py:short, name: brief, kwargs: {limit: '3'}}]"
+WHOLE_STEPS = ["reward.manager=batch", "reward.function=mine.py:f", "reward.batch=step"]
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def checked(base: str, overrides: list[str]) -> Config:
         ["reward.manager=dapo"],
         ["reward.manager=dapo", "reward.overlong.enable=true"],
         ["reward.manager=batch", "reward.function=mine.py:f", "reward.batch=task", "reward.workers=4"],
+        ["reward.manager=batch", "reward.function=mine.py:f", "reward.batch=step"],
         ["reward.function=by_data_source", "reward.functions={aime*: math, own/data: mine.py:f}"],
         [SEVERAL, "reward.accuracy_of=brief"],
         ["reward.weighted=[{function: by_data_source}]", "reward.functions={mine: gsm8k}"],
@@ -58,6 +60,14 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
         (["reward.manager=dapo", "reward.overlong.enable=false"], r"^reward\.manager=dapo is reward\.overlong\.enable"),
         (["reward.manager=batch"], r"^reward\.manager=batch .* reward\.function=math does not take; set reward\.fun"),
         (["reward.manager=batch", SEVERAL], r"^reward\.manager=batch .* reward\.weighted \(math, mine\.py:short\)"),
+        (
+            [*WHOLE_STEPS, "rollout.max_staleness=1"],
+            r"^reward\.batch=step .* rollout\.max_staleness=1 .* set reward\.ba",
+        ),
+        (
+            [*WHOLE_STEPS, "rollout.episode=tools", "rollout.tools=tools.yaml"],
+            r"^reward\.batch=step .* rollout\.episode=tools .* set reward\.batch=group",
+        ),
         (["reward.batch=task"], r"^reward\.batch=task has no effect; set reward\.manager=batch"),
         (["reward.functions={a: math}"], r"^reward\.functions=.* has no effect; set reward\.function=by_data_source"),
         (["reward.accuracy_of=a"], r"^reward\.accuracy_of=a has no effect; set reward\.weighted"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.records import amend_part
-from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
-from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.rollout.scored_pool import ScoredPool, TogetherPool, WeightedScorer
+from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SamplingOptions
 
 
 def task(name: str, groups: list[int]) -> RolloutTask:
@@ -109,6 +109,33 @@ def test_another_number_of_scores_than_of_responses_is_not_broadcast() -> None:
     scored = ScoredPool(RulesPool(), {"model": WeightedScorer(FixedScorer([1], [1, 2, 3, 4]), 1.0)}, True)
     with pytest.raises(AssertionError, match=r"model: \(1,\) scores for \(2,\)"):
         scored.run(TASKS)
+
+
+class LaterPool(RulesPool):
+    """Rewards of 5, 6, ... over both tasks; the second task's last response could not be graded."""
+
+    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> list[Grades]:
+        assert [result.rewards.tolist() for _, result in results] == [[1, 0], [0, 1, 0, 1]]
+        first, second = np.array([5, 6], np.float32), np.array([7, 8, 9, 0], np.float32)
+        failed = Grades(second, second / 10, ((3, "no"),), {"of": np.full(4, 6.0)}, "Traceback")
+        return [Grades(first, first / 10), failed]
+
+
+def test_what_is_graded_together_is_in_results_and_records_before_models_score_it() -> None:
+    pool, model = LaterPool(), FixedScorer([10, 20], [1, 2, 3, 4])
+    scored = ScoredPool(TogetherPool(pool), {"model": WeightedScorer(model, 1.0)}, True)
+    (_, first), (chunk, second) = scored.run(TASKS)
+    assert model.seen == [("a", "chunk a", [5, 6]), ("b", "chunk b", [7, 8, 9, 0])]
+    assert (chunk, first.rewards.tolist(), second.rewards.tolist()) == ("chunk b", [15, 26], [8, 10, 12, 4])
+    assert second.accuracies == pytest.approx([0.7, 0.8, 0.9, 0])
+    assert (second.errors, second.traceback, second.parts["of"].tolist()) == (((3, "no"),), "Traceback", [6] * 4)
+    assert pool.amended[1][1][1] is second
+    together = TogetherPool(LaterPool())
+    [(_, alone), _] = together.run(TASKS)
+    assert alone.rewards.tolist() == [5, 6]
+    assert alone.seconds_grading > 2.0
+    assert together.pool.amended[0][1][1] is alone  # type: ignore[attr-defined]
+    assert together.num_engines == 3
 
 
 def test_a_part_keeps_its_lines_with_final_rewards_and_scores(tmp_path: Path) -> None:
