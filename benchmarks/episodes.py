@@ -84,7 +84,7 @@ def _with_surroundings(player: Any) -> Any:
     from mcore_rl.data.chat.conversation import Conversation
     from mcore_rl.rollout.episodes.session import Surroundings
 
-    player.around = Surroundings(player.client, _NoText(), Conversation.__new__(Conversation))
+    player.around = Surroundings(_NoText(), Conversation.__new__(Conversation))
     return player
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -48,7 +49,7 @@ class VllmEngine(SteppedEngine):
     ) -> None:
         set_environment(timeout_seconds)
         super().__init__(rollout_config, captures_routing=capture_routing)
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._asleep: set[str] = set()
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
         """Experts that vLLM has handed over, by request; on GPUs."""
@@ -137,12 +138,9 @@ class VllmEngine(SteppedEngine):
     def _add(self, added: Mapping[str, Running]) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
-        parameters: dict[SamplingOptions, Any] = {}
         for engine_id, entry in added.items():
             request = entry.request
-            if request.sampling not in parameters:
-                parameters[request.sampling] = _sampling_params(request.sampling, self._eos_token_ids)
-            sampling_params = copy(parameters[request.sampling])
+            sampling_params = copy(_sampling_params(request.sampling, self._eos_token_ids))
             sampling_params.max_tokens -= len(entry.token_ids)
             if request.sampling.temperature > 0:
                 sampling_params.seed = request.seed
@@ -209,7 +207,9 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         raise ConfigError(f"vLLM cannot run this model with this {role_key('rollout')} section: {error}") from error
 
 
-def _sampling_params(options: SamplingOptions, eos_token_ids: list[int]) -> Any:
+@functools.lru_cache(maxsize=256)
+def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -> Any:
+    """To be copied: making them takes as long as all else of adding a request."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -217,7 +217,7 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: list[int]) -> Any:
         top_p=options.top_p,
         top_k=options.top_k,
         max_tokens=options.max_response_tokens,
-        stop_token_ids=eos_token_ids,
+        stop_token_ids=list(eos_token_ids),
         logprobs=0,  # of the sampled token alone
         detokenize=False,
     )

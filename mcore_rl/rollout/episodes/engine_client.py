@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -19,10 +20,13 @@ class WithdrawnError(BaseException):
 
 
 class EngineClient:
-    """A TokenSource; its `generate` belongs to the asyncio loop that calls it."""
+    """A TokenSource of one asyncio loop. Responses that end with one pass of the engine wake it once."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
+        self._ended: deque[tuple[asyncio.Future[Completion], Completion | BaseException]] = deque()
+        self._wakes = False
+        """Whether it will look at them."""
 
     async def generate(self, request: GenerationRequest, begun: Callable[[], None] | None = None) -> Completion:
         """With `begun`, which is called then, it can be withdrawn until it has begun.
@@ -32,17 +36,12 @@ class EngineClient:
         asyncio_loop = asyncio.get_running_loop()
         ended: asyncio.Future[Completion] = asyncio_loop.create_future()
 
-        def settle(result: Completion | BaseException) -> None:
-            if ended.done():  # cancelled meanwhile
-                return
-            if isinstance(result, BaseException):
-                ended.set_exception(result)
-            else:
-                ended.set_result(result)
-
         def listener(result: Completion | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the asyncio loop has been closed
-                asyncio_loop.call_soon_threadsafe(settle, result)
+            self._ended.append((ended, result))
+            if not self._wakes:
+                self._wakes = True
+                with contextlib.suppress(RuntimeError):  # the asyncio loop has been closed
+                    asyncio_loop.call_soon_threadsafe(self._settle)
 
         self._loop.submit_soon([request], listener, begun)
         try:
@@ -53,6 +52,17 @@ class EngineClient:
         except asyncio.CancelledError:
             self._loop.abort_soon([request.request_id])
             raise
+
+    def _settle(self) -> None:
+        self._wakes = False  # before it looks: what comes later wakes it again
+        while self._ended:
+            ended, result = self._ended.popleft()
+            if ended.done():  # cancelled meanwhile
+                continue
+            if isinstance(result, BaseException):
+                ended.set_exception(result)
+            else:
+                ended.set_result(result)
 
     async def take_over(self, drawn: Drawn) -> None:
         """As EngineLoop.take_over."""

@@ -83,7 +83,6 @@ def start_episodes(
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(rollout, tokenizer, schemas, stop_ids)
     player.around = Surroundings(
-        player.client,
         tokenizer,
         conversation,
         tools,

@@ -34,6 +34,9 @@ class EpisodeResult:
     mask: Sequence[int] | None = None
 
 
+NOTHING = EpisodeResult()
+
+
 def ended(session: Session, returned: Any, *, reason: str | None = None) -> EpisodeOutcome:
     """The outcome of an episode that returned; `reason`: the limit that ended it.
 
@@ -45,9 +48,7 @@ def ended(session: Session, returned: Any, *, reason: str | None = None) -> Epis
     trajectories = _chosen(session, result)
     if reason is None:
         reason = session.limit or (LENGTH if session.truncated else STOP)
-    outcome = _outcome(session, trajectories, reason)
-    parts = {**outcome.parts, **result.parts}
-    return replace(outcome, reward=result.reward, accuracy=result.accuracy, parts=parts)
+    return _outcome(session, trajectories, reason, result)
 
 
 def failed(session: Session, error: str, traceback: str | None, end_id: int, version: int) -> EpisodeOutcome:
@@ -68,24 +69,29 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
     return replace(outcome, error=error, traceback=traceback)
 
 
-def _outcome(session: Session, trajectories: Sequence[Trajectory], reason: str) -> EpisodeOutcome:
+def _outcome(
+    session: Session, trajectories: Sequence[Trajectory], reason: str, result: EpisodeResult = NOTHING
+) -> EpisodeOutcome:
+    of_tools = {f"tool_{name}": sum(values) / len(values) for name, values in session.tool_figures.items()}
     return EpisodeOutcome(
         tuple(trajectories),
         session.response_text,
         reason,
+        reward=result.reward,
+        accuracy=result.accuracy,
         turns=session.num_turns,
         tool_calls=session.num_tool_calls,
         tool_errors=session.num_tool_errors,
         seconds=dict(session.seconds),
         extra={"num_turns": session.num_turns, "tool_rewards": list(session.tool_rewards)},
         messages=session.transcript(),
-        parts={f"tool_{name}": sum(values) / len(values) for name, values in session.tool_figures.items()},
+        parts={**of_tools, **result.parts},
     )
 
 
 def _result(returned: Any) -> EpisodeResult:
     if returned is None:
-        return EpisodeResult()
+        return NOTHING
     if isinstance(returned, EpisodeResult):
         _finite(returned.reward, "reward")
         return returned

@@ -146,7 +146,7 @@ class EpisodePlayer:
             response_tokens=attempt.request.sampling.max_response_tokens,
             turns=prompt.max_turns,
         )
-        session = Session(replace(self.around, source=source), attempt.request, prompt, limits, traced)
+        session = Session(self.around, source, attempt.request, prompt, limits, traced)
         ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)
@@ -163,7 +163,7 @@ class EpisodePlayer:
         if source.failure is not None:
             raise source.failure
         client.begin()  # one that failed before it asked for anything
-        return replace(outcome, taken_over=client.taken_over)
+        return replace(outcome, taken_over=client.taken_over) if client.taken_over else outcome
 
     async def _outcome(self, session: Session, prompt: EpisodePrompt, seconds: float | None) -> EpisodeOutcome:
         deadline = asyncio.timeout(seconds)

@@ -98,7 +98,6 @@ class Surroundings:
     """What all episodes of an engine share. `history`: keep | new_sequence, as rollout.history; `drops_turns`: whether
     a history that grows too long loses its oldest turns."""
 
-    source: TokenSource
     decoder: TextDecoder
     conversation: Conversation
     tools: ToolCaller | None = None
@@ -116,6 +115,7 @@ class Session:
     def __init__(
         self,
         around: Surroundings,
+        source: TokenSource,
         request: GenerationRequest,
         prompt: Prompt,
         limits: EpisodeLimits,
@@ -136,7 +136,7 @@ class Session:
         """Why it could not go on."""
         self.truncated = False
         """Whether the turn that was sampled last was cut by a limit."""
-        self._around, self._request, self._prompt, self._trace = around, request, prompt, traced
+        self._around, self._source, self._request, self._prompt, self._trace = around, source, request, prompt, traced
         self._tool_calls_under_way = 0
         self._last: Sampled | None = None
         self._texts: list[str] = []
@@ -172,7 +172,7 @@ class Session:
         self.num_turns += 1
         self._calls_of_turn = 0
         with self._spent(GENERATING):
-            completion = await self._around.source.generate(request)
+            completion = await self._source.generate(request)
         sequence = self.book.add(ids, completion)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
@@ -316,7 +316,7 @@ class Session:
             options = given
         elif given is not None:
             options = replace(options, **given)
-        return replace(options, max_response_tokens=min(options.max_response_tokens, room))
+        return options if options.max_response_tokens <= room else replace(options, max_response_tokens=room)
 
     def _request_of(self, ids: np.ndarray, options: SamplingOptions) -> GenerationRequest:
         """The first turn's is that of a single turn. Later ones hang on what they follow: the same history gives the
@@ -324,7 +324,8 @@ class Session:
         key = ids.tobytes()
         again, self._asked[key] = self._asked[key], self._asked[key] + 1
         if not again and np.array_equal(ids, self._prompt.token_ids):
-            return replace(self._request, sampling=options)
+            unchanged = options is self._request.sampling
+            return self._request if unchanged else replace(self._request, sampling=options)
         digest = zlib.crc32(key)
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
         return GenerationRequest(name, ids, seed, options, tokens_per_version=self._request.tokens_per_version)

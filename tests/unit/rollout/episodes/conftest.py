@@ -128,7 +128,6 @@ def stage() -> Iterator[Callable[..., Stage]]:
             schemas = [made.LOOK] if tools else []
             talk = Conversation(tokenizer, schemas, made.stop_ids(tokenizer))
             player.around = Surroundings(
-                player.client,
                 tokenizer,
                 talk,
                 tools,
