@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -38,12 +40,16 @@ def run_module(directory: Path, statement: str) -> str:
     return result.stdout + result.stderr
 
 
-def has_ended(pid: int) -> bool:
-    """Gone, or a zombie that its new parent (in a container perhaps nobody) has yet to reap."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+def ends(pid: int) -> bool:
+    """Gone, or a zombie that its new parent (in a container perhaps nobody) has yet to reap. It was killed, which takes
+    a moment on a busy machine."""
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
 
 
 @pytest.mark.parametrize("kind", LEAKS)
@@ -53,7 +59,7 @@ def test_a_module_that_leaves_something_behind_fails(kind: str, tmp_path: Path) 
         assert "left behind" in text
         assert "1 passed, 1 error" in text
         named = re.search(r"left behind: \['process (\d+)", text)
-        assert named is None or has_ended(int(named[1]))
+        assert named is None or ends(int(named[1]))
         assert (named is None) == (kind == "segment")
     finally:
         pid = text.split("pid ")[1].split()[0]
