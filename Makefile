@@ -22,7 +22,7 @@ setup: ## make .venv ready (the other targets do it by themselves)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
 demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended; ENGINE=sglang; TASK=tool, TASK=game: several turns; MODE=async
-	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --hosts $(HOSTS) rollout.engine=$(ENGINE) $(ARGS)
+	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
 
 test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)

@@ -169,17 +169,22 @@ def closing(demo: Demo) -> str:
     return "\n".join(lines)
 
 
-def run_demo(demo: Demo, overrides: Sequence[str] = (), *, hosts: int = 1) -> None:
-    """With overrides a finished run is not the end: they may ask for more. hosts 2: over two pretended ones.
+def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm", hosts: int = 1) -> None:
+    """With overrides a finished run is not the end: they may ask for more. hosts 2: over two pretended ones. Another
+    engine, and two hosts, have runs of their own.
 
     Raises: ConfigError for overrides that are wrong, before the warm start.
     """
     started = time.monotonic()
+    chosen, run = list(overrides), demo.run
     if hosts == 2:
-        overrides = [f"run.dir={demo.run}_hosts", *ON_TWO_HOSTS, *overrides]
+        overrides, run = [*ON_TWO_HOSTS, *overrides], f"{run}_hosts"
+    if engine != "vllm":
+        overrides, run = [f"rollout.engine={engine}", *overrides], f"{run}_{engine}"
     if overrides:
+        overrides = [f"run.dir={run}"] * (run != demo.run) + list(overrides)
         demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
-    if not overrides and is_finished(ROOT / demo.run):
+    if not chosen and is_finished(ROOT / demo.run):
         print(f"This demo has been run; {demo.run} holds the result.\n")
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
@@ -208,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", choices=sorted({demo.task for demo in DEMOS.values()}), default="work3")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: of work3")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="that generates")
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: pretended ones, as root on Linux")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
     options = parser.parse_args(arguments)
@@ -215,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in DEMOS:
         parser.error(f"--mode {options.mode} has no --task {options.task}")
     try:
-        run_demo(DEMOS[name], options.overrides, hosts=options.hosts)
+        run_demo(DEMOS[name], options.overrides, engine=options.engine, hosts=options.hosts)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,13 +13,19 @@ import yaml
 WORK3 = demo.DEMOS["work3"]
 
 
-def write_run(root: Path, steps: int, accuracies: dict[int, float]) -> None:
-    run = root / WORK3.run
+def write_run(root: Path, steps: int, accuracies: dict[int, float], directory: str = WORK3.run) -> None:
+    run = root / directory
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(yaml.safe_dump({"trainer": {"steps": steps}}))
     rows = [{"step": step, "reward/mean": 0.5} for step in range(steps)]
     rows += [{"step": step, "val/accuracy": accuracy} for step, accuracy in accuracies.items()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_config(root: Path) -> None:
+    config = root / WORK3.config
+    config.parent.mkdir()
+    config.write_text(yaml.safe_dump({"run": {"dir": WORK3.run}, "data": {"train": "t"}, "model": {"hf_path": "m"}}))
 
 
 @pytest.fixture
@@ -35,7 +41,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (exported / "config.json").write_text("{}")
             (exported / "model.safetensors").write_text("")
         else:
-            write_run(tmp_path, 30, {0: 0.25, 30: 0.75})
+            directory = next((each.removeprefix("run.dir=") for each in arguments if "run.dir=" in each), WORK3.run)
+            write_run(tmp_path, 30, {0: 0.25, 30: 0.75}, directory)
 
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(demo, "train", train)
@@ -58,9 +65,7 @@ def test_first_run_warm_starts_then_trains_and_the_second_does_neither(
 def test_settings_go_to_the_dapo_run_alone_and_make_a_finished_one_go_on(
     calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / WORK3.config
-    config.parent.mkdir()
-    config.write_text(yaml.safe_dump({"run": {"dir": WORK3.run}, "data": {"train": "t"}, "model": {"hf_path": "m"}}))
+    write_config(tmp_path)
     assert demo.main(["trainer.stesp=60"]) == 2
     assert "trainer.steps" in capsys.readouterr().err
     assert calls == []
@@ -70,6 +75,18 @@ def test_settings_go_to_the_dapo_run_alone_and_make_a_finished_one_go_on(
     assert calls[1:] == [[WORK3.config], [WORK3.config, "trainer.steps=60"]]
     demo.main(["run.dir=runs/elsewhere", "trainer.steps=2"])
     assert "run directory  runs/elsewhere" in capsys.readouterr().out
+
+
+def test_another_engine_has_a_run_of_its_own_from_the_same_warm_start(
+    calls: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path)
+    demo.main([])
+    demo.main(["--engine", "sglang"])
+    assert calls[2:] == [[WORK3.config, f"run.dir={WORK3.run}_sglang", "rollout.engine=sglang"]]
+    assert f"run directory  {WORK3.run}_sglang" in capsys.readouterr().out
+    demo.main(["--engine", "sglang"])  # has been run
+    assert len(calls) == 3
 
 
 def test_an_interrupted_run_is_resumed_without_a_new_warm_start(calls: list[list[str]], tmp_path: Path) -> None:
