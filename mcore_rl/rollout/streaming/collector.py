@@ -8,9 +8,8 @@ published    what was in training has left: as many may begin
 from __future__ import annotations
 
 import itertools
-import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,20 +19,17 @@ import numpy as np
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Collector, PendingSave
-from mcore_rl.rollout.admission import may_submit, take_batch
+from mcore_rl.rollout.admission import may_submit
 from mcore_rl.rollout.collector import RowSampler, training_sampling
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
 from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
-from mcore_rl.rollout.streaming.replay import KEY as REPLAY
 from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
 from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
+from mcore_rl.rollout.streaming.taking import BY_NUMBER, EndedGroups
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
-
-BY_NUMBER = operator.attrgetter("number")
 
 
 @dataclass
@@ -45,8 +41,8 @@ class StreamingCollector:
     `dynamic.max_batches` times a step's they stay in it, and fill the step up when nothing better is to be had, as in a
     synchronous run. It all happens in the waits of the driver, on its one thread.
 
-    Where rollout.max_staleness_hard is rollout.max_staleness, groups are trained in the order of submission. What is
-    trained does not hang on time then, as long as the versions at which groups are submitted do not (swap=finish).
+    Where groups are trained in the order of submission (EndedGroups), what is trained does not hang on time, as long as
+    the versions at which groups are submitted do not (swap=finish).
     """
 
     stream: TaskStream
@@ -80,15 +76,14 @@ class StreamingCollector:
     """What has ended since the last look, by ticket."""
     _running: dict[int, Group] = field(default_factory=dict, init=False)
     _unscored: list[Group] = field(default_factory=list, init=False)
-    _finished: list[Group] = field(default_factory=list, init=False)
-    _dull: list[Group] = field(default_factory=list, init=False)
-    """Groups without signal that have finished since the last step."""
+    _ended: EndedGroups = field(init=False)
     _restored: list[Group] = field(default_factory=list, init=False)
     """Those that ran when the checkpoint was saved, and have not begun again."""
     _queues: Queues = field(init=False)
 
     def __post_init__(self) -> None:
         self.stream.attend(self._advance)
+        self._ended = EndedGroups(self._bounds)
         self._queues = Queues(self._lengths)
 
     def published(self, version: int) -> None:
@@ -125,7 +120,8 @@ class StreamingCollector:
             self._score()
         waited = time.perf_counter() - started - self._scoring
         self._collected, self._in_training = step, len(taken)
-        groups = sorted([*taken, *self._drop_dull(taken)], key=lambda group: group.number)
+        recorded = None if self.replay is None else self.replay.of_step.get(step)
+        groups = sorted([*taken, *self._ended.give_up(taken, recorded)], key=BY_NUMBER)
         join_parts([str(group.task.records) for group in groups], self.records_dir, f"step_{step}")
         if self.failures is not None:
             self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
@@ -148,7 +144,7 @@ class StreamingCollector:
         groups: list[tuple[int | None, Group, str]] = [
             (ticket, group, RUNNING) for ticket, group in self._running.items()
         ]
-        for state, of_state in ((UNSCORED, self._unscored), (FINISHED, self._finished), (DULL, self._dull)):
+        for state, of_state in ((UNSCORED, self._unscored), (FINISHED, self._ended.finished), (DULL, self._ended.dull)):
             groups += [(None, group, state) for group in of_state]
         saved = save_groups(self.stream, Path(directory), self._bounds, groups)
         self._paused = False
@@ -160,7 +156,8 @@ class StreamingCollector:
 
         Raises: DamagedCheckpointError, CheckpointError.
         """
-        lists = {RUNNING: self._restored, UNSCORED: self._unscored, FINISHED: self._finished, DULL: self._dull}
+        ended = {FINISHED: self._ended.finished, DULL: self._ended.dull}
+        lists = {RUNNING: self._restored, UNSCORED: self._unscored, **ended}
         for group, state in load_groups(self.stream, Path(directory), files, self._bounds, self._task):
             lists[state].append(group)
 
@@ -199,7 +196,7 @@ class StreamingCollector:
     def _sort(self, group: Group) -> None:
         values = group.scalars.accuracies if self.dynamic.metric == "accuracy" else group.scalars.rewards
         dull = self.dynamic.enable and not self.has_signal(values, group.scalars.group_ids).all()
-        (self._dull if dull else self._finished).append(group)
+        (self._ended.dull if dull else self._ended.finished).append(group)
 
     def _admit(self) -> None:
         if self._version is not None and not self._paused:
@@ -213,7 +210,7 @@ class StreamingCollector:
         if self._replayed is not None and self._version is not None:
             return self._replayed.begins(self.next_group, self._version)
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
-        finished = len(self._unscored) + len(self._finished) + max(0, len(self._dull) - spare)
+        finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.dull) - spare)
         wanted = self.prompts_per_step * (self.steps - self._collected)
         return len(self._running) + finished < wanted and may_submit(
             running=len(self._running),
@@ -248,80 +245,11 @@ class StreamingCollector:
         )
 
     def _take(self) -> list[Group] | None:
-        """The groups that are trained now; None while there are too few, or others would become too old."""
+        """The groups that are trained now, if there are enough."""
         assert self._version is not None, "a step was collected before any weights were published"
         if (replay := self._replayed) is not None:
-            return self._take_recorded(set(replay.of_step[self._collected + 1]))
-        size, hard = self.prompts_per_step, self.rollout.hard_staleness
-        taken = self._oldest(self._version) if len(self._finished) >= size else self._remaining()
-        if taken is None:
-            return None
-        oldest = max((self._version - group.version for group in taken), default=0)
-        if len(taken) != size or oldest > hard:  # our own invariant: admission promises both
-            raise RuntimeError(f"{len(taken)} groups of {size} are to be trained, the oldest {oldest} versions old")
-        numbers = {group.number for group in taken}
-        self._finished = [group for group in self._finished if group.number not in numbers]
-        return taken
-
-    def _oldest(self, version: int) -> list[Group] | None:
-        """Of finished groups, which are enough for a step."""
-        self._finished.sort(key=BY_NUMBER)
-        last = self._finished[self.prompts_per_step - 1].number
-        # Most often it is the first that runs, and nothing has to be listed.
-        if self._in_order and any(group.number < last for group in self._under_way()):
-            return None
-        places = take_batch(
-            [group.version for group in self._finished],
-            [group.version for group in self._under_way()],
-            version=version,
-            groups_per_version=self.prompts_per_step,
-            max_staleness_hard=self.rollout.hard_staleness,
-        )
-        if places is None and next(self._under_way(), None) is None:  # our own invariant, as in _take
-            raise RuntimeError(
-                f"of {len(self._finished)} groups that have finished some can no longer be trained in time"
-            )
-        return None if places is None else [self._finished[place] for place in places]
-
-    def _remaining(self) -> list[Group] | None:
-        """Fewer finished groups than a step takes, with as many without signal as are missing, where nothing begins any
-        more. It is asked for in nearly every wait."""
-        if self._running or self._unscored:
-            return None
-        return [*self._finished, *sorted(self._dull, key=BY_NUMBER)[: self.prompts_per_step - len(self._finished)]]
-
-    def _under_way(self) -> Iterator[Group]:
-        return itertools.chain(self._running.values(), self._unscored)
-
-    def _take_recorded(self, wanted: set[int]) -> list[Group] | None:
-        """Of the groups that a step has recorded, once all have ended: those that it trained."""
-        ended = [group for group in self._finished if group.number in wanted]
-        dull = sorted((group for group in self._dull if group.number in wanted), key=BY_NUMBER)
-        if len(ended) + len(dull) < len(wanted):
-            return None
-        self._finished = [group for group in self._finished if group.number not in wanted]
-        taken = [*ended, *dull[: self.prompts_per_step - len(ended)]]
-        if len(taken) != self.prompts_per_step:
-            raise McoreRLError(
-                f"{len(ended)} groups of step {self._collected + 1} are to be trained, and the run of {REPLAY} had "
-                f"{self.prompts_per_step}: trainer.prompts_per_step, the reward or the dynamic sampling has changed"
-            )
-        return taken
-
-    @property
-    def _in_order(self) -> bool:
-        """Whether groups are trained in the order in which they were submitted."""
-        return self.rollout.hard_staleness == self.rollout.max_staleness
-
-    def _drop_dull(self, taken: Sequence[Group]) -> list[Group]:
-        """Groups without signal that are given up with a step: in order, those before its last group."""
-        numbers, last = {group.number for group in taken}, max(group.number for group in taken)
-        left = [group for group in self._dull if group.number not in numbers]
-        if self.replay is not None and (wanted := self.replay.of_step.get(self._collected)) is not None:
-            self._dull = [group for group in left if group.number not in wanted]
-            return [group for group in left if group.number in wanted]
-        self._dull = [group for group in left if self._in_order and group.number > last]
-        return [group for group in left if not self._in_order or group.number < last]
+            return self._ended.take_recorded(self._collected + 1, replay.of_step[self._collected + 1])
+        return self._ended.take(self._version, lambda: itertools.chain(self._running.values(), self._unscored))
 
     def _as_groups(self, groups: Sequence[Group], taken: set[int], waited: float) -> Groups:
         results = [group.result for group in groups if group.result is not None]
@@ -358,7 +286,7 @@ class StreamingCollector:
     def _lengths(self) -> dict[str, int]:
         return {
             "async/running_groups": len(self._running),
-            "async/finished_groups": len(self._finished) + len(self._unscored),
+            "async/finished_groups": len(self._ended.finished) + len(self._unscored),
             "async/running_requests": self.stream.running_requests,
         }
 
