@@ -70,53 +70,79 @@ def launch(
     if problem := missing_interface():
         raise ConfigError(problem)
     on_gpus = uses_cuda(config.cluster)
-    several_threads = shares_cores(config)
     num_engines = config.rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
     say("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
     with (
         ray_cluster(config, placement.bundle) as nodes,
-        _started(config, placement, roles, nodes, on_gpus, several_threads) as started,
+        _started(config, placement, roles, nodes, on_gpus, shares_cores(config)) as started,
     ):
-        watch, ranks, engines = started.watch, started.ranks, started.engines
         say(f"setting up {_counted(started)}")
         if config.cluster.nodes > 1:
-            _check_hosts(config, watch)
-        address = watch.get([ranks[0].free_address.remote()])[0]
-        references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
-        around = Surroundings(config, references, watch)
-        of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if on_gpus else []
-        starting = _set_up_engines(engines, config, placement, references, of_ranks)
-        pool = _pool(engines, config, watch) if engines else None
-        takes_turns = pool is not None and shares_device(config)
-        if pool is not None and takes_turns:
-            # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
-            watch.get_started(starting)
-            pool.sleep(keep_weights=False)
-            say(f"{_count(len(engines), 'rollout engine')} ready")
-        for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
-            section = role.guests.section
-            visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
-            handles = started.beside[section]
-            set_ups = role.set_up(around, handles, visible)
-            of_role = {ready: [handle] for ready, handle in zip(set_ups, handles, strict=True)}
-            if (takes_turns or on_gpus) and role.guests.tp is not None:
-                watch.get_started(of_role)  # disaggregated, they share the GPUs of the ranks all the same
-            starting |= of_role
-        rank_setups = [rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)]
-        watch.get(rank_setups)
-        say(f"{_count(len(ranks), 'trainer rank')} ready")
-        watch.get_started(starting)
-        if len(starting) and not (takes_turns and len(starting) == len(engines)):
-            say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
-        if config.rollout.max_engine_restarts:
-            watch.let_die([handle for engine in engines for handle in engine.handles])
+            _check_hosts(config, started.watch)
+        pool = _set_up(config, placement, prompts, roles, started, say)
         groups = {}
         for role in roles:
             section = role.guests.section
             nodes_of_role = [slot.node for slot in placement.guests[section]]
-            groups[section] = role.group(started.beside[section], nodes_of_role, watch)
-        yield Processes(TrainerGroup(ranks, placement.ranks, trainers, watch), pool, groups)
+            groups[section] = role.group(started.beside[section], nodes_of_role, started.watch)
+        yield Processes(TrainerGroup(started.ranks, placement.ranks, trainers, started.watch), pool, groups)
+
+
+def _set_up(
+    config: Config,
+    placement: Placement,
+    prompts: dict[str, Any],
+    roles: Sequence[Role],
+    started: _Handles,
+    say: Callable[[str], None],
+) -> EnginePool | None:
+    """Everything at once, but what measures free memory that others would take meanwhile; returns when all is ready."""
+    watch, ranks, engines = started.watch, started.ranks, started.engines
+    address = watch.get([ranks[0].free_address.remote()])[0]
+    of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if uses_cuda(config.cluster) else []
+    references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
+    starting = _set_up_engines(engines, config, placement, references, of_ranks)
+    pool = _pool(engines, config, watch) if engines else None
+    takes_turns = pool is not None and shares_device(config)
+    if pool is not None and takes_turns:
+        # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
+        watch.get_started(starting)
+        pool.sleep(keep_weights=False)
+        say(f"{_count(len(engines), 'rollout engine')} ready")
+    around = Surroundings(config, references, watch)
+    starting |= _set_up_roles(roles, around, placement, started, of_ranks, takes_turns=takes_turns)
+    watch.get([rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)])
+    say(f"{_count(len(ranks), 'trainer rank')} ready")
+    watch.get_started(starting)
+    if len(starting) and not (takes_turns and len(starting) == len(engines)):
+        say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+    if config.rollout.max_engine_restarts:
+        watch.let_die([handle for engine in engines for handle in engine.handles])
+    return pool
+
+
+def _set_up_roles(
+    roles: Sequence[Role],
+    around: Surroundings,
+    placement: Placement,
+    started: _Handles,
+    of_ranks: list[str],
+    *,
+    takes_turns: bool,
+) -> dict[Any, Sequence[Any]]:
+    """As _set_up_engines, of the roles beside them."""
+    starting: dict[Any, Sequence[Any]] = {}
+    for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
+        section = role.guests.section
+        visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
+        handles = started.beside[section]
+        set_ups = role.set_up(around, handles, visible)
+        of_role = {ready: [handle] for ready, handle in zip(set_ups, handles, strict=True)}
+        if (takes_turns or of_ranks) and role.guests.tp is not None:
+            started.watch.get_started(of_role)  # disaggregated, they share the GPUs of the ranks all the same
+        starting |= of_role
+    return starting
 
 
 @contextlib.contextmanager
