@@ -18,7 +18,7 @@ from mcore_rl.config.reward import JudgeConfig, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.staleness import StalenessConfig
 
-TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "mistral", "llama3", "glm45")
+TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "llama3", "glm45")
 """In which tool calls can be read (rollout.tools.formats has them)."""
 
 

@@ -80,24 +80,25 @@ class Conversation:
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
         turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
-        numbered = [
-            {**message, "tool_call_id": call_id(i)} if message["role"] == "tool" else message
-            for i, message in enumerate(messages)
-        ]
-        text = self.rendered([*before, turn, *numbered])
+        text = self.rendered([*before, turn, *with_call_ids(messages)])
         if text.count(mark) != 1:
             what = "the call of a tool" if answers else "what the model said"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
         return text[text.index(mark) + len(mark) :]
 
     def turn(self, content: str, *, reasoning: str | None = None, calls: Sequence[Message] = ()) -> dict[str, Any]:
-        """A turn of the model as a message."""
+        """A turn of the model as a message. `calls` have a name, arguments, and an id where the model has given one."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), reasoning)
         if calls:
             message["tool_calls"] = [
-                {"id": call_id(number), "type": "function", "function": dict(call)} for number, call in enumerate(calls)
+                {
+                    "id": call.get("id") or call_id(number),
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for number, call in enumerate(calls)
             ]
         return message
 
@@ -107,10 +108,14 @@ class Conversation:
 
     def _marked_calls(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
         """A call for each answer; the last one holds the mark."""
-        answers = [message for message in messages if message["role"] == "tool"]
+        answers = [message for message in with_call_ids(messages) if message["role"] == "tool"]
         values = ["?"] * (len(answers) - 1) + [mark]
         return [
-            {"name": answer.get("name") or self._some_tool(), "arguments": {"value": value}}
+            {
+                "name": answer.get("name") or self._some_tool(),
+                "arguments": {"value": value},
+                "id": answer["tool_call_id"],
+            }
             for answer, value in zip(answers, values, strict=False)
         ]
 
@@ -171,6 +176,16 @@ class Conversation:
             ids += self._encode(text[:place]) + self._encode(form, plain=True)
             text = text[place + len(form) :]
         return ids + (self._encode(text) if text else [])
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Answers of tools, which come first, get the ids of the calls that they answer, unless they have the model's."""
+    return [
+        {**message, "tool_call_id": message.get("tool_call_id") or call_id(number)}
+        if message["role"] == "tool"
+        else message
+        for number, message in enumerate(messages)
+    ]
 
 
 def call_id(number: int) -> str:

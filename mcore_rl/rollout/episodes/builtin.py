@@ -48,7 +48,8 @@ class ToolEpisode:
             text = f"Error: a turn may call {limit} tools, and this call was not executed."
         else:
             text = (await session.call(call.name, call.arguments)).text
-        return {"role": "tool", "name": call.name or "unknown", "content": text}
+        answer = {"role": "tool", "name": call.name or "unknown", "content": text}
+        return answer | {"tool_call_id": call.id} if call.id else answer
 
 
 class EnvironmentEpisode:

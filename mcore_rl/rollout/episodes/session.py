@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.data.chat.conversation import Conversation, Message, call_id
+from mcore_rl.data.chat.conversation import Conversation, Message, call_id, with_call_ids
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.errors import ConfigError
@@ -249,7 +249,7 @@ class Session:
                 "turn from session.next_prompt(messages)"
             )
         self._note(messages)
-        return self._around.conversation.after(_numbered(messages), self._last.token_ids[-1])
+        return self._around.conversation.after(with_call_ids(messages), self._last.token_ids[-1])
 
     def next_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The whole tokens with which the next turn is sampled, after `messages` were said; as rollout.history and
@@ -258,7 +258,7 @@ class Session:
         self._note(messages)
         if self._around.history == "keep":
             ids = self._last.sequence.tokens.tolist()
-            ids += self._around.conversation.after(_numbered(messages), self._last.token_ids[-1])
+            ids += self._around.conversation.after(with_call_ids(messages), self._last.token_ids[-1])
         else:
             ids = self._around.conversation.whole(self.messages)
         if self._around.drops_turns:
@@ -295,9 +295,13 @@ class Session:
         """What the model said last, and what is said now, join the conversation."""
         assert self._last is not None
         said = self.parse(self._last)
-        calls = [{"name": c.name, "arguments": c.arguments} for c in said.calls if isinstance(c, ToolCall)]
+        calls = [
+            {"name": call.name, "arguments": call.arguments, "id": call.id or call_id(number)}
+            for number, call in enumerate(said.calls)
+            if isinstance(call, ToolCall)
+        ]
         turn = [self._around.conversation.turn(said.content, reasoning=said.reasoning or None, calls=calls)]
-        self._said[-1] = [*turn, *_numbered(messages)]
+        self._said[-1] = [*turn, *with_call_ids(messages)]
         self.messages += self._said[-1]
 
     def _shortened(self, ids: list[int]) -> list[int]:
@@ -359,11 +363,3 @@ class Session:
             yield
         finally:
             self.seconds[state] += time.perf_counter() - began
-
-
-def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Answers of tools get the ids of the calls that they answer."""
-    return [
-        {**message, "tool_call_id": call_id(number)} if message["role"] == "tool" else message
-        for number, message in enumerate(messages)
-    ]

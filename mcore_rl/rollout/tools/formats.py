@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 THINK_OPEN, THINK_CLOSE = r"<think>|\[THINK\]", r"</think>|\[/THINK\]"
@@ -18,13 +18,14 @@ THINK_OPEN, THINK_CLOSE = r"<think>|\[THINK\]", r"</think>|\[/THINK\]"
 @dataclass(frozen=True)
 class RawCall:
     """A call as it was written. `arguments` None: it cannot be read, and `reason` says why; `typed` False: their values
-    are texts, whose types the tool's schema knows."""
+    are texts, whose types the tool's schema knows; `id`: what the model called it, if it did."""
 
     text: str
     name: str | None = None
     arguments: Mapping[str, Any] | None = None
     typed: bool = True
     reason: str = ""
+    id: str = ""
 
 
 Decoder = Callable[[str], tuple[list[RawCall], str]]
@@ -157,6 +158,24 @@ def _deepseek(body: str, inner: str) -> RawCall:
     return _of_object(body, {"name": name, "arguments": value}, ("arguments",))
 
 
+_KIMI = re.compile(
+    r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)", re.DOTALL
+)
+
+
+def _kimi(body: str, inner: str) -> RawCall:
+    """The id names the tool, and the call: `functions.look:0`."""
+    match = _KIMI.fullmatch(inner.strip())
+    if match is None:
+        return RawCall(body, reason="the call is not functions.NAME:NUMBER<|tool_call_argument_begin|> and arguments")
+    try:
+        value = json_value(match["arguments"])
+    except ValueError as error:
+        return replace(_bad_json(body, error, match["name"]), id=match["id"])
+    call = _of_object(body, {"name": match["name"], "arguments": value}, ("arguments",))
+    return replace(call, id=match["id"])
+
+
 _MISTRAL_HEAD = re.compile(r"\s*(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
 
 
@@ -210,6 +229,13 @@ FORMATS = {
         "<｜tool▁call▁end｜>",
         _tagged("<｜tool▁call▁end｜>", _deepseek),
         wrappers=r"<｜tool▁calls▁begin｜>|<｜tool▁calls▁end｜>",
+    ),
+    "kimi": Format(
+        (r"<\|tool_call_argument_begin\|>",),
+        r"<\|tool_call_begin\|>",
+        "<|tool_call_end|>",
+        _tagged("<|tool_call_end|>", _kimi),
+        wrappers=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
     ),
     "mistral": Format((r"\[TOOL_CALLS\]",), r"\[TOOL_CALLS\]", None, _mistral),
     "hermes": Format(

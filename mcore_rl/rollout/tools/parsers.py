@@ -29,10 +29,12 @@ class ParserError(McoreRLError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that may be executed: the tool is known and the arguments fit its schema."""
+    """A call that may be executed: the tool is known and the arguments fit its schema. `id`: the model's own, to which
+    the answer refers; in most formats calls have none."""
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class MalformedCall:
     name: str | None
     text: str
     reason: str
+    id: str = ""
 
     @property
     def answer(self) -> str:
@@ -107,20 +110,20 @@ class ToolCallParser:
 
     def _checked(self, call: RawCall) -> ToolCall | MalformedCall:
         if call.arguments is None or call.name is None:
-            return MalformedCall(call.name, call.text, call.reason)
+            return MalformedCall(call.name, call.text, call.reason, call.id)
         checker = self._checkers.get(call.name)
         arguments = dict(call.arguments)
         if checker is not None and not call.typed:
             arguments = checker.typed(arguments)
-        return self._accepted(ToolCall(call.name, arguments), call.text)
+        return self._accepted(ToolCall(call.name, arguments, call.id), call.text)
 
     def _accepted(self, call: ToolCall, text: str) -> ToolCall | MalformedCall:
         checker = self._checkers.get(call.name)
         if checker is None:
             known = ", ".join(self._checkers) or "none"
-            return MalformedCall(call.name, text, f"there is no such tool; the tools are: {known}")
+            return MalformedCall(call.name, text, f"there is no such tool; the tools are: {known}", call.id)
         problem = checker.problem(call.arguments)
-        return call if problem is None else MalformedCall(call.name, text, problem)
+        return call if problem is None else MalformedCall(call.name, text, problem, call.id)
 
 
 def _chosen(spec: str, chat_template: str | None) -> str:

@@ -11,7 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 OPEN, CLOSE, OTHER_STOP = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 TOOL_TURN, USER_TURN, MODEL_TURN = "<|observation|>", "<|user|>", "<|assistant|>"
-SPECIAL = (OPEN, CLOSE, OTHER_STOP, TOOL_TURN, USER_TURN, MODEL_TURN, "<tool_call>", "</tool_call>")
+CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+SPECIAL = (
+    *(OPEN, CLOSE, OTHER_STOP, TOOL_TURN, USER_TURN, MODEL_TURN, "<tool_call>", "</tool_call>"),
+    *(CALL, ARGUMENTS, CALL_END),
+)
 
 LOOK = {
     "type": "function",
@@ -56,6 +60,17 @@ BY_POSITION = STABLE.replace("{{ m.content }}", "{{ m.content }}{% if loop.last 
 """What is said depends on how much was said before."""
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + STABLE
 DATED = STABLE + "{% if false %}{{ strftime_now('%d') }}{% endif %}"
+NAMED_CALLS = (
+    _TOOLS
+    + "{% for m in messages %}"
+    + _TURN
+    + "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    + f"{{% for c in m.tool_calls or [] %}}{CALL}{{{{ c.id }}}}{ARGUMENTS}"
+    + f"{{{{ c.function.arguments | tojson }}}}{CALL_END}{{% endfor %}}"
+    + "<|im_end|>\n{% endfor %}"
+    + _PROMPT
+)
+"""Calls have ids, which the model writes and answers repeat."""
 NEXT_ROLE_ENDS = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
     "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + _CALLS + "{% endfor %}"

@@ -12,6 +12,7 @@ from mcore_rl.errors import DataError
 from tests.unit.data.chat.made import (
     CLOSE,
     LOOK,
+    NAMED_CALLS,
     NEXT_ROLE_ENDS,
     NO_SYSTEM,
     OTHER_STOP,
@@ -25,6 +26,7 @@ from tests.unit.data.chat.made import (
 
 QUESTION = {"role": "user", "content": "where is it?"}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "it"}}\n</tool_call>'
+CALL_OF = '<|tool_call_begin|>{}<|tool_call_argument_begin|>{{"q": "it"}}<|tool_call_end|>'
 HISTORIES: list[list[dict[str, Any]]] = [
     [QUESTION],
     [{"role": "system", "content": "be brief"}, QUESTION],
@@ -95,6 +97,17 @@ def test_two_answers_follow_two_calls() -> None:
     talk = conversation()
     text = talk.tokenizer.decode(talk.after([answer("first"), answer("second")], stop_ids(talk.tokenizer)[0]))
     assert text == "\n<|im_start|>tool\nfirst<|im_end|>\n<|im_start|>tool\nsecond<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_answers_name_calls_as_the_model_has() -> None:
+    talk = conversation(NAMED_CALLS)
+    examine(talk, tools=True, users=False)
+    named = [{**answer(str(n)), "tool_call_id": f"functions.look:{n}"} for n in (7, 8)]
+    calls = [{"name": "look", "arguments": {"q": "it"}, "id": message["tool_call_id"]} for message in named]
+    sampled = talk.tokenizer("".join(f"{CALL_OF.format(call['id'])}" for call in calls) + CLOSE)["input_ids"]
+    grown = talk.whole([QUESTION]) + sampled + talk.after(named, sampled[-1])
+    assert grown == talk.whole([QUESTION, talk.turn("", calls=calls), *named])
+    assert "Return of call00000" in talk.tokenizer.decode(talk.after([answer("42")], sampled[-1]))
 
 
 def test_arguments_are_text_where_the_template_wants_them_so() -> None:

@@ -28,83 +28,6 @@ END = made.CLOSE
 SetUp = Callable[..., Stage]
 
 
-def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
-    tools = FakeTools(echo, rewards={"look": 2.5})
-    on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=tools, extra_info={"tools_kwargs": {"look": {"a": 1}}})
-    (outcome,) = on.play()
-    turns = [f"now {call('0')}{END}", f"now {call('1')}{END}", f"done after 2{END}"]
-    assert on.trained_text(outcome) == "".join(turns)
-    answered = "\n<|im_start|>tool\nfound {}<|im_end|>\n<|im_start|>assistant\n"
-    assert on.text(outcome) == on.prompt.text + turns[0] + answered.format(0) + turns[1] + answered.format(1) + turns[2]
-    (trajectory,) = outcome.trajectories
-    assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
-    assert (trajectory.logp[trajectory.trained > 0] == -trajectory.token_ids[trajectory.trained > 0]).all()
-    assert (outcome.turns, outcome.tool_calls, outcome.finish_reason) == (3, 2, "stop")
-    rewards = {"tool_rewards": [0.5, 0.5], "episode_rewards_of_tools": {"look": 2.5}}
-    assert outcome.extra == {"num_turns": 3, **rewards}
-    assert outcome.parts == {"tool_depth": 2.0}
-    assert [name for name, *_ in [(c[1], c[2]["q"], c[3]) for c in tools.calls]] == ["look", "look"]
-    assert tools.calls[0][3] == {"look": {"a": 1}}
-    assert tools.closed == ["train.0.0"]
-    assert [message["role"] for message in outcome.messages] == [
-        *("user", "assistant", "tool", "assistant", "tool", "assistant")
-    ]
-
-
-def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetUp) -> None:
-    """Where the model writes calls as the template does. Oracle: the template."""
-
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
-
-    on = stage(say, ToolEpisode(), tools=FakeTools(echo))
-    (outcome,) = on.play()
-    rendered = on.player.around.conversation.rendered(list(outcome.messages), prompts=False)
-    assert on.text(outcome) + "\n" == rendered
-
-
-def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(stage: SetUp) -> None:
-    started: list[float] = []
-
-    def slow_first(arguments: dict[str, Any]) -> ToolAnswer | float:
-        started.append(time.monotonic())
-        return 0.2 if arguments["q"] == "a" else ToolAnswer("b at once")
-
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
-
-    on = stage(say, ToolEpisode(), tools=FakeTools(slow_first))
-    (outcome,) = on.play()
-    assert started[1] - started[0] < 0.2
-    assert on.text(outcome).index("slept") < on.text(outcome).index("b at once")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('<tool_call>\n{"name": "lok", "arguments": {}}\n</tool_call>', "there is no such tool"),
-        ('<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>', "was not executed"),
-        ('<tool_call>\n{"name": "look", "arguments": {"q": "a"}\n</tool_call>', "was not executed"),
-    ],
-)
-def test_a_call_that_cannot_be_made_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
-    tools = FakeTools(echo)
-    on = stage(lambda so_far: f"done{END}" if "Error" in so_far else f"{text}{END}", ToolEpisode(), tools=tools)
-    (outcome,) = on.play()
-    assert said in on.text(outcome)
-    assert (tools.calls, outcome.tool_errors, outcome.turns) == ([], 1, 2)
-
-
-def test_a_turn_that_was_cut_executes_no_call(stage: SetUp) -> None:
-    tools = FakeTools(echo)
-    whole = call("a")
-    tokens = len(made.tokenizer(None)(whole)["input_ids"])
-    on = stage(lambda text: f"{whole} and more{END}", ToolEpisode(), tools=tools, max_turn_tokens=tokens)
-    (outcome,) = on.play()
-    assert on.trained_text(outcome) == whole
-    assert (outcome.finish_reason, tools.calls) == ("length", [])
-
-
 @pytest.mark.parametrize(
     ("reason", "key", "value"), [("turns", "max_turns", 2), ("length", "max_response_tokens", 250)]
 )
@@ -117,17 +40,6 @@ def test_the_limit_that_ends_an_episode_is_its_finish_reason(stage: SetUp, reaso
     assert len(trajectory.token_ids) <= on.tokens
     assert trajectory.versions[-1] != NOT_SAMPLED
     assert trajectory.trained[-1] == 1
-
-
-def test_calls_beyond_the_limit_of_a_turn_are_told_so(stage: SetUp) -> None:
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
-
-    tools = FakeTools(echo)
-    on = stage(say, ToolEpisode(), tools=tools, max_tool_calls_per_turn=1)
-    (outcome,) = on.play()
-    assert len(tools.calls) == 1
-    assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
 
 
 def test_time_that_is_over_ends_an_episode_and_leaves_nothing_running(stage: SetUp) -> None:

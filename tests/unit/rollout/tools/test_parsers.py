@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ LOOK = {
 FIRST, SECOND = {"q": "a", "n": 2}, {"q": "b", "n": 3}
 BAD = '{"q": "a", "n": }'
 THOUGHT = "<think>\nhm\n</think>\n\n"
-MESSAGE_FORMATS = ("hermes", "qwen3_coder", "deepseek", "deepseek_v31", "mistral", "mistral_args", "llama3", "glm45")
+MESSAGE_FORMATS = (
+    *("hermes", "qwen3_coder", "deepseek", "deepseek_v31", "kimi", "mistral", "mistral_args", "llama3", "glm45"),
+)
 
 
 def written(form: str, *calls: dict[str, Any] | str, name: str = "look") -> str:
@@ -53,6 +56,10 @@ def written(form: str, *calls: dict[str, Any] | str, name: str = "look") -> str:
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for text in texts)
         case "mistral_list":
             return "[TOOL_CALLS] [" + ", ".join(f'{{"name": "{name}", "arguments": {text}}}' for text in texts) + "]"
+        case "kimi":
+            one = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            calls_ = "".join(one.format(name, number, text) for number, text in enumerate(texts))
+            return f"<|tool_calls_section_begin|>{calls_}<|tool_calls_section_end|>"
         case "deepseek":
             one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
         case "deepseek_v31":
@@ -90,7 +97,8 @@ def test_the_keys_choices_are_the_formats() -> None:
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
 def test_one_and_two_calls_and_text_around_them(form: str) -> None:
     read = parser(form).parse
-    assert read(written(form, FIRST)) == ParsedMessage("", "", (ToolCall("look", FIRST),))
+    own_id = "functions.look:0" if form == "kimi" else ""
+    assert read(written(form, FIRST)) == ParsedMessage("", "", (ToolCall("look", FIRST, own_id),))
     assert calls_of(read(written(form, FIRST, SECOND))) == [FIRST, SECOND]
     around = read(f"<think>\nhm\n</think>\n\nLet me look.\n{written(form, FIRST)}\nDone.")
     assert calls_of(around) == [FIRST]
@@ -112,7 +120,7 @@ def test_a_call_inside_reasoning_is_none(form: str) -> None:
     assert calls_of(parser(form).parse(written(form, FIRST), prompt="<think>\n\n</think>\n\n")) == [FIRST]
 
 
-@pytest.mark.parametrize("form", ["hermes", "deepseek", "deepseek_v31", "mistral", "mistral_list", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "deepseek", "deepseek_v31", "kimi", "mistral", "mistral_list", "llama3"])
 def test_bad_json_is_a_malformed_call(form: str) -> None:
     message = parser(form).parse(written(form, BAD))
     assert (calls_of(message), message.content) == ([], "")
@@ -183,12 +191,12 @@ def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObj
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
 def test_cut_messages_have_no_call(form: str) -> None:
-    whole = written(form, FIRST).removesuffix("<｜tool▁calls▁end｜>")
+    whole = re.sub(r"(<｜tool▁calls▁end｜>|<\|tool_calls_section_end\|>)$", "", written(form, FIRST))
     for end in range(len(whole)):
         assert calls_of(parser(form).parse(whole[:end])) == [], whole[:end]
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "deepseek", "deepseek_v31", "glm45"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "deepseek", "deepseek_v31", "kimi", "glm45"])
 def test_a_message_reads_the_same_in_pieces_of_any_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = parser(form).parse
     text = f"{THOUGHT}Well.\n{written(form, FIRST, SECOND)}\n<think>again {written(form, FIRST)}</think>Done.<tool_ca"
@@ -197,6 +205,16 @@ def test_a_message_reads_the_same_in_pieces_of_any_size(form: str, monkeypatch: 
     for size in range(1, 80):
         monkeypatch.setattr(parsers, "PIECE_CHARACTERS", size)
         assert read(text) == whole, size
+
+
+def test_an_id_without_a_tool_or_with_special_tokens_names_no_call() -> None:
+    one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    for wrong in ("look", "functions.look", ":0", "functions.[EOS]look:0", "functions.look:0:x", "look 1:0"):
+        message = parser("kimi").parse(one.format(wrong))
+        assert calls_of(message) == []
+        assert "functions.NAME:NUMBER" in reasons_of(message)[0]
+    unknown = parser("kimi").parse(one.format("functions.lok:3")).calls[0]
+    assert (type(unknown), unknown.name, unknown.id) == (MalformedCall, "lok", "functions.lok:3")
 
 
 def test_json_in_prose_is_no_call_of_llama() -> None:
@@ -216,6 +234,7 @@ TEMPLATES = {
     "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }} \"name\" \"arguments\"",
     "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",
     "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
+    "kimi": "{{ tool_call['id'] }}<|tool_call_argument_begin|>{{ tool_call['function']['arguments'] | tojson }}",
     "mistral": '"[TOOL_CALLS]" + tool_call["function"]["name"]',
     "llama3": "'<|start_header_id|>' ... {{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}",
     None: "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}",

@@ -1,0 +1,126 @@
+"""A model that calls tools: its turns are trained, and each call is answered, in its order and by its id."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mcore_rl.rollout.episodes.builtin import ToolEpisode
+from mcore_rl.rollout.tools.interface import ToolAnswer
+from tests.unit.data.chat import made
+from tests.unit.rollout.episodes.conftest import FakeTools, Stage
+from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
+
+END = made.CLOSE
+SetUp = Callable[..., Stage]
+
+
+def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
+    tools = FakeTools(echo, rewards={"look": 2.5})
+    on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=tools, extra_info={"tools_kwargs": {"look": {"a": 1}}})
+    (outcome,) = on.play()
+    turns = [f"now {call('0')}{END}", f"now {call('1')}{END}", f"done after 2{END}"]
+    assert on.trained_text(outcome) == "".join(turns)
+    answered = "\n<|im_start|>tool\nfound {}<|im_end|>\n<|im_start|>assistant\n"
+    assert on.text(outcome) == on.prompt.text + turns[0] + answered.format(0) + turns[1] + answered.format(1) + turns[2]
+    (trajectory,) = outcome.trajectories
+    assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
+    assert (trajectory.logp[trajectory.trained > 0] == -trajectory.token_ids[trajectory.trained > 0]).all()
+    assert (outcome.turns, outcome.tool_calls, outcome.finish_reason) == (3, 2, "stop")
+    rewards = {"tool_rewards": [0.5, 0.5], "episode_rewards_of_tools": {"look": 2.5}}
+    assert outcome.extra == {"num_turns": 3, **rewards}
+    assert outcome.parts == {"tool_depth": 2.0}
+    assert [name for name, *_ in [(c[1], c[2]["q"], c[3]) for c in tools.calls]] == ["look", "look"]
+    assert tools.calls[0][3] == {"look": {"a": 1}}
+    assert tools.closed == ["train.0.0"]
+    assert [message["role"] for message in outcome.messages] == [
+        *("user", "assistant", "tool", "assistant", "tool", "assistant")
+    ]
+
+
+def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetUp) -> None:
+    """Where the model writes calls as the template does. Oracle: the template."""
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    (outcome,) = on.play()
+    rendered = on.player.around.conversation.rendered(list(outcome.messages), prompts=False)
+    assert on.text(outcome) + "\n" == rendered
+
+
+def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
+    """Oracle: the template, which shows ids. The second call cannot be executed, and is answered all the same."""
+    written = '{}functions.look:{}{}{{"q": "{}"}}{}'
+
+    def of(number: int, name: str = "look") -> str:
+        return written.format(made.CALL, number, made.ARGUMENTS, f"it{number}", made.CALL_END).replace("look", name)
+
+    def say(text: str) -> str:
+        return f"done{END}" if "## Return of" in text else f"{of(4)}{of(5, 'lok')}{of(6)}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.NAMED_CALLS, parser="kimi")
+    (outcome,) = on.play()
+    parts = on.text(outcome).split("## Return of ")
+    assert [part.partition("\n")[0] for part in parts[1:]] == [f"functions.{n}" for n in ("look:4", "lok:5", "look:6")]
+    assert "found it4" in parts[1]
+    assert "there is no such tool" in parts[2]
+    calls = next(message["tool_calls"] for message in outcome.messages if "tool_calls" in message)
+    assert [each["id"] for each in calls] == ["functions.look:4", "functions.look:6"]
+
+
+def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(stage: SetUp) -> None:
+    started: list[float] = []
+
+    def slow_first(arguments: dict[str, Any]) -> ToolAnswer | float:
+        started.append(time.monotonic())
+        return 0.2 if arguments["q"] == "a" else ToolAnswer("b at once")
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(slow_first))
+    (outcome,) = on.play()
+    assert started[1] - started[0] < 0.2
+    assert on.text(outcome).index("slept") < on.text(outcome).index("b at once")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('<tool_call>\n{"name": "lok", "arguments": {}}\n</tool_call>', "there is no such tool"),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>', "was not executed"),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": "a"}\n</tool_call>', "was not executed"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
+    tools = FakeTools(echo)
+    on = stage(lambda so_far: f"done{END}" if "Error" in so_far else f"{text}{END}", ToolEpisode(), tools=tools)
+    (outcome,) = on.play()
+    assert said in on.text(outcome)
+    assert (tools.calls, outcome.tool_errors, outcome.turns) == ([], 1, 2)
+
+
+def test_a_turn_that_was_cut_executes_no_call(stage: SetUp) -> None:
+    tools = FakeTools(echo)
+    whole = call("a")
+    tokens = len(made.tokenizer(None)(whole)["input_ids"])
+    on = stage(lambda text: f"{whole} and more{END}", ToolEpisode(), tools=tools, max_turn_tokens=tokens)
+    (outcome,) = on.play()
+    assert on.trained_text(outcome) == whole
+    assert (outcome.finish_reason, tools.calls) == ("length", [])
+
+
+def test_calls_beyond_the_limit_of_a_turn_are_told_so(stage: SetUp) -> None:
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
+
+    tools = FakeTools(echo)
+    on = stage(say, ToolEpisode(), tools=tools, max_tool_calls_per_turn=1)
+    (outcome,) = on.play()
+    assert len(tools.calls) == 1
+    assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
