@@ -158,7 +158,7 @@ class WeightsConfig:
     """Of weights that travel to the engines in one piece."""
     num_buckets: int = setting(2, minimum=1)
     """Slots of a window: a bucket is written while engines take from those before it."""
-    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network"))
+    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network", "vllm_rdt"))
     """How weights reach an engine rank. auto: through a GPU's memory that it shares with a trainer rank, else through
     the host's, else by the network; the others insist on one of these."""
     verify_every: int = setting(0, minimum=0, unit="syncs")

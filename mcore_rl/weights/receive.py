@@ -42,6 +42,11 @@ class SliceReceiver:
         self._next = 0
         self._boxes: dict[int, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of an update, as planned."""
+        return self._arrivals.num_bytes
+
     def begin(self) -> None:
         self._expect("attached", "begin")
         self._state = "updating"

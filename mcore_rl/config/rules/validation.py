@@ -13,7 +13,7 @@ from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.names import role_key, role_keys
-from mcore_rl.config.rules.available import check_sglang_model
+from mcore_rl.config.rules.available import check_rdt_model, check_sglang_model
 from mcore_rl.config.rules.episodes import check_episodes
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
@@ -300,6 +300,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
             f"{role_key('rollout.tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
     check_sglang_model(config, hf)
+    check_rdt_model(config, hf)
     if config.rollout.expert_parallel:
         key, experts = role_key("rollout.expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
         if not experts:

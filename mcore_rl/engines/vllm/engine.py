@@ -17,7 +17,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
-from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
+from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, ray_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.ports import Engine
@@ -30,6 +30,7 @@ class VllmEngine(SteppedEngine):
     `name` stands in messages; ranks have `timeout_seconds` to answer a call. load_weights False: the weights are random
     until the first update of `receiver`. capture_routing: completions carry the experts of their tokens. `hosts`: where
     the ranks are; those of the first one start with this object, others are followed (follower.follow).
+    pulls_weights: ranks are Ray's actors, as this process is, and take weights by sharded_rdt alone.
     Raises: ConfigError for settings that vLLM cannot run.
     """
 
@@ -46,6 +47,7 @@ class VllmEngine(SteppedEngine):
         load_weights: bool = True,
         capture_routing: bool = False,
         hosts: EngineHosts = ONE_HOST,
+        pulls_weights: bool = False,
     ) -> None:
         set_environment(timeout_seconds)
         super().__init__(rollout_config, captures_routing=capture_routing)
@@ -56,6 +58,8 @@ class VllmEngine(SteppedEngine):
         arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
         if capture_routing and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
+        if pulls_weights:
+            arguments |= ray_arguments()
         self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])

@@ -7,6 +7,7 @@ of its tensors has come, then copied into the memory that the kernels read.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,8 +40,14 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     vllm_config: VllmConfig
     model_runner: Any
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
     _slice_receiver: SliceReceiver
     _slice_loader: SliceLoader | None = None
+    _pulls: bool = False
+    """Whether weights come by vLLM's sharded_rdt (weights.transport=vllm_rdt), all of them in one turn."""
     _boxes: dict[str, Box]
     _kv_cache_bytes: list[int]
 
@@ -82,7 +89,18 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self.rank)
             self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
+    def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
+        """From now on weights come from these producers (rdt_producer), and no turn of a plan brings any.
+
+        Raises: ValueError, RuntimeError, vLLM's, for a model whose loaders it cannot record.
+        """
+        self.init_weight_transfer_engine({**payload, "replica_rank": engine, "num_replicas": num_engines})
+        self._pulls = True
+
     def begin_update(self) -> None:
+        if self._pulls:
+            self.start_weight_update()
+            return
         self._discard_update()
         self._slice_receiver.begin()
         with self._engine_context():
@@ -90,11 +108,17 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def receive_bucket(self, turn: int) -> int:
         """Loads what comes at a turn of the plan; returns its bytes."""
+        if self._pulls:
+            self.update_weights({})
+            return self._slice_receiver.num_bytes
         with self._engine_context():
             return self._slice_receiver.receive(turn, self._loader.put)
 
     def finish_update(self) -> None:
         """Raises: WeightSyncError when something that this rank keeps has not come."""
+        if self._pulls:
+            self.finish_weight_update()
+            return
         self._slice_receiver.finish()
         with self._engine_context():
             self._loader.finish()

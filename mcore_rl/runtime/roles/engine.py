@@ -16,6 +16,7 @@ from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
@@ -38,7 +39,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
 )
 from mcore_rl.weights.connection import Connection
-from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.transports.topology import VLLM_RDT, Endpoint
 from mcore_rl.weights.verify import Comparison
 
 MOST_THREADS = 1 << 12
@@ -210,6 +211,15 @@ class EngineProcess(RunProcess):
         self._num_turns = connection.plan.num_turns
 
     @ray.method(concurrency_group="engine")
+    def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
+        """After `connect`: updates come whole from these producers (RanksReceiver.pull_from)."""
+        with self.spans.span("record what to pull"):
+            receiver = self.receiver
+            assert isinstance(receiver, RanksReceiver)
+            self.loop.between_steps(lambda: receiver.pull_from(payload, engine, num_engines))
+        self._num_turns = 1
+
+    @ray.method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
         it, as WeightReceiver.finish_update says."""
@@ -266,6 +276,7 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
     """An engine on model.hf_path. It has no weights before the first publish, which delivers every tensor. `name` is
     the process's, for messages."""
+    own = {"pulls_weights": True} if config.weights.transport == VLLM_RDT else {}  # vLLM's alone
     return engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,
@@ -277,4 +288,5 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
         load_weights=False,
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
+        **own,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,10 @@ class NetworkOutlet:
                 self._offsets[turn, message.receiver] = used
                 used += message.num_bytes
             self._slot_bytes = max(self._slot_bytes, used)
-        self._staging = torch.zeros(self._slot_bytes * num_slots, dtype=torch.uint8, device=wire.device)
+
+    @cached_property
+    def _staging(self) -> torch.Tensor:
+        return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._wire.device)
 
     def begin(self) -> None:
         """Nothing is heard here: a send ends with its receive."""
@@ -70,8 +74,12 @@ class NetworkInlet:
         self._arrivals = arrivals
         self._num_turns = num_turns
         self._num_slots = num_slots
-        self._slots = torch.zeros(num_slots, arrivals.slot_bytes, dtype=torch.uint8, device=wire.device)
         self._coming: dict[int, list[Waiting]] = {}
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        shape = self._num_slots, self._arrivals.slot_bytes
+        return torch.zeros(shape, dtype=torch.uint8, device=self._wire.device)
 
     def begin(self) -> None:
         for turn in range(self._num_slots):

@@ -20,6 +20,8 @@ from mcore_rl.weights.slices.routes import Places
 from mcore_rl.weights.transports.hosts import Host
 
 CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"
+VLLM_RDT = "vllm_rdt"
+"""vLLM's own way: nothing arrives in windows, whose readers only compare what they have."""
 MEMORY = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
 """What a trainer rank and an engine rank share."""
 
@@ -96,7 +98,7 @@ class Topology:
         sent_to = [number for number, each in enumerate(self.windows) if len(each.writers) < len(self.trainers)]
         receivers = [self.engines[self.windows[n].readers[0]] for n in sent_to if self.windows[n].home is None]
         devices = [endpoint.device for endpoint in (*self.trainers, *receivers)]
-        if "" in devices or len(set(devices)) < len(devices):
+        if self.transport == VLLM_RDT or "" in devices or len(set(devices)) < len(devices):
             return frozenset()
         return frozenset(number for number in sent_to if self.windows[number].kind != SHARED_MEMORY)
 
@@ -142,7 +144,7 @@ class Topology:
         """The nearest memory that an engine rank shares with trainer ranks, and these."""
         kinds = [CUDA_IPC, SHARED_MEMORY] if self.transport == "auto" else [self.transport]
         for kind in kinds:
-            if kind == NETWORK or (kind == CUDA_IPC and not where.device):
+            if kind in (NETWORK, VLLM_RDT) or (kind == CUDA_IPC and not where.device):
                 continue
             writers = self._trainers_at.get(self._place(where, kind), ())
             if writers:

@@ -45,7 +45,12 @@ def test_hosts_without_trainers_are_reached_by_the_network() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "kind", "writers"),
-    [("network", "network", ()), ("shared_memory", "shared_memory", (0, 1)), ("cuda_ipc", "cuda_ipc", (0,))],
+    [
+        ("network", "network", ()),
+        ("vllm_rdt", "network", ()),
+        ("shared_memory", "shared_memory", (0, 1)),
+        ("cuda_ipc", "cuda_ipc", (0,)),
+    ],
 )
 def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int, ...]) -> None:
     (window,) = windows("A0 A1", "A0", transport=transport)
@@ -68,6 +73,11 @@ def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int
 def test_what_is_not_shared_is_refused(trainers: str, engines: str, transport: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         windows(trainers, engines, transport=transport)
+
+
+def test_where_engines_pull_nothing_goes_from_gpu_to_gpu() -> None:
+    assert Topology(at("A0 A1"), at("B0 B1"), 1, "vllm_rdt").gpu_members == ()
+    assert Topology(at("A0 A1"), at("B0 B1"), 1, "network").gpu_members == (0, 1, 2, 3)
 
 
 def test_senders_know_gpus_and_hosts() -> None:
