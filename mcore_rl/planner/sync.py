@@ -92,9 +92,9 @@ def places_of(config: Config, *, cuda: bool) -> Places:
 
 def gpu_window_bytes(config: Config, *, cuda: bool) -> int:
     """What a sync keeps on a trainer rank's GPU all the time, at most: the slots of its window, and as many in which
-    what it sends to others is packed."""
+    what it sends to others is packed. Of what vLLM keeps for vllm_rdt nothing is known here."""
     kind = transport(config, cuda=cuda)
-    if not cuda or kind == "shared_memory":
+    if not cuda or kind in ("shared_memory", "vllm_rdt"):
         return 0
     sends = kind == "network" or num_trainer_ranks(config) > 1
     slots = config.weights.num_buckets * int(config.weights.bucket_mib * MIB)
