@@ -4,6 +4,7 @@ what an engine computes with afterwards is the transformers model."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ def test_three_updates_in_a_row(started: tuple[RemoteEngine, Any], monkeypatch: 
         assert trainer.certify() > 10
 
 
+def test_what_vllm_cannot_record_is_said(started: tuple[RemoteEngine, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = started
+    trainer = HFTrainer(model, engine, 1 << 20, 2, VLLM_RDT)
+    of_ranks = sources(trainer)
+    payload = payload_of(monkeypatch, of_ranks)
+    missing = payload["names"].index("model.layers.0.self_attn.k_proj.weight")  # of a module that has three of them
+    names = {key: [*payload[key][:missing], *payload[key][missing + 1 :]] for key in BY_NAME}
+    lengths = [len(group) - (payload["names"][missing] in group) for group in _groups(payload)]
+    wrong = payload | names | {"group_lens": lengths}
+    with pytest.raises(WeightSyncError, match=r"weights\.transport=vllm_rdt: vLLM cannot pull .*set it to auto"):
+        engine.call(prepare, wrong, [{} for _ in of_ranks])
+
+
+BY_NAME = ("names", "dtype_names", "shapes", "name_owner_class")
+
+
 def _groups(payload: dict[str, Any]) -> list[list[str]]:
     names, groups = iter(payload["names"]), []
     for length in payload["group_lens"]:
@@ -148,6 +165,7 @@ class EngineActor:
     def generate(self, directory: str, tp: int, pulls_weights: bool) -> list[tuple[list[int], list[float]]]:
         from mcore_rl.engines.vllm.engine import VllmEngine
 
+        os.environ["VLLM_HOST_IP"] = "127.0.0.2"  # as runtime.addresses.meet_at: ranks are met there
         rollout = RolloutConfig(tp=tp, max_prompt_tokens=32, max_response_tokens=32, kv_cache_gib=0.03)
         engine = VllmEngine(
             directory,
@@ -164,6 +182,7 @@ class EngineActor:
         done: list[Completion] = []
         engine.generate(requests, done.append)
         done.sort(key=lambda completion: completion.request_id)
+        assert [endpoint.address for endpoint in engine.receiver.endpoints()] == ["127.0.0.2"] * tp
         of_ray = getattr(engine._engine.model_executor, "ray_worker_handles", [])
         assert len(of_ray) == (tp if pulls_weights else 0)
         engine.shutdown()

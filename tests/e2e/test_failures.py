@@ -25,7 +25,14 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
     rollouts = run.run_dir / "rollouts"
     if phase == "generating":
         calling = in_call(run, "ray::EngineProcess", "run")
-        return lambda: re.search(rf"step +{step - 1}/", run.text()) is not None and calling()
+
+        def generating() -> bool:
+            # Calling first, as soon as there is something to look for: that takes longer than a step on a busy machine.
+            text = run.text()
+            there = "handing the weights over" in text
+            return there and calling() and re.search(rf"step +{step - 1}/", text) is not None
+
+        return generating
     if phase == "updating":
         calling = in_call(run, "ray::TrainerProcess", "update")
         return lambda: (rollouts / f"step_{step}.jsonl").exists() and calling()

@@ -37,8 +37,10 @@ class RayRanks(RayExecutorV2):  # type: ignore[misc]
 
     def _build_runtime_env(self) -> dict[str, Any]:
         environment: dict[str, Any] = super()._build_runtime_env()
-        devices = ",".join(str(device) for device in ray.get_gpu_ids())
-        environment.setdefault("env_vars", {})[DEVICES] = devices
+        variables = environment.setdefault("env_vars", {})
+        variables[DEVICES] = ",".join(str(device) for device in ray.get_gpu_ids())
+        # vLLM takes a rank to have an address of its own, and does not pass it on.
+        variables["VLLM_HOST_IP"] = os.environ["VLLM_HOST_IP"]
         return environment
 
     def _init_executor(self) -> None:

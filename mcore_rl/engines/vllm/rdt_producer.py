@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.sharded_rdt_trainer import (
     ShardedRDTTrainerWeightTransferEngine,
 )
 
+from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.whole import WholeTensors
 
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
@@ -86,6 +87,9 @@ class Producer:
     def produce(self, consumers: Sequence[int]) -> None:
         """One update, to the end, for these engine ranks. Collective over all trainer ranks.
 
-        Raises: RuntimeError, vLLM's, where nothing was pulled for the time that is given.
+        Raises: WeightSyncError where nothing was pulled for the time that is given.
         """
-        self._engine.send_weights(list(consumers))
+        try:
+            self._engine.send_weights(list(consumers))
+        except RuntimeError as error:
+            raise WeightSyncError(f"weights.transport=vllm_rdt: {error}") from error

@@ -92,9 +92,14 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
     def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
         """From now on weights come from these producers (rdt_producer), and no turn of a plan brings any.
 
-        Raises: ValueError, RuntimeError, vLLM's, for a model whose loaders it cannot record.
+        Raises: WeightSyncError for a model of which vLLM cannot record what its loaders take.
         """
-        self.init_weight_transfer_engine({**payload, "replica_rank": engine, "num_replicas": num_engines})
+        try:
+            self.init_weight_transfer_engine({**payload, "replica_rank": engine, "num_replicas": num_engines})
+        except (RuntimeError, ValueError) as error:
+            raise WeightSyncError(
+                f"weights.transport=vllm_rdt: vLLM cannot pull the weights of this model ({error}); set it to auto"
+            ) from error
         self._pulls = True
 
     def begin_update(self) -> None:
