@@ -43,12 +43,16 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
 
 def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
     """Whether a process of this kind runs the method. Its calls last a tenth of a second: the processes are looked
-    for once, then only their titles are read."""
+    for once, then only their titles are read, until one of them has died."""
     known: list[psutil.Process] = []
 
     def calling() -> bool:
         known.extend([] if known else run.processes(kind))
-        return any(f"{kind}.{method}" in " ".join(process.cmdline()) for process in known)
+        try:
+            return any(f"{kind}.{method}" in " ".join(process.cmdline()) for process in known)
+        except psutil.Error:
+            known.clear()
+            return False
 
     return calling
 
