@@ -181,8 +181,9 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm",
         overrides, run = [*ON_TWO_HOSTS, *overrides], f"{run}_hosts"
     if engine != "vllm":
         overrides, run = [f"rollout.engine={engine}", *overrides], f"{run}_{engine}"
+    if run != demo.run:
+        overrides = [f"run.dir={run}", *overrides]
     if overrides:
-        overrides = [f"run.dir={run}"] * (run != demo.run) + list(overrides)
         demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
     if not chosen and is_finished(ROOT / demo.run):
         print(f"This demo has been run; {demo.run} holds the result.\n")

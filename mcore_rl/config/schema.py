@@ -160,7 +160,7 @@ class WeightsConfig:
     """Slots of a window: a bucket is written while engines take from those before it."""
     transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network", "vllm_rdt"))
     """How weights reach an engine rank. auto: through a GPU's memory that it shares with a trainer rank, else through
-    the host's, else by the network; the others insist on one of these."""
+    the host's, else by the network; the next three insist on one of these. vllm_rdt: by vLLM's own sharded_rdt."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th sync; 0: never."""
 

@@ -22,6 +22,7 @@ class WholeTensors:
     """Of the rows that engines take, on one rank. Ranks that share a tensor ask for it in the same order."""
 
     def __init__(self, rows: Sequence[BoundRow], layout: TrainLayout, rank: int, gather: Gather) -> None:
+        self._rows = rows
         self._gather = gather
         self._num_shards: dict[str, int] = {}
         self._row_of: dict[str, BoundRow] = {}
@@ -37,7 +38,7 @@ class WholeTensors:
         """Name, type and shape of every tensor of the model, on whatever rank it is."""
         return [
             (name, bound.dtype, tuple(bound.row.shapes[part]))
-            for bound in {id(bound): bound for bound in self._row_of.values()}.values()
+            for bound in self._rows
             for part, name in enumerate(bound.hf)
         ]
 
@@ -59,15 +60,14 @@ class WholeTensors:
         num_shards, shape = self._num_shards[name], row.shapes[part]
         if not shape:
             return tensors[bound.mcore].to(bound.dtype)
-        segments = segments_of(row, 0, 1)
-        mine = [each for each in segments if each.part == part]
+        mine = [each for each in segments_of(row, 0, 1) if each.part == part]
         if num_shards == 1 and len(mine) == 1:
             return tensors[bound.mcore].narrow(row.dim, mine[0].local_start, mine[0].length).to(bound.dtype)
         return self._parts(bound, tensors)[name]
 
     def _parts(self, bound: BoundRow, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All HF tensors of a row, which are asked for one after the other."""
-        if self._assembled[0] == bound.mcore:
+        if self._assembled[0] == bound.hf[0]:
             return self._assembled[1]
         row, num_shards = bound.row, self._num_shards[bound.hf[0]]
         own = tensors[bound.mcore]
@@ -76,7 +76,7 @@ class WholeTensors:
         for index, shard in enumerate(shards):
             for part, start, local_start, length in segments_of(row, index, num_shards):
                 whole[part].narrow(row.dim, start, length).copy_(shard.narrow(row.dim, local_start, length))
-        self._assembled = bound.mcore, dict(zip(bound.hf, whole, strict=True))
+        self._assembled = bound.hf[0], dict(zip(bound.hf, whole, strict=True))
         return self._assembled[1]
 
     def forget(self) -> None:

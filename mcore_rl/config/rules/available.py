@@ -23,7 +23,7 @@ SGLANG_MLP_ROWS = 32
 
 RDT = "vllm_rdt"
 VOCABULARY_PADDING = 64
-"""Rows of which vLLM makes a vocabulary a multiple."""
+"""Rows of which vLLM makes a vocabulary a multiple; as weights.slices.needs has it, which this room may not import."""
 SGLANG_VERSION = "0.5.23"
 """Whose internals are used: no other one will do."""
 

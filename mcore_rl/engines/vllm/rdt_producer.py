@@ -42,10 +42,12 @@ class HeldTensors(WeightSource):
         """Of every layer of which this rank has something; None in the place of what it has not. Collective over those
         that share a tensor."""
         tensors, held = self._tensors(), self.held_names()
-        for group in self.groups():
-            for name in group:
-                yield name, self._whole.of(name, tensors) if name in held else None  # type: ignore[misc]
-        self._whole.forget()
+        try:
+            for group in self.groups():
+                for name in group:
+                    yield name, self._whole.of(name, tensors) if name in held else None  # type: ignore[misc]
+        finally:
+            self._whole.forget()  # also of a pass that broke
 
 
 class _Unasked:

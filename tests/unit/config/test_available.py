@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.rules.available import (
+    RDT,
     SGLANG_PYTHON,
     SGLANG_VERSION,
+    VOCABULARY_PADDING,
     cannot_run,
     check_rdt_model,
     check_sglang_model,
@@ -22,6 +24,8 @@ from mcore_rl.config.rules.available import (
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.checks import check_sglang
 from mcore_rl.errors import ConfigError
+from mcore_rl.weights.slices import needs
+from mcore_rl.weights.transports.topology import VLLM_RDT
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,6 +112,7 @@ def test_vllm_rdt_is_for_gpus_of_engines_beside_those_of_trainer_ranks(monkeypat
     ):
         check_rdt_model(config, {"vocab_size": 97})
     check_rdt_model(config, {"vocab_size": 128})
+    assert (RDT, VOCABULARY_PADDING) == (VLLM_RDT, needs.VOCABULARY_PADDING)
     config.weights.transport = "auto"
     check_rdt_model(config, {"vocab_size": 97})
     assert missing_nixl(config) is None
