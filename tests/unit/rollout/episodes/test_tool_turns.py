@@ -73,6 +73,21 @@ def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
     assert [each["id"] for each in calls] == ["functions.look:4", "functions.look:6"]
 
 
+def test_behind_a_call_that_cannot_be_read_a_call_and_its_answer_have_one_id(stage: SetUp) -> None:
+    """In the conversation, which may be rendered anew."""
+    bad = "<tool_call>\n{]\n</tool_call>"
+    on = stage(
+        lambda text: f"done{END}" if "found" in text else f"{bad}{call('it')}{END}",
+        ToolEpisode(),
+        tools=FakeTools(echo),
+    )
+    (outcome,) = on.play()
+    _, turn, refusal, answer, _ = outcome.messages
+    (called,) = turn["tool_calls"]
+    assert "found it" in answer["content"]
+    assert called["id"] == answer["tool_call_id"] != refusal["tool_call_id"]
+
+
 def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(stage: SetUp) -> None:
     started: list[float] = []
 
