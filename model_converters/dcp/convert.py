@@ -34,7 +34,7 @@ from model_converters.families.parts.mtp import settle_mtp, without_mtp
 from model_converters.hf.fp8_export import encoded, fp8_plans
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.load import check_redundant
-from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files_in
+from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import check_complete, load_plan
@@ -68,6 +68,7 @@ def to_mcore(
     """
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
+        side_files(hf)
         compared = is_compared(source, logits, lora)
         conversion = _plan(source, layout, max_file_bytes)
         partial = PartialCheckpoint(out)
@@ -222,9 +223,10 @@ def to_hf(
 
     Raises: ConversionError; then there is no `out`.
     """
-    side_files = side_files_of(ckpt, hf)
-    config = read_hf_config(side_files)
-    _check_config("--ckpt" if hf is None else "--hf", side_files, config)
+    described = side_files_of(ckpt, hf)
+    config = read_hf_config(described)
+    _check_config("--ckpt" if hf is None else "--hf", described, config)
+    side_files(described)
     checkpoint = open_checkpoint(ckpt, config)
     checkpoint.require_complete()
     sources = checkpoint.plans
@@ -235,7 +237,7 @@ def to_hf(
         for source in sources:
             _export(writer, by_name, source.hf_name, checkpoint)
             progress.advance(plan_bytes(source))
-        writer.finish(side_files, checkpoint.config)
+        writer.finish(described, checkpoint.config)
 
 
 def _export(writer: HFWriter, plans: Mapping[str, TensorPlan], name: str, checkpoint: McoreCheckpoint) -> None:
@@ -249,14 +251,14 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
 
     Raises: ConversionError.
     """
-    side_files = side_files_in(ckpt)
-    if hf is None and not (side_files / "config.json").is_file():
+    own = side_files_in(ckpt)
+    if hf is None and not (own / "config.json").exists():
         read_metadata(ckpt)  # what is no checkpoint at all is refused as such
         raise ConversionError(
-            f"{side_files / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
+            f"{own / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
             "give the HF directory with --hf"
         )
-    return hf or side_files
+    return hf or own
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
@@ -291,9 +293,9 @@ def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = Fal
         raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
-        side_files = side_files_in(ckpt)
-        config = read_hf_config(side_files) if side_files.is_dir() else source.config
-        _check_config("--ckpt", side_files, config)
+        own = side_files_in(ckpt)
+        config = read_hf_config(own) if own.is_dir() else source.config
+        _check_config("--ckpt", own, config)
         checkpoint = open_checkpoint(ckpt, config)
         certificate = compare(source, checkpoint)
     if not logits or certificate.missing:

@@ -6,7 +6,6 @@ Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from model_converters.errors import ConversionError, listing
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
 from model_converters.hf.shards import StoredTensor, read_header
+from model_converters.inputs.strict_json import read_object
 from model_converters.mapping.transforms import Shape
 
 CONFIG_NAME = "adapter_config.json"
@@ -133,14 +133,9 @@ class UpdateWindow:
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except FileNotFoundError:
         raise ConversionError(f"{file} does not exist; an adapter directory needs it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConversionError(f"{file} is not a JSON object")
-    return config
 
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:

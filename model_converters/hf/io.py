@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from math import prod
 from pathlib import Path
@@ -10,17 +9,18 @@ from typing import Any, Self
 
 import torch
 
-from model_converters.errors import ConversionError, listing
+from model_converters.errors import ConversionError
 from model_converters.families import Family, family_for
 from model_converters.families.parts.hf_config import fp8_block, read_hf_config, weights_dtype
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.buffers import check_frequencies, split_buffers
 from model_converters.hf.computed import ComputedTensor
+from model_converters.hf.directory.index import read_headers
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import Block
 from model_converters.hf.scales import split_scales
-from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.hf.writer import INDEX_NAME, SINGLE_NAME, HFWriter
+from model_converters.hf.shards import StoredTensor
+from model_converters.hf.writer import HFWriter
 from model_converters.mapping.transforms import Shape
 
 __all__ = ["HFCheckpoint", "HFWriter"]
@@ -44,7 +44,7 @@ class HFCheckpoint:
         self.directory = Path(directory)
         self.config: dict[str, Any] = read_hf_config(self.directory)
         self.family, self.block = self._describe()
-        tensors, buffers = split_buffers(_read_headers(self.directory))
+        tensors, buffers = split_buffers(read_headers(self.directory))
         self._stored, self._scales = split_scales(tensors, self.block, self.directory)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
@@ -182,36 +182,3 @@ def _check_slice(name: str, stored: StoredTensor, out: torch.Tensor, dim: int, s
         raise ConversionError(
             f"{stored.file}: {name} {stored.shape} has no slice of shape {tuple(out.shape)} from {start} of dim {dim}"
         )
-
-
-def _read_headers(directory: Path) -> dict[str, StoredTensor]:
-    index = directory / INDEX_NAME
-    if not index.exists():
-        single = directory / SINGLE_NAME
-        if not single.exists():
-            raise ConversionError(f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}")
-        return read_header(single)
-    weight_map = _read_index(index)
-    stored: dict[str, StoredTensor] = {}
-    problems = []
-    for file_name in sorted(set(weight_map.values())):
-        header = read_header(directory / file_name)
-        named = {name for name, file in weight_map.items() if file == file_name}
-        if absent := sorted(named - set(header)):
-            problems.append(f"{file_name} lacks {listing(absent)}")
-        if unlisted := sorted(set(header) - named):
-            problems.append(f"{file_name} holds {listing(unlisted)}, which the index does not place there")
-        stored.update(header)
-    if problems:
-        raise ConversionError(f"{index} does not fit its shards: {'; '.join(problems)}")
-    return stored
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConversionError(f"{index} cannot be read as a safetensors index: {error!r}") from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConversionError(f"{index} has an empty weight_map")
-    return {str(name): str(file) for name, file in weight_map.items()}

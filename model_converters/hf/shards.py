@@ -19,11 +19,14 @@ import numpy as np
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.inputs.regular import open_regular
+from model_converters.inputs.strict_json import parse_object
 from model_converters.mapping.transforms import Shape
 
 # The format's own limit; a larger number is a file of another kind.
 _MAX_HEADER_BYTES = 100_000_000
 _PREFIX_BYTES = 8
+_METADATA = "__metadata__"
 # Reads of this size run at the speed of memcpy; one read of a whole tensor at three quarters of it (measured).
 _READ_BYTES = 256 * 2**10
 
@@ -61,46 +64,57 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises: ConversionError naming the file when it is missing, truncated, or not safetensors.
     """
     try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
+            file_bytes = os.fstat(opened.fileno()).st_size
             prefix = opened.read(_PREFIX_BYTES)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == _PREFIX_BYTES else 0
             if not 0 < length <= _MAX_HEADER_BYTES:
                 raise ConversionError(f"{file} is not a safetensors file, or is truncated ({file_bytes} bytes)")
+            if length > file_bytes - _PREFIX_BYTES:
+                raise ConversionError(
+                    f"{file} is truncated: its header of {length} bytes does not fit in {file_bytes} bytes"
+                )
             raw = opened.read(length)
     except OSError as error:
         raise ConversionError(f"{file} cannot be read: {error.strerror}") from error
-    if len(raw) < length:
-        raise ConversionError(f"{file} is truncated: its header of {length} bytes does not fit in {file_bytes} bytes")
     header = _parse(file, raw)
     data_start = _PREFIX_BYTES + length
-    tensors = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
+    tensors = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != _METADATA}
     _check_extents(file, tensors, data_start, file_bytes)
     return tensors
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw)
+        header = parse_object(raw)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise ConversionError(f"{file} is not a safetensors file: its header is not an object")
+    metadata = header.get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConversionError(f"{file} is not a safetensors file: {_METADATA} of its header must map texts to texts")
     return header
 
 
 def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
-    try:
-        dtype_name, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConversionError(f"{file}: the header entry of {name} is malformed: {entry}") from error
-    if dtype_name not in DTYPES:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ConversionError(f"{file}: the header entry of {name} is malformed: {entry}")
+    dtype_name = entry["dtype"]
+    shape, extent = (_sizes(file, name, field, entry[field]) for field in ("shape", "data_offsets"))
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise ConversionError(f"{file}: {name} has dtype {dtype_name}, which is not supported")
-    dtype = DTYPES[dtype_name]
-    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
-        raise ConversionError(f"{file}: {name} {dtype_name} {shape} does not have {end - begin} bytes")
-    return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
+    if len(extent) != 2 or extent[1] < extent[0]:
+        raise ConversionError(f"{file}: {name} has data_offsets {list(extent)}; they must be its first and last byte")
+    dtype, num_bytes = DTYPES[dtype_name], extent[1] - extent[0]
+    if num_bytes != prod(shape) * dtype.itemsize:
+        raise ConversionError(f"{file}: {name} {dtype_name} {shape} does not have {num_bytes} bytes")
+    return StoredTensor(file, dtype, shape, data_start + extent[0], num_bytes)
+
+
+def _sizes(file: Path, name: str, field: str, value: Any) -> Shape:
+    """A list of whole numbers; bool is a kind of int in Python."""
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise ConversionError(f"{file}: {name} has {field} {value}; it must be a list of whole numbers, none negative")
+    return tuple(value)
 
 
 def _check_extents(file: Path, tensors: dict[str, StoredTensor], data_start: int, file_bytes: int) -> None:
@@ -119,7 +133,7 @@ def layout_shard(
     file: Path, tensors: Sequence[tuple[str, torch.dtype, Shape]]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
     """The header of a new shard, and where each tensor goes; wider dtypes first, so that all are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     begin = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
         if dtype not in _NAMES:
@@ -130,7 +144,7 @@ def layout_shard(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _PREFIX_BYTES)
     data_start = _PREFIX_BYTES + len(raw)
-    stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"}
+    stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != _METADATA}
     return struct.pack("<Q", len(raw)) + raw, stored
 
 

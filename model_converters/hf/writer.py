@@ -17,14 +17,12 @@ import torch
 from model_converters.errors import ConversionError, listing
 from model_converters.families import missing_engine_fields
 from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.fp8_export import exported_config
 from model_converters.hf.quant import FP8
 from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, write_exactly
 from model_converters.hf.side_files import copy_side_files, sync
 from model_converters.mapping.placement import Piece, TensorPlan
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 class HFWriter:

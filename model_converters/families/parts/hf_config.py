@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.inputs.strict_json import read_object
 
 HFConfig = Mapping[str, Any]
 
@@ -24,12 +25,10 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist; a model directory needs its config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         raise ConversionError(f"{path} has no model_type")
     return config
 

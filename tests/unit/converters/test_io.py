@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import struct
 
 import pytest
@@ -78,6 +80,26 @@ def rewrite_header(file, change):
     file.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
 
 
+def link(file, target):
+    file.unlink(missing_ok=True)
+    file.symlink_to(target)
+
+
+def replace_by_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replace_by_socket(file):
+    file.unlink()
+    with contextlib.chdir(file.parent), socket.socket(socket.AF_UNIX) as opened:  # the path of a socket is short
+        opened.bind(file.name)
+
+
+def rewrite_json(file, value):
+    file.write_text(json.dumps(value))
+
+
 BREAKAGES = {
     "no config": (lambda d: (d / "config.json").unlink(), r"hf/config\.json does not exist"),
     "config is nested without end": (
@@ -86,7 +108,7 @@ BREAKAGES = {
     ),
     "index is nested without end": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"a": ' + "[" * 100_000),
-        r"index\.json cannot be read as a safetensors index",
+        r"index\.json cannot be read as JSON: maximum recursion depth",
     ),
     "header is nested without end": (
         lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000),
@@ -124,6 +146,103 @@ BREAKAGES = {
     "unknown dtype": (
         lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype="F4")),
         r"part0\.safetensors: a has dtype F4",
+    ),
+    "index is a pipe": (
+        lambda d: replace_by_pipe(d / "model.safetensors.index.json"),
+        r"index\.json is a named pipe; it must be a regular file",
+    ),
+    "config is a pipe": (lambda d: replace_by_pipe(d / "config.json"), r"config\.json is a named pipe"),
+    "shard is a pipe": (lambda d: replace_by_pipe(d / "part1.safetensors"), r"part1\.safetensors is a named pipe"),
+    "shard is a directory": (
+        lambda d: ((d / "part1.safetensors").unlink(), (d / "part1.safetensors").mkdir()),
+        r"part1\.safetensors is a directory",
+    ),
+    "shard is a socket": (lambda d: replace_by_socket(d / "part1.safetensors"), r"part1\.safetensors is a socket"),
+    "shard is a device": (lambda d: link(d / "part1.safetensors", "/dev/zero"), r"leads to /dev/zero"),
+    "shard is a link that leaves": (
+        lambda d: link(d / "part1.safetensors", (d / "part1.safetensors").rename(d.parent / "elsewhere")),
+        r"part1\.safetensors leaves the model directory: it leads to .*/elsewhere",
+    ),
+    "index is a link that leaves": (
+        lambda d: link(d / "model.safetensors.index.json", "/etc/passwd"),
+        r"index\.json leaves the model directory: it leads to /etc/passwd",
+    ),
+    **{
+        f"weight_map has {place!r}": (
+            lambda d, place=place: rewrite_json(d / "model.safetensors.index.json", {"weight_map": {"a": place}}),
+            r"index\.json: weight_map places a in .*; a place must be the name of a file",
+        )
+        for place in ("../part0.safetensors", "/etc/passwd", "x/../../y", "", 3, None, ["part0"], "part0\0")
+    },
+    **{
+        f"{file} has {text[:20]!r}": (
+            lambda d, file=file, text=text: (d / file).write_bytes(text),
+            rf"{file} cannot be read as JSON: .*{problem}",
+        )
+        for file in ("config.json", "model.safetensors.index.json")
+        for text, problem in (
+            (b'{"a": 1, "a": 1}', "the key 'a' appears twice"),
+            (b'{"b": {"a": [NaN]}}', "the key 'a' holds NaN or infinity"),
+            (b'{"a": -Infinity}', "the key 'a' holds NaN or infinity"),
+            (b'{"a": 1e999}', "the key 'a' holds NaN or infinity"),
+            (b'{"a": "\\ud800"}', "the key 'a' holds half of a surrogate pair"),
+            ('{"a": "\u00e9"}'.encode("latin-1"), "'utf-8' codec can't decode byte"),
+            ("{}".encode("utf-16"), "'utf-8' codec can't decode byte"),
+            (b"[]", "it holds list, not an object"),
+        )
+    },
+    **{
+        f"header has {field} {value}": (
+            lambda d, field=field, value=value: rewrite_header(
+                d / "part0.safetensors", lambda header: header["a"].update({field: value})
+            ),
+            rf"part0\.safetensors: a has {field} .*; (it|they) must be",
+        )
+        for field, value in (
+            ("shape", [-4, -6]),
+            ("shape", [4.0, 6]),
+            ("shape", [4, True, 6]),
+            ("shape", ["4", 6]),
+            ("shape", "46"),
+            ("shape", 24),
+            ("data_offsets", [-1, 95]),
+            ("data_offsets", [0.0, 96]),
+            ("data_offsets", [96, 0]),
+            ("data_offsets", [0, 96, 96]),
+            ("data_offsets", None),
+        )
+    },
+    "dtype is a list": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype=["F32"])),
+        r"a has dtype \['F32'\], which is not supported",
+    ),
+    "entry is a list": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(a=["F32"])),
+        r"the header entry of a is malformed",
+    ),
+    "metadata is no map of texts": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(__metadata__={"format": 1})),
+        r"__metadata__ of its header must map texts to texts",
+    ),
+    "tensors overlap": (
+        lambda d: rewrite_header(
+            d / "part0.safetensors", lambda header: header["b"].update(dtype="F32", shape=[24], data_offsets=[0, 96])
+        ),
+        r"part0\.safetensors: b does not start where a ends|a does not start where b ends",
+    ),
+    "tensor ends beyond the file": (
+        lambda d: rewrite_header(
+            d / "part1.safetensors", lambda header: header["c"].update(shape=[2**40], data_offsets=[0, 2**41])
+        ),
+        r"part1\.safetensors is truncated: c ends at byte",
+    ),
+    "header is longer than the file": (
+        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 99_999_999) + b"{}"),
+        r"part0\.safetensors is truncated: its header of 99999999 bytes",
+    ),
+    "header names a tensor twice": (
+        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 15) + b'{"a":{},"a":{}}'),
+        r"its header is not JSON \(the key 'a' appears twice\)",
     ),
     "index without map": (
         lambda d: (d / "model.safetensors.index.json").write_text("{}"),
@@ -252,3 +371,18 @@ def test_configuration_and_tokenizer_files_come_along(tmp_path, dense_config):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * 6 * 4 + 3 * 2
     assert set(index["weight_map"].values()) == shards
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["directory is a link", "files are links of the hub's cache"])
+def test_links_that_stay_in_the_model_or_the_cache_are_read(whole, checkpoint_dir, tmp_path):
+    snapshot = tmp_path / "models--x" / "snapshots" / "0f"
+    if whole:
+        snapshot.parent.mkdir(parents=True)
+        snapshot.symlink_to(checkpoint_dir)
+    else:
+        snapshot.mkdir(parents=True)
+        blobs = checkpoint_dir.rename(tmp_path / "models--x" / "blobs")
+        for file in blobs.iterdir():
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    with HFCheckpoint(snapshot) as checkpoint:
+        assert torch.equal(checkpoint.read("a"), torch.arange(24.0).view(4, 6))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,44 @@ def test_a_checkpoint_keeps_them_where_nobody_looks_for_a_model_and_an_older_one
     assert side_files_in(tmp_path) == tmp_path / HF_FOLDER
     (tmp_path / "hf").mkdir()
     assert side_files_in(tmp_path) == tmp_path / "hf"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "modeling_x.py", "x.model"])
+def test_side_files_with_a_link_that_leaves_are_rejected(name: str, tmp_path: Path) -> None:
+    """The target may be any file of the user, and an export is published."""
+    secret, source = tmp_path / "secret", tmp_path / "source"
+    secret.write_text("{}")
+    source.mkdir()
+    (source / name).symlink_to("../secret")
+    for config in (None, {"model_type": "qwen3"}):
+        with pytest.raises(ConversionError, match=f"{name} leaves the model directory: it leads to .*secret"):
+            copy_side_files(source, tmp_path / "target", config)
+    assert not (tmp_path / "target").exists()
+
+
+def test_side_files_of_the_hub_cache_are_copied_as_files(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "0f"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (blobs / f"hash of {name}").write_text(name)
+        (snapshot / name).symlink_to(f"../../blobs/hash of {name}")
+    (snapshot / "vocab.json").symlink_to("tokenizer.json")
+    copy_side_files(snapshot, tmp_path / "target")
+    copied = {file.name: file.read_text() for file in (tmp_path / "target").iterdir() if not file.is_symlink()}
+    assert copied == {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "vocab.json": "tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a named pipe"),
+        (os.mkdir, "a directory"),
+        (lambda path: path.symlink_to("absent"), "a link to nothing"),
+    ],
+)
+def test_side_files_that_are_no_files_are_rejected(make: Callable, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    make(tmp_path / "tokenizer.json")
+    with pytest.raises(ConversionError, match=rf"tokenizer\.json is {kind}; it must be a regular file"):
+        copy_side_files(tmp_path, tmp_path / "target")

@@ -1,0 +1,73 @@
+"""Regular files only, and only files that belong to a directory.
+
+A named pipe blocks its reader, a device may never end, and a symbolic link can name any file of the user. The hub's
+cache is the one layout in which links have to leave: `snapshots/<commit>/<file>` points to `blobs/<hash>`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from model_converters.errors import ConversionError
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def special_kind(file: Path) -> str | None:
+    """The kind of a path that is no regular file, links followed; None for a regular file and for an absent one."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return None
+    return _kind(mode)
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises: ConversionError naming a file of another kind, without waiting for it; OSError.
+    """
+    kind = special_kind(file)
+    if kind is None:
+        # Not blocking: the path may have become a named pipe since the check above.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        kind = _kind(os.fstat(descriptor).st_mode)
+        if kind is None:
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise ConversionError(f"{file} is {kind}; it must be a regular file")
+
+
+def outside_target(file: Path, directory: Path) -> Path | None:
+    """The target of a path that leaves `directory` through `..`, as an absolute path or through symbolic links; None
+    for a path that stays inside. Links of a hub snapshot may end in the cache's `blobs`."""
+    home = directory.resolve()
+    target = file.resolve()
+    if target.is_relative_to(home):
+        return None
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    return None if is_blob else target
+
+
+def require_inside(file: Path, directory: Path) -> None:
+    """Raises: ConversionError naming a file that leaves `directory`, and its target."""
+    target = outside_target(file, directory)
+    if target is not None:
+        raise ConversionError(
+            f"{file} leaves the model directory: it leads to {target}; replace it by a copy of the file, or remove it"
+        )
+
+
+def _kind(mode: int) -> str | None:
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for test, name in _KINDS if test(mode)), "no regular file")
