@@ -212,3 +212,12 @@ def test_blocks_of_other_languages_are_programs_only_without_python():
     assert extract_program("```py\na\n```\n```bash\nb\n```") == "a\n"
     assert extract_program("Fences are ``` here:\n```Python\na\n```") == "a\n"
     assert extract_program("none, not even `this` or ```that```") is None
+
+
+def test_tests_that_cannot_be_hidden_are_an_error_and_no_verdict():
+    class Unprotected:
+        def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
+            return CodeOutcome(f"unprotected {json.loads(stdin)['secret']}\n", True)
+
+    with pytest.raises(RuntimeError, match=r"sandbox\.python cannot hide"):
+        CodeGrader(Unprotected(), 5.0).grade_asserts(ADD, MBPP)

@@ -1,0 +1,1 @@
+"""Execution of model-written programs for the code graders."""

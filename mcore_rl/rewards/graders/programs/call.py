@@ -1,0 +1,112 @@
+"""One call of a program's function with the arguments of one test; runs inside the sandbox.
+
+The expected value is not here: the grading process compares it with the result that is printed last.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mcore_rl.rewards.graders.programs.plain import PlainOwner
+from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
+from mcore_rl.rewards.graders.programs.wire import Decoder
+
+
+def main(program: str, name: str) -> None:
+    """Prints the result as JSON on the last line. The arguments come on standard input."""
+    message = json.loads(sys.stdin.buffer.read())
+    arguments = Decoder(PlainOwner(), message["nodes"]).value(message["root"])
+    results = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    module = execute(program, SOLUTION)
+    result = _called(_function(module.__dict__, name), arguments, {**NODES, **vars(module)})
+    printed = json.dumps(result, default=_plain)
+    sys.stdout.flush()
+    _write_all(results, f"\n{printed}\n")
+    os._exit(0)  # threads that the program left and its exit handlers do not count
+
+
+def _function(names: Mapping[str, Any], name: str) -> Any:
+    solution: Any = names.get("Solution")
+    return getattr(solution(), name) if hasattr(solution, name) else names[name]
+
+
+def _called(function: Any, arguments: list[Any], names: Mapping[str, Any]) -> Any:
+    """Passes a mapping from parameter names by name, everything else by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return function(*arguments)
+    if len(arguments) == 1 and isinstance(arguments[0], dict) and set(arguments[0]) == set(signature.parameters):
+        named = arguments[0]
+        return function(**{key: _node(value, signature.parameters[key], names) for key, value in named.items()})
+    parameters = [*signature.parameters.values()]
+    nodes = [_node(value, each, names) for value, each in zip(arguments, parameters)]  # noqa: B905 (Python 3.9)
+    return function(*nodes, *arguments[len(nodes) :])
+
+
+def _node(value: Any, parameter: inspect.Parameter, names: Mapping[str, Any]) -> Any:
+    """LeetCode's lists for parameters that are annotated as nodes."""
+    annotation = str(parameter.annotation)
+    if not isinstance(value, list) or "List[" in annotation:
+        return value
+    if "ListNode" in annotation:
+        first = None
+        for each in reversed(value):
+            first = names["ListNode"](each, first)
+        return first
+    return _tree(value, names["TreeNode"]) if "TreeNode" in annotation else value
+
+
+def _tree(values: list[Any], kind: Any) -> Any:
+    """Level by level, None for a missing child."""
+    if not values:
+        return None
+    root = kind(values[0])
+    parents, rest = [root], iter(values[1:])
+    for parent in parents:
+        for side in ("left", "right"):
+            value = next(rest, None)
+            if value is not None:
+                setattr(parent, side, kind(value))
+                parents.append(getattr(parent, side))
+    return root
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has no form for."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "val") and hasattr(value, "next"):
+        listed: list[Any] = []
+        while value is not None and len(listed) < 1 << 20:
+            listed.append(value.val)
+            value = value.next
+        return listed
+    if hasattr(value, "val") and hasattr(value, "left"):
+        return _levels(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return list(value) if isinstance(value, Iterable) else float(value)
+
+
+def _levels(root: Any) -> list[Any]:
+    values: list[Any] = []
+    level = [root]
+    for node in level:
+        values.append(None if node is None else node.val)
+        level += [] if node is None else [node.left, node.right]
+    while values and values[-1] is None:
+        values.pop()
+    return values
+
+
+def _write_all(descriptor: int, text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,46 @@
+"""The program in a response."""
+
+from __future__ import annotations
+
+import re
+
+_OPENING = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n`]*$", re.MULTILINE)
+_PYTHON = re.compile(r"python[\d.]*|py3?", re.IGNORECASE)
+
+
+def extract_program(response: str) -> str | None:
+    """The last fenced block in Python, or the last one of any language; None where there is none.
+
+    A block ends at a fence that starts or ends a line, so that a fence within a line of a string does not cut it, or
+    where the response ends.
+    """
+    text, blocks, place = response.replace("\r\n", "\n"), [], 0
+    while (opening := _next_opening(text, place)) is not None:
+        indent, fence, language = opening.groups()
+        start = opening.end() + 1
+        end, place = _closing(text, start, fence)
+        blocks.append((bool(_PYTHON.fullmatch(language)), _dedented(text[start:end], len(indent)), language))
+    python = [code for is_python, code, _ in blocks if is_python]
+    return python[-1] if python else blocks[-1][1] if blocks else None
+
+
+def _next_opening(text: str, place: int) -> re.Match[str] | None:
+    """A fence on a line of its own, or one for Python behind other text."""
+    own = _OPENING.search(text, place)
+    inline = _INLINE.search(text, place)
+    return min((each for each in (own, inline) if each), key=lambda match: match.start(2), default=None)
+
+
+_INLINE = re.compile(r"()(`{3})[ \t]*(python[\d.]*|py3?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
+
+
+def _closing(text: str, start: int, fence: str) -> tuple[int, int]:
+    """Where the block ends, and where the text behind it begins."""
+    closing = re.compile(rf"^[ \t]*{fence[0]}{{{len(fence)},}}|{fence[0]}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+    found = closing.search(text, start)
+    return (found.start(), found.end()) if found else (len(text), len(text))
+
+
+def _dedented(code: str, width: int) -> str:
+    """Code without the indentation of its fence."""
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code

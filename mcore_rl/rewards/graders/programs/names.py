@@ -1,0 +1,142 @@
+"""Decides which names of the tests belong to the program; runs inside the sandbox.
+
+A program must not replace what its tests use: built-in functions, modules, and helpers of the prompt stay the tests'
+own, whatever the program defines under the same name.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_rl.rewards.graders.programs.prelude import SOLUTION
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Names:
+    """request: the fields that programs.bundle sends."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._statements = [str(each) for each in request["statements"]]
+        self._entry = _root(request.get("entry_point"))
+        self._examines_classes = bool(self._entry or request["collect"])
+        self._tree = ast.parse("\n".join(self._statements))
+        self._prompt = ast.parse(request["context"])
+        self._prompt.body = [node for node in self._prompt.body if not self._is_stub(node)]
+        self._program = set(_bound(_parsed(request["program"])))
+        self._own = set(_bound(self._tree)) | set(_bound(self._prompt))
+
+    @property
+    def context(self) -> ast.Module:
+        """The prompt without the functions that the program has to write."""
+        return self._prompt
+
+    @property
+    def records(self) -> list[str]:
+        """Classes of the prompt, whose objects both sides exchange by value."""
+        return [node.name for node in self._prompt.body if isinstance(node, ast.ClassDef)]
+
+    @property
+    def modules(self) -> list[str]:
+        """Modules that the tests import for the program."""
+        froms = {node.module for node in ast.walk(self._tree) if isinstance(node, ast.ImportFrom) and node.module}
+        return sorted({SOLUTION, *(name for name in froms if name in ("main", "your_module", "answer"))})
+
+    def of_program(
+        self, space: Mapping[str, Any], comparing: Mapping[str, Any], starred: Mapping[str, Any]
+    ) -> list[str]:
+        """Names that the program may provide. space: names of the tests; starred: of the prelude, which are the
+        program's only if it defines them itself; comparing: those of them that stay the tests'."""
+        ambient = {*dir(builtins), *space, *comparing} - self._own
+        named = set(self._imported()) | ({self._entry} if self._entry else self._ambient_subject(ambient))
+        wanted = (self._read - self._own - ambient) | named
+        return sorted(name for name in wanted if name not in starred or name in self._program)
+
+    def of_tests(self, space: Mapping[str, Any], comparing: Mapping[str, Any]) -> set[str]:
+        """Names of the prelude that the tests use without importing them, other than the function under test."""
+        subject = {self._entry} if self._entry else self._common_calls()
+        known = {*dir(builtins), *space, *comparing}
+        return (self._read & set(comparing)) - set(space) - (subject if subject <= known else {self._entry})
+
+    @property
+    def _read(self) -> set[str]:
+        return {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
+
+    def is_trusted(self, name: str) -> bool:
+        """Whether operators of this class's objects may see operands: the tests examine the class itself."""
+        if name == self._entry or not name[:1].isupper():
+            return False
+        return self._examines_classes or name in _object_makers(self._tree)
+
+    def _ambient_subject(self, ambient: set[str]) -> set[str]:
+        """The function under test if it is named like a built-in one: MBPP has `assert sum(10, 15) == 6`."""
+        common = self._common_calls()
+        return common & self._program if common <= ambient else set()
+
+    def _common_calls(self) -> set[str]:
+        """Functions that all assertions call."""
+        called = [set(_called_names(node)) for node in self._tree.body if isinstance(node, ast.Assert)]
+        return set.intersection(*called) if called else set()
+
+    def _imported(self) -> Iterator[str]:
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom) and node.module in self.modules:
+                yield from (alias.name for alias in node.names if alias.name != "*")
+
+    def _is_stub(self, node: ast.stmt) -> bool:
+        if not isinstance(node, _DEFINITIONS):
+            return False
+        if node.name == self._entry:
+            return True
+        return all(_is_empty(each) for part in node.body for each in getattr(part, "body", [part]))
+
+
+def _root(entry_point: Any) -> str | None:
+    """The name at the start of an expression such as Solution().twoSum."""
+    if not entry_point:
+        return None
+    names = [node for node in ast.walk(ast.parse(str(entry_point), mode="eval")) if isinstance(node, ast.Name)]
+    return names[0].id if names else None
+
+
+def _parsed(program: str) -> ast.Module:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Names that the top level of a module binds."""
+    for node in tree.body:
+        if isinstance(node, _DEFINITIONS):
+            yield node.name
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
+                yield inner.id
+            elif isinstance(inner, ast.alias):
+                yield (inner.asname or inner.name).partition(".")[0]
+
+
+def _object_makers(tree: ast.AST) -> Iterator[str]:
+    """Names whose calls are assigned, or have an attribute read: `root = Node(1)`, `Solution().f`."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, (ast.Assign, ast.Attribute)) else None
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+            yield value.func.id
+
+
+def _called_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id
+
+
+def _is_empty(statement: ast.AST) -> bool:
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, (ast.Pass, ast.Raise))

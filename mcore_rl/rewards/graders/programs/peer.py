@@ -1,0 +1,362 @@
+"""Calls between the process of the tests and the process of the program; runs inside the sandbox, on both sides.
+
+An object without a value on the wire stays with its owner; the other side holds a Remote that forwards what is done
+with it. In the process of the tests, a Remote never decides a comparison with a plain value, because the program under
+test wrote its methods: the comparison is false. Nor do expected values reach such methods as operands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import os
+import struct
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_rl.rewards.graders.programs.wire import TYPES, Decoder, Encoder, WireError
+
+MAX_FRAME_BYTES = 32 << 20
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+OPERAND = (*_BINARY, *(f"r{name}" for name in _BINARY), *(f"i{name}" for name in _BINARY if name != "divmod"))
+"""Methods that receive the other operand."""
+PLAIN = (
+    *("len", "iter", "next", "getitem", "setitem", "delitem", "call", "str", "repr", "format", "bool", "int", "float"),
+    *("complex", "index", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "enter", "exit"),
+    *("reversed", "hash", "length_hint", "fspath", "bytes", "aiter", "copy", "deepcopy"),
+)
+SPECIAL = frozenset(f"__{name}__" for name in (*COMPARISONS, *OPERAND, *PLAIN, "contains"))
+HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
+"""Prefixes of attributes that lead from an object to the code around it."""
+_PRINTED_CHARACTERS = 1 << 16
+
+
+class Remote:
+    """An object of the other process. trusted: made by a class that the tests name, so that its operators may see
+    operands."""
+
+    def __init__(self, peer: Peer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
+        vars(self).update(
+            _peer=peer, _handle=handle, _kind=kind, _type_name=type_name, _trusted=trusted, _guarded=False
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._peer.ask("get", self, name)
+        if isinstance(value, Remote) and self._kind == "instance":
+            value.__dict__.update(_trusted=self._trusted, _guarded=not self._trusted)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._peer.ask("del", self, name)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared("__eq__", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared("__ne__", other)
+
+    def __hash__(self) -> int:
+        return hash((id(self._peer), self._handle))
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Remote) and bool(self._peer.ask("isinstance", instance, self))
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return isinstance(subclass, Remote) and bool(self._peer.ask("issubclass", subclass, self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{self._type_name} object is in another process")
+
+    def _compared(self, method: str, other: object) -> Any:
+        if not (isinstance(other, Remote) and other._peer is self._peer):
+            return NotImplemented
+        if other is self and method in ("__eq__", "__ne__"):
+            return method == "__eq__"
+        return self._peer.ask("special", self, method, other)
+
+    def _with_operand(self, method: str, *operands: Any) -> Any:
+        if not self._trusted and not all(isinstance(each, Remote) for each in operands):
+            return NotImplemented
+        return self._made(self._peer.ask("special", self, method, *operands))
+
+    def _made(self, value: Any) -> Any:
+        if self._trusted and isinstance(value, Remote):
+            value.__dict__["_trusted"] = True
+        return value
+
+
+def _forwarder(method: str) -> Callable[..., Any]:
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        if method in {f"__{name}__" for name in COMPARISONS}:
+            return self._compared(method, *arguments)
+        if method in {f"__{name}__" for name in OPERAND}:
+            return self._with_operand(method, *arguments)
+        if method == "__call__":
+            if self._guarded and (arguments or named):
+                raise TypeError(f"a method of {self._type_name}, which the tests do not name, cannot take arguments")
+            return self._made(self._peer.ask("call", self, list(arguments), named))
+        return self._made(self._peer.ask("special", self, method, *arguments))
+
+    def contains(self: Any, item: Any) -> bool:
+        if self._trusted:
+            return bool(self._peer.ask("special", self, method, item))
+        return any(each is item or each == item for each in self)
+
+    def leave(self: Any, kind: Any, error: Any, trace: Any) -> bool:
+        failed = isinstance(error, AssertionError)  # no program may swallow a failed assertion
+        described = (None, None, None) if failed or error is None else (type(error), error, None)
+        return bool(self._peer.ask("special", self, method, *described)) and not failed
+
+    def follow(self: Any) -> Any:
+        return self._peer.ask("special", self, method, stop=True)
+
+    named: dict[str, Callable[..., Any]] = {"__contains__": contains, "__exit__": leave, "__next__": follow}
+    return named.get(method, forward)
+
+
+class Peer:
+    """One end of the connection. reader, writer: descriptors of pipes."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
+        self._exported: dict[int, Any] = {}
+        self._handles: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
+        self._classes: dict[frozenset[str], type[Remote]] = {}
+        self.take_printed: Callable[[], str] = str
+        """Text printed by this side since the last call."""
+        self.print: Callable[[str], object] = len
+        self.trusts = False
+        """Whether operators of the other side's objects may see operands."""
+        self.broken = False
+        """Whether the connection has failed, after which no result counts."""
+        self._lock = threading.RLock()
+
+    def ask(self, operation: str, *parts: Any, stop: bool = False) -> Any:
+        """The result of an operation on the other side.
+
+        Raises: what the operation raised; WireError.
+        """
+        with self._lock:
+            try:
+                value, ok = self._exchange(operation, parts)
+            except (WireError, EOFError, OSError):
+                self.broken = True
+                raise
+        if not ok:
+            raise self._error(value, stop)
+        return value
+
+    def _exchange(self, operation: str, parts: tuple[Any, ...]) -> tuple[Any, bool]:
+        encoder = Encoder(self)
+        root = encoder.encode(list(parts))
+        self._send({"do": operation, "root": root, "nodes": encoder.nodes})
+        while "do" in (message := self._receive()):
+            self.answer(message)
+        decoder = Decoder(self, message.get("nodes"), encoder.objects)
+        for index, content in message.get("changed", []):
+            if index not in encoder.objects or not encoder.may_change(index):
+                raise WireError("change of an object that was not passed by value")
+            decoder.content(content, encoder.objects[index])
+        self.print(str(message.get("printed", ""))[:_PRINTED_CHARACTERS])
+        return decoder.value(message.get("root")), message.get("ok") is True
+
+    def serve(self) -> None:
+        """Answers requests until the other side closes the connection."""
+        while True:
+            try:
+                message = self._receive()
+            except EOFError:
+                return
+            self.answer(message)
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Performs an operation and sends its result."""
+        decoder = Decoder(self, message.get("nodes"))
+        parts = decoder.value(message.get("root"))
+        before = {index: _snapshot(shell) for index, shell in decoder.shells.items()}
+        try:
+            result, ok = self.perform(str(message["do"]), *parts), True
+        except WireError:
+            raise
+        except BaseException as error:  # whatever the code raises is its result
+            result, ok = _described(error), False
+        encoder = Encoder(self, decoder.shells)
+        root = encoder.encode(result)
+        changed = [
+            [index, encoder.content(shell)]
+            for index, shell in decoder.shells.items()
+            if shell is not parts and not _same(before[index], _snapshot(shell))
+        ]
+        self._send({"ok": ok, "root": root, "nodes": encoder.nodes, "changed": changed, "printed": self.take_printed()})
+
+    def perform(self, operation: str, target: Any, *parts: Any) -> Any:
+        """One operation on an object of this side."""
+        if not self.may(operation, target, *parts):
+            raise AttributeError(f"{operation} is not possible from the other process")
+        if operation == "special":
+            return _special(target, *parts)
+        return _OPERATIONS[operation](target, *parts)
+
+    def may(self, operation: str, target: Any, *parts: Any) -> bool:
+        """Whether the other side may do this."""
+        return operation in _OPERATIONS or (operation == "special" and parts[0] in SPECIAL)
+
+    # Owner of wire.py
+
+    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+        return None
+
+    def new_record(self, name: str) -> Any:
+        raise WireError(f"unknown class {name}")
+
+    def export(self, value: Any) -> list[Any]:
+        if isinstance(value, Remote):
+            return ["yours", value._handle]
+        if id(value) not in self._handles:
+            self._handles[id(value)] = len(self._exported)
+            self._exported[len(self._exported)] = value
+        owner = type(value)
+        special = sorted(name for name in SPECIAL if getattr(owner, name, None) is not getattr(object, name, None))
+        is_error = isinstance(value, type) and issubclass(value, BaseException)
+        bases = [self._base(base) for base in value.__bases__ if issubclass(base, BaseException)] if is_error else []
+        name = value.__name__ if isinstance(value, (type, types.ModuleType)) else owner.__name__
+        return ["remote", self._handles[id(value)], _kind(value), str(name), special, bases]
+
+    def _base(self, value: type) -> list[Any]:
+        return ["type", value.__name__] if TYPES.get(value.__name__) is value else self.export(value)
+
+    def resolve(self, node: list[Any]) -> Any:
+        if node[0] == "yours":
+            return self._exported[node[1]]
+        if node[0] != "remote":
+            raise WireError(f"unknown node {node[0]!r}")
+        handle, kind, name, special, bases = node[1:]
+        if handle not in self._remotes:
+            if bases:
+                self._remotes[handle] = type(str(name), tuple(map(self._exception, bases)), {})
+            else:
+                self._remotes[handle] = self._remote(handle, str(kind), str(name), frozenset(special))
+        remote = self._remotes[handle]
+        return self._awaitable(remote) if kind == "coroutine" else remote
+
+    def _exception(self, node: list[Any]) -> Any:
+        kind = TYPES[node[1]] if node[0] == "type" else self.resolve(node)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise WireError("base of an exception that is none")
+        return kind
+
+    async def _awaitable(self, remote: Remote) -> Any:
+        return self.ask("await", remote)
+
+    def _remote(self, handle: int, kind: str, name: str, special: frozenset[str]) -> Any:
+        if special not in self._classes:
+            methods = {method: _forwarder(method) for method in special & SPECIAL if method not in ("__eq__", "__ne__")}
+            self._classes[special] = type("Remote", (Remote,), methods)
+        return self._classes[special](self, handle, kind, name, trusted=self.trusts)
+
+    def _error(self, value: Any, stop: bool) -> BaseException:
+        kind, arguments, fields, text = value
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            return WireError("an error that is none")
+        if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)) and not stop:
+            return RuntimeError(f"{kind.__name__} outside of an iterator")  # it would end a loop over the tests
+        error = kind.__new__(kind)
+        error.args = tuple(arguments) or ((str(text),) if text else ())
+        for name, each in fields.items():
+            if isinstance(name, str) and not name.startswith("_"):
+                error.__dict__[name] = each
+        return error
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MAX_FRAME_BYTES:
+            raise WireError(f"a message of more than {MAX_FRAME_BYTES} bytes")
+        self._writer.write(struct.pack(">I", len(data)) + data)
+        self._writer.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        """Raises: EOFError, WireError."""
+        header = self._reader.read(4)
+        if len(header) < 4:
+            raise EOFError("the program's process has ended")
+        (size,) = struct.unpack(">I", header)
+        if size > MAX_FRAME_BYTES:
+            raise WireError(f"a message of more than {MAX_FRAME_BYTES} bytes")
+        try:
+            message = json.loads(self._reader.read(size))
+        except (ValueError, RecursionError):
+            raise WireError("a message that is not JSON") from None
+        if not isinstance(message, dict):
+            raise WireError("a message that is no object")
+        return message
+
+
+def _special(target: Any, method: str, *arguments: Any) -> Any:
+    if method == "__next__":
+        return next(target)
+    if method in ("__copy__", "__deepcopy__"):
+        return copy.copy(target) if method == "__copy__" else copy.deepcopy(target)
+    return getattr(type(target), method)(target, *arguments)
+
+
+def _await(target: Any) -> Any:
+    async def wait() -> Any:
+        return await target
+
+    return asyncio.run(wait())
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, arguments, named: target(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "del": delattr,
+    "isinstance": isinstance,
+    "issubclass": issubclass,
+    "await": _await,
+}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return "class"
+    if isinstance(value, types.ModuleType):
+        return "module"
+    if inspect.iscoroutine(value):
+        return "coroutine"
+    functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    return "function" if isinstance(value, functions) else "instance"
+
+
+def _described(error: BaseException) -> tuple[Any, ...]:
+    try:
+        text = str(error)
+    except Exception:  # of the program's own class
+        text = ""
+    return type(error), list(error.args), dict(getattr(error, "__dict__", {})), text
+
+
+def _snapshot(shell: Any) -> Any:
+    if isinstance(shell, dict):
+        return [each for pair in shell.items() for each in pair]
+    if isinstance(shell, bytearray):
+        return bytes(shell)
+    return list(shell) if hasattr(shell, "__iter__") else [each for pair in vars(shell).items() for each in pair]
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, bytes):
+        return bool(before == after)
+    return len(before) == len(after) and all(one is other for one, other in zip(before, after))  # noqa: B905 (Python 3.9)

@@ -1,0 +1,97 @@
+"""Names that programs of competition data sets use without importing them; runs inside the sandbox.
+
+The harnesses of APPS, TACO, LiveCodeBench and LeetCode-style sets put such imports before every program.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import linecache
+import sys
+import types
+from typing import Any
+
+RECURSION_LIMIT = 50_000
+SOLUTION = "solution"
+"""Module name of a program whose functions are called: its `if __name__ == "__main__":` block does not run."""
+_STARRED = (
+    *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "json"),
+)
+_MODULES = (*_STARRED, "sys", "os", "time", "decimal", "fractions", "queue", "array", "cmath", "enum", "dataclasses")
+COMPARING = ("math", "statistics", "collections", "copy", "re")
+"""Modules whose functions tests use on results, sometimes without importing them."""
+_FROM_SYS = ("stdin", "stdout", "stderr", "maxsize", "setrecursionlimit", "argv", "exit")
+
+
+class ListNode:
+    """LeetCode's linked list."""
+
+    def __init__(self, val: Any = 0, next: Any = None) -> None:
+        self.val, self.next = val, next
+
+
+class TreeNode:
+    """LeetCode's binary tree."""
+
+    def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
+        self.val, self.left, self.right = val, left, right
+
+
+NODES: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
+
+
+def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, Any]:
+    """Names as from `from module import *`; built-in functions keep their meaning."""
+    names = {name: getattr(sys, name) for name in _FROM_SYS} if modules == _STARRED else {}
+    for name in modules:
+        names.update(_public(name))
+    return {name: value for name, value in names.items() if not hasattr(builtins, name)}
+
+
+def module_names() -> dict[str, Any]:
+    """Modules, types of annotations, and LeetCode's nodes."""
+    return {**_public("typing"), **{name: importlib.import_module(name) for name in _MODULES}, **NODES}
+
+
+def _public(name: str) -> dict[str, Any]:
+    module = importlib.import_module(name)
+    public = getattr(module, "__all__", [each for each in vars(module) if not each.startswith("_")])
+    return {each: getattr(module, each) for each in public}
+
+
+def unbound_names(source: str) -> set[str]:
+    """Names that the source reads and binds nowhere. Raises: SyntaxError, ValueError, RecursionError."""
+    read: set[str] = set()
+    bound = set(dir(builtins))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+    return read - bound
+
+
+def execute(program: str, name: str, *, context: str = "") -> types.ModuleType:
+    """Runs a program as module `name` and returns it. context: code that comes first, such as a prompt's imports.
+
+    Raises: whatever the program raises.
+    """
+    module, file = types.ModuleType(name), f"{SOLUTION}.py"
+    sys.modules[name], sys.argv = module, [file]
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    linecache.cache[file] = (len(program), None, program.splitlines(True), file)
+    code = compile(program, file, "exec")
+    if missing := unbound_names(f"{context}\n{program}" if "__future__" not in program else program):
+        ambient = {**starred_names(), **module_names()}
+        module.__dict__.update({each: ambient[each] for each in missing if each in ambient})
+    if context:
+        exec(compile(context, "context.py", "exec"), module.__dict__)
+    exec(code, module.__dict__)
+    return module

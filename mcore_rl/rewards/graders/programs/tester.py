@@ -1,0 +1,153 @@
+"""The process that runs a data set's tests against a program in another process; runs inside the sandbox.
+
+It reads its request, secret included, before the program's process exists, and makes its memory and descriptors
+unreadable for processes of the same user. It prints the secret only after all tests have passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import site
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.rewards.graders.programs.names import Names
+from mcore_rl.rewards.graders.programs.peer import HIDDEN, Peer, Remote
+from mcore_rl.rewards.graders.programs.prelude import (
+    COMPARING,
+    NODES,
+    RECURSION_LIMIT,
+    SOLUTION,
+    module_names,
+    starred_names,
+)
+from mcore_rl.rewards.graders.programs.suite import run_suite
+
+PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
+UNPROTECTED = "unprotected "
+"""Comes before the secret if the process cannot hide its memory, so that no verdict is possible."""
+
+
+class Tester(Peer):
+    """The tests' side of the connection."""
+
+    def __init__(self, reader: int, writer: int, records: Mapping[str, type]) -> None:
+        super().__init__(reader, writer)
+        self._records = records
+        self.print = lambda text: sys.stdout.write(text) if text else 0
+
+    def may(self, operation: str, target: Any, *parts: Any) -> bool:
+        """Calls, iteration and public attributes of what a test passes to the program."""
+        if operation in ("get", "set", "del"):
+            plain = isinstance(target, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type))
+            return not plain and not str(parts[0]).startswith(HIDDEN)
+        return super().may(operation, target, *parts)
+
+    def export(self, value: Any) -> list[Any]:
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType):
+            return ["builtin", value.__self__.__name__, value.__name__]
+        if isinstance(value, (types.ModuleType, types.FrameType, types.CodeType)):
+            raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
+        return super().export(value)
+
+    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+        name = type(value).__name__
+        return (name, vars(value)) if self._records.get(name) is type(value) and hasattr(value, "__dict__") else None
+
+    def new_record(self, name: str) -> Any:
+        kind: Any = self._records.get(name)
+        return super().new_record(name) if kind is None else kind.__new__(kind)
+
+
+def main() -> None:
+    hidden = _hide()
+    request = json.loads(sys.stdin.buffer.read())
+    secret: str = request.pop("secret")
+    if not hidden:
+        print(f"\n{UNPROTECTED}{secret}")
+        return
+    verdict = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    sys.stdout = io.StringIO()  # a test's own output is not the verdict
+    _trust_no_directory_of_the_program()
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    reader, writer = _start(request["candidate"])
+    names = Names(request)
+    space = types.ModuleType("tests")
+    space.__dict__.update(module_names())
+    sys.modules["tests"] = space
+    exec(compile(names.context, "prompt.py", "exec"), space.__dict__)
+    records = {**NODES, **{name: getattr(space, name) for name in names.records}}
+    peer = Tester(reader, writer, records)
+    module = peer.ask("load", request["program"], request["context"], sorted(records))
+    _bind(names, module, space)
+    run_suite(request, space)
+    if not peer.broken:
+        os.write(verdict, f"\n{secret}\n".encode())
+    os._exit(int(peer.broken))
+
+
+def _hide() -> bool:
+    """Whether processes of the same user are now kept from this one's memory, descriptors and environment."""
+    try:
+        import ctypes
+
+        library = ctypes.CDLL(None, use_errno=True)
+        return bool(library.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0 == library.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
+    except (ImportError, OSError, AttributeError):
+        return False
+
+
+def _trust_no_directory_of_the_program() -> None:
+    """Modules come from the installation only: the program may write into the others."""
+    removed = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0])), site.getusersitepackages()}
+    sys.path = [entry for entry in sys.path if entry not in removed]
+    sys.path_importer_cache.clear()
+
+
+def _start(source: str) -> tuple[int, int]:
+    """Starts the program's process; the descriptors to read from and write to it."""
+    reader, results = os.pipe()
+    requests, writer = os.pipe()
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, "-I", "-c", source, str(requests), str(results)]
+    subprocess.Popen(command, pass_fds=(requests, results), **quiet)
+    os.close(requests)
+    os.close(results)
+    return reader, writer
+
+
+def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
+    """Gives the tests those names of the program that they may use, and the program as a module."""
+    comparing = starred_names(COMPARING)
+    of_program = names.of_program(space.__dict__, comparing, starred_names())
+    space.__dict__.update({name: comparing[name] for name in names.of_tests(space.__dict__, comparing)})
+    for name in of_program:
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            continue  # the test's own NameError
+        if isinstance(value, Remote) and value._kind == "module":
+            value = _library(value._type_name)
+        if isinstance(value, Remote) and value._kind == "class" and names.is_trusted(name):
+            value.__dict__["_trusted"] = True
+        setattr(space, name, value)
+    proxy = types.ModuleType(SOLUTION)
+    proxy.__getattr__ = lambda name: getattr(space, name) if name in vars(space) else getattr(module, name)  # type: ignore[method-assign]
+    for name in names.modules:
+        sys.modules[name] = proxy
+
+
+def _library(name: str) -> Any:
+    known = getattr(sys, "stdlib_module_names", ())
+    if name not in known:
+        raise ImportError(f"{name} is no module of the standard library")
+    return importlib.import_module(name)

@@ -1,0 +1,186 @@
+"""Ground truths of code graders, in the forms that data sets have."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.rewards.graders.programs.plain import PlainOwner
+from mcore_rl.rewards.graders.programs.wire import Encoder, WireError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One test of a competition problem."""
+
+    given: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tests of a program that reads and prints, or of its function `name`."""
+
+    tests: list[Example]
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Assertions:
+    """Test code. statements: executed in order; collect: test functions are then run as pytest finds them."""
+
+    statements: list[str]
+    entry_point: str | None
+    prompt: str
+    collect: bool = False
+
+
+def read_examples(ground_truth: Any) -> Examples:
+    """Reads {"inputs", "outputs", "fn_name"} (APPS, TACO, verl), or a list of {"input", "output"} (LiveCodeBench;
+    PrimeIntellect under "test_cases").
+
+    Raises: ValueError for another form.
+    """
+    truth = _loaded(ground_truth)
+    cases = truth.get("test_cases") if isinstance(truth, Mapping) else truth
+    if isinstance(cases, Sequence) and cases and all(isinstance(case, Mapping) for case in cases):
+        return _cases([dict(case) for case in cases])
+    truth = _mapping(truth, "inputs", "outputs")
+    inputs, outputs = list(truth["inputs"]), list(truth["outputs"])
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"ground truth with {len(inputs)} inputs and {len(outputs)} outputs")
+    name = truth.get("fn_name")
+    tests = [Example(_native(given), _native(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+    return Examples(tests, None if name is None else str(name))
+
+
+def read_assertions(ground_truth: Any) -> Assertions:
+    """Reads HumanEval's {"test", "entry_point", "prompt"}, MBPP's {"test_list", "test_setup_code", "test_imports"}, or
+    KodCode's {"test"} with test functions.
+
+    Raises: ValueError for another form.
+    """
+    truth = _mapping(_loaded(ground_truth))
+    prompt = _parseable(str(truth.get("prompt") or ""))
+    test, entry_point = truth.get("test"), truth.get("entry_point")
+    if test is not None and entry_point:
+        return _checked(Assertions([str(test)], str(entry_point), prompt))
+    if test is not None and "def test" in str(test):
+        return _checked(Assertions([str(test)], None, prompt, collect=True))
+    asserts = truth.get("test_list")
+    if asserts is None or not len(asserts):
+        raise ValueError("the ground truth holds neither test and entry_point nor test_list")
+    imports = [] if truth.get("test_imports") is None else [str(each) for each in truth["test_imports"]]
+    setup = str(truth.get("test_setup_code") or "")
+    return _checked(Assertions([*imports, setup, *map(str, asserts)], None, prompt))
+
+
+def encoded_arguments(given: Any) -> str:
+    """The arguments of a call as a message for programs.call.
+
+    Raises: ValueError for arguments that are no data.
+    """
+    encoder = Encoder(PlainOwner())
+    try:
+        root = encoder.encode(_arguments(given))
+    except WireError as error:
+        raise ValueError(f"ground truth: {error}") from error
+    return json.dumps({"root": root, "nodes": encoder.nodes})
+
+
+def as_text(value: Any) -> str:
+    """Standard input or output: a text, or its lines, which may be lists of words."""
+    if isinstance(value, list | tuple):
+        return "\n".join(" ".join(map(str, line)) if isinstance(line, list | tuple) else str(line) for line in value)
+    return value if isinstance(value, str) else str(value)
+
+
+def _cases(cases: list[dict[str, Any]]) -> Examples:
+    if not all("input" in case and "output" in case for case in cases):
+        raise ValueError("a test of the ground truth lacks input or output")
+    metadata = cases[0].get("metadata")
+    named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    name = cases[0].get("fn_name") or named
+    tests = [Example(_native(case["input"]), _native(case["output"])) for case in cases]
+    return Examples(tests, None if name is None else str(name))
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments; of a text, one value on each line, in JSON or Python, or `name = value, ...`."""
+    if isinstance(given, str):
+        return _from_text(given)
+    given = list(given) if isinstance(given, tuple) else given
+    arguments = given if isinstance(given, list) else [given]
+    if arguments and isinstance(arguments[0], dict):  # JSON has no whole numbers as keys (APPS)
+        arguments = [_with_number_keys(arguments[0]), *arguments[1:]]
+    return arguments
+
+
+def _from_text(text: str) -> list[Any]:
+    lines = [line for line in text.split("\n") if line.strip()]
+    try:
+        return [_literal(line) for line in lines]
+    except ValueError:
+        pass
+    try:
+        call = ast.parse(f"call({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return [named] if named else [ast.literal_eval(each) for each in call.args]
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(f"ground truth: the input {text[:80]!r} is neither JSON nor Python values") from None
+
+
+def _literal(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(line.strip())
+    except SyntaxError as error:
+        raise ValueError(str(error)) from None
+
+
+def _with_number_keys(value: dict[Any, Any]) -> dict[Any, Any]:
+    try:
+        return {int(key): each for key, each in value.items()}
+    except (ValueError, TypeError):
+        return value
+
+
+def _native(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _loaded(ground_truth: Any) -> Any:
+    return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+
+
+def _mapping(truth: Any, *names: str) -> Mapping[str, Any]:
+    if not isinstance(truth, Mapping) or any(truth.get(name) is None for name in names):
+        raise ValueError(f"the ground truth holds no {' and '.join(names) or 'tests'}: {str(truth)[:80]}")
+    return truth
+
+
+def _checked(assertions: Assertions) -> Assertions:
+    try:
+        ast.parse("\n".join(assertions.statements))
+        ast.parse(assertions.entry_point or "0", mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"the tests of the ground truth are not Python: {error}") from None
+    return assertions
+
+
+def _parseable(prompt: str) -> str:
+    """A prompt that may end behind a function's head or within its documentation; otherwise its imports."""
+    for ending in ("", "    pass\n", '    """\n    pass\n'):
+        try:
+            ast.parse(prompt + ending)
+        except SyntaxError:
+            continue
+        return prompt + ending
+    return "\n".join(line for line in prompt.splitlines() if line.startswith(("import ", "from ")))

@@ -1,0 +1,293 @@
+"""Python values as JSON, for two processes that do not trust each other; runs inside the sandbox.
+
+A message is a flat table of nodes that refer to each other by index, so that neither shared objects, cycles nor deep
+nesting need recursion. Only data types of the standard library are rebuilt: no code, no pickle, no class of the sender.
+An object of any other type stays with its owner and is represented by a handle.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+_LIBRARY_TYPES = (
+    *(collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter),
+    *(decimal.Decimal, fractions.Fraction, datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+)
+TYPES = {value.__name__: value for value in (*vars(builtins).values(), *_LIBRARY_TYPES) if isinstance(value, type)}
+"""Classes that both sides know by name."""
+_LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
+    "float": (float, float.hex, float.fromhex),
+    "str": (str, str.__str__, str),
+    "complex": (complex, complex.__repr__, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "Decimal": (decimal.Decimal, str, decimal.Decimal),
+    "Fraction": (fractions.Fraction, str, fractions.Fraction),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "UUID": (uuid.UUID, str, uuid.UUID),
+    "path": (pathlib.PurePath, str, pathlib.PurePosixPath),
+    "ellipsis": (type(...), repr, lambda text: ...),
+    "notimplemented": (type(NotImplemented), repr, lambda text: NotImplemented),
+}
+"""Tag -> type, its text, and the value of a text. A subclass is sent as its base: its methods stay behind."""
+_MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
+_SEQUENCES = {"deque": collections.deque, "list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_NEW: dict[str, Callable[[], Any]] = {
+    **{tag: kind for tag, kind in (*_MAPPINGS.items(), *_SEQUENCES.items()) if tag not in ("tuple", "frozenset")},
+    "defaultdict": collections.defaultdict,
+}
+_FROZEN = ("tuple", "frozenset", "namedtuple", "slice")
+_CONTAINERS = (*_NEW, "record")
+_SHELLS = (*_CONTAINERS, "bytearray")
+_MAX_INTEGER = 1 << 62
+"""Larger ones are sent in hexadecimal, which is read in linear time and without a limit of digits."""
+
+
+class WireError(Exception):
+    """A message that is not well formed."""
+
+
+class Owner(Protocol):
+    """The side that encodes or decodes; it keeps the objects that are represented by handles."""
+
+    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+        """Class name and attributes of an object that is passed by value, else None."""
+
+    def new_record(self, name: str) -> Any:
+        """An empty object of a class that both sides define. Raises: WireError."""
+
+    def export(self, value: Any) -> list[Any]:
+        """The node of a handle."""
+
+    def resolve(self, node: list[Any]) -> Any:
+        """The object that a handle's node represents. Raises: WireError."""
+
+
+class Encoder:
+    """Builds the node table of one message. `objects`: index of a node -> the object.
+
+    known: objects of the message that is answered; they are referred to, not sent.
+    """
+
+    def __init__(self, owner: Owner, known: Mapping[int, Any] | None = None) -> None:
+        self._owner = owner
+        self.nodes: list[Any] = []
+        self.objects: dict[int, Any] = {}
+        self._references: dict[int, list[int]] = {id(value): [-1 - index] for index, value in (known or {}).items()}
+        self._pending: list[int] = []
+
+    def encode(self, value: Any) -> Any:
+        """The reference of a value; `nodes` holds everything in it afterwards."""
+        reference = self._reference(value)
+        self._finish()
+        return reference
+
+    def content(self, value: Any) -> int:
+        """The index of a new node with the content of a container that the receiver has already."""
+        index = self._append(value)
+        self._finish()
+        return index
+
+    def may_change(self, index: int) -> bool:
+        """Whether the object of a node is a container that was passed by value."""
+        return self.nodes[index][0] in _SHELLS
+
+    def _reference(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str or kind is float:
+            return value
+        if kind is int and -_MAX_INTEGER < value < _MAX_INTEGER:
+            return value
+        if id(value) not in self._references:
+            self._references[id(value)] = [self._append(value)]
+        return self._references[id(value)]
+
+    def _append(self, value: Any) -> int:
+        index = len(self.nodes)
+        self.nodes.append(None)
+        self.objects[index] = value  # it also keeps temporary objects, whose ids are in use, alive
+        self._pending.append(index)
+        return index
+
+    def _finish(self) -> None:
+        while self._pending:
+            index = self._pending.pop()
+            self.nodes[index] = self._node(self.objects[index])
+
+    def _node(self, value: Any) -> list[Any]:
+        if isinstance(value, type):
+            name = value.__name__
+            return ["type", name] if TYPES.get(name) is value else self._owner.export(value)
+        for tag, (kind, text, _) in _LEAVES.items():
+            if isinstance(value, kind):
+                return [tag, text(value)]
+        record = self._owner.fields_of(value)
+        if record is not None:
+            return ["record", record[0], *self._pairs(record[1].items())]
+        return self._container(value) or self._owner.export(value)
+
+    def _container(self, value: Any) -> list[Any] | None:
+        if isinstance(value, collections.defaultdict):
+            factory = value.default_factory if isinstance(value.default_factory, type) else None
+            return ["defaultdict", self._reference(factory), *self._pairs(dict.items(value))]
+        for tag, mapping in _MAPPINGS.items():
+            if isinstance(value, mapping):
+                return [tag, *self._pairs(mapping.items(value))]
+        if isinstance(value, tuple) and (fields := getattr(type(value), "_fields", None)) is not None:
+            return ["namedtuple", [type(value).__name__, *fields], *map(self._reference, tuple(value))]
+        for tag, sequence in _SEQUENCES.items():
+            if isinstance(value, sequence):
+                return [tag, *map(self._reference, sequence.__iter__(value))]
+        if type(value) in (range, slice):
+            return [type(value).__name__, *map(self._reference, (value.start, value.stop, value.step))]
+        if isinstance(value, datetime.timedelta):
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+        if isinstance(value, array.array):
+            return ["list", *map(self._reference, value)]
+        return _numpy_node(value)
+
+    def _pairs(self, items: Any) -> list[Any]:
+        return [self._reference(each) for pair in items for each in pair]
+
+
+class Decoder:
+    """Rebuilds the objects of a message. `shells`: index of a node -> container that code may change.
+
+    known: objects of the message that this one answers.
+    """
+
+    def __init__(self, owner: Owner, nodes: Any, known: Mapping[int, Any] | None = None) -> None:
+        self._owner, self._nodes, self._known = owner, nodes, known or {}
+        self.shells: dict[int, Any] = {}
+        self._built: dict[int, Any] = {}
+        try:
+            self._build()
+        except WireError:
+            raise
+        except Exception as error:  # the sender may have written anything
+            raise WireError(f"damaged message: {type(error).__name__}") from None
+
+    def value(self, reference: Any) -> Any:
+        """Raises: WireError for a reference to nothing."""
+        if not isinstance(reference, list):
+            return reference
+        try:
+            index = reference[0]
+            return self._built[index] if index >= 0 else self._known[-1 - index]
+        except (LookupError, TypeError):
+            raise WireError("reference to a missing object") from None
+
+    def _build(self) -> None:
+        frozen = []
+        for index, node in enumerate(self._nodes):
+            if node[0] in _FROZEN:
+                frozen.append(index)
+            else:
+                self._built[index] = self._shell(node)
+        self._build_frozen(frozen)
+        containers = [(index, node) for index, node in enumerate(self._nodes) if node[0] in _CONTAINERS]
+        # Keys are hashed, which may need the attributes of a record.
+        for index, node in sorted(containers, key=lambda pair: pair[1][0] != "record"):
+            self.fill(self._built[index], node)
+        self.shells = {index: self._built[index] for index, node in enumerate(self._nodes) if node[0] in _SHELLS}
+
+    def _shell(self, node: list[Any]) -> Any:
+        tag = node[0]
+        if tag in _LEAVES:
+            return _LEAVES[tag][2](node[1])
+        if tag in _NEW:
+            return _NEW[tag]()
+        if tag in _FROM_NODE:
+            return _FROM_NODE[tag](node)
+        return self._owner.new_record(node[1]) if tag == "record" else self._owner.resolve(node)
+
+    def _build_frozen(self, frozen: list[int]) -> None:
+        """Children first; a cycle of immutable values cannot exist."""
+        waiting, open_nodes = list(reversed(frozen)), set()
+        while waiting:
+            index = waiting[-1]
+            if index in self._built:
+                waiting.pop()
+                continue
+            missing = [ref[0] for ref in self._nodes[index][1:] if self._is_missing(self._nodes[index][0], ref)]
+            if missing and index in open_nodes:
+                raise WireError("cycle of immutable values")
+            open_nodes.add(index)
+            waiting += missing
+            if not missing:
+                self._built[index] = self._frozen(self._nodes[index])
+
+    def _is_missing(self, tag: str, reference: Any) -> bool:
+        is_index = isinstance(reference, list) and len(reference) == 1 and isinstance(reference[0], int)
+        return is_index and reference[0] >= 0 and reference[0] not in self._built
+
+    def _frozen(self, node: list[Any]) -> Any:
+        if node[0] == "namedtuple":
+            name, *fields = node[1]
+            return collections.namedtuple(name, fields)(*map(self.value, node[2:]))  # type: ignore[misc]
+        values = [self.value(reference) for reference in node[1:]]
+        return slice(*values) if node[0] == "slice" else _SEQUENCES[node[0]](values)
+
+    def fill(self, shell: Any, node: list[Any]) -> None:
+        """Replaces the content of a container with that of a node."""
+        tag, references = node[0], node[1:]
+        if tag == "record":
+            values = [self.value(each) for each in references[1:]]
+            vars(shell).clear()
+            vars(shell).update(_paired(values))
+        elif tag in ("defaultdict", *_MAPPINGS):
+            if tag == "defaultdict":
+                shell.default_factory = self.value(references.pop(0))
+            values = [self.value(each) for each in references]
+            shell.clear()
+            dict.update(shell, _paired(values))
+        elif tag == "bytearray":
+            shell[:] = bytes.fromhex(references[0])
+        else:
+            values = [self.value(each) for each in references]
+            shell.clear()
+            getattr(shell, "update" if tag == "set" else "extend")(values)
+
+    def content(self, index: int, shell: Any) -> None:
+        """Replaces the content of an object of ours with that of a node. Raises: WireError."""
+        try:
+            self.fill(shell, list(self._nodes[index]))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise WireError(f"damaged content: {type(error).__name__}") from None
+
+
+def _paired(values: list[Any]) -> dict[Any, Any]:
+    return {values[index]: values[index + 1] for index in range(0, len(values), 2)}
+
+
+def _numpy_node(value: Any) -> list[Any] | None:
+    if type(value).__module__ != "numpy" or not hasattr(value, "dtype") or value.dtype.hasobject:
+        return None
+    return ["numpy", value.dtype.str, list(value.shape), value.tobytes().hex(), hasattr(value, "__setitem__")]
+
+
+def _numpy_value(node: list[Any]) -> Any:
+    import numpy
+
+    values = numpy.frombuffer(bytes.fromhex(node[3]), node[1]).reshape(node[2])
+    return values.copy() if node[4] else values[()]
+
+
+_FROM_NODE: dict[str, Callable[[list[Any]], Any]] = {
+    "type": lambda node: TYPES[node[1]],
+    "range": lambda node: range(*node[1:]),
+    "timedelta": lambda node: datetime.timedelta(*node[1:]),
+    "numpy": _numpy_value,
+}
