@@ -32,6 +32,7 @@ from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.probe import PromptProbe
 from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, TogetherPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
 from mcore_rl.rollout.streaming.replay import read_replay
@@ -42,6 +43,7 @@ from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.base import RankMap, Role
 from mcore_rl.runtime.roles.critic import critic_role
+from mcore_rl.runtime.roles.engine_pool import EnginePool
 from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.judge import judge_role
 from mcore_rl.runtime.roles.reward_model import reward_model_role
@@ -51,6 +53,7 @@ from mcore_rl.runtime.staged import (
     StagedCollector,
     StagedCritic,
     StagedPool,
+    StagedProbe,
     StagedPublisher,
     StagedScorer,
     StagedValidator,
@@ -60,6 +63,7 @@ from mcore_rl.runtime.stops import STOPS
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
+from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
@@ -74,7 +78,7 @@ def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> 
     checking = model_check(config, prepared.layout.dp, prepared.cost)
     with checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
         check(processes.trainers)
-        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir))
+        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), say)
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
             yield run
@@ -112,6 +116,7 @@ class _Site:
     processes: Processes
     recorder: SpanRecorder
     directory: Path
+    say: Callable[[str], None]
 
     def reinforcement(self) -> Run:
         config, engines = self.config, self.processes.engines
@@ -139,9 +144,10 @@ class _Site:
             collector = self._collector(pool, sampler, failures)
         engines.supply, engines.note = self._supply(publisher, stages), journal.note
         reference, kept = self._reference(journal)
+        actor = StagedActor(self.processes.trainers, stages)
         return Run(
             config=config,
-            actor=StagedActor(self.processes.trainers, stages),
+            actor=actor,
             collector=StagedCollector(collector, stages),
             publisher=staged_publisher,
             validator=self._validator(pool, stages, failures),
@@ -156,7 +162,14 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._critic(stages),
             reference=reference,
+            logp_gap=self._logp_gap(actor, engines, stages),
         )
+
+    def _logp_gap(self, actor: StagedActor, engines: EnginePool, stages: Stages) -> LogpGapCheck:
+        prepared, config = self.prepared, self.config
+        prompt_tokens = np.diff(prepared.prompts["train"].offsets)
+        probe = PromptProbe(engines, prompt_tokens, config.rollout, config.run.seed)
+        return LogpGapCheck(config, actor, StagedProbe(probe, stages), prepared.layout.dp, self.say, prepared.cost)
 
     def _sampler(self, num_rows: int) -> PromptSampler:
         prepared, config = self.prepared, self.config

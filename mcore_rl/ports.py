@@ -14,6 +14,7 @@ from mcore_rl.types import (
     Delta,
     GenerationRequest,
     Groups,
+    LogpGap,
     Metric,
     Prompt,
     RolloutResult,
@@ -185,6 +186,10 @@ class Actor(Protocol):
         """What the updates need of the current policy's log-probabilities, found before the first of them. What is
         found stays on the ranks; the handle is what later calls take."""
 
+    def compare_logp(self, batch: Batch) -> list[LogpGap]:
+        """Differences between the current policy's log-probabilities and those that came with the batch, update by
+        update. Nothing stays on the ranks."""
+
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         """Log-probabilities of the reference for the batch, before its updates; they stay on the ranks."""
 
@@ -258,6 +263,14 @@ class Publisher(Protocol):
 
         Raises: WeightSyncError listing the tensors that differ.
         """
+
+
+class EngineProbe(Protocol):
+    """Short responses of each engine to training prompts, outside of training."""
+
+    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
+        """One ungraded response to each of `num_prompts` prompts from every engine, by the engine's name. No group id
+        comes twice."""
 
 
 class Validator(Protocol):

@@ -62,7 +62,8 @@ class Domain:
             yield f"below {self.below:g}", self.below, operator.lt
 
     def _listed(self) -> str:
-        return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else ''}"
+        number = f", or a number {self.range}" if self.range else ""
+        return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else number}"
 
 
 def setting(

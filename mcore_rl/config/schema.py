@@ -131,6 +131,10 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     """Sequences that one engine decodes together."""
     kv_cache_gib: float = setting(0.25, above=0)
     """Memory of one engine rank's KV cache (CPU; on GPUs gpu_memory_fraction decides)."""
+    max_logp_gap: int | float | str | None = setting("auto", above=0, choices=("auto",), unit="nats")
+    """Mean absolute difference between the engine's and the trainer's log-probabilities of a few responses, above which
+    a run stops before its first step. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2 with actor.fp8;
+    null: no comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
     """Share of a GPU's memory that an engine rank takes for weights, workspace and KV cache."""
     enforce_eager: bool = False

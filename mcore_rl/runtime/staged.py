@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, ResponseScorer, Validator
+from mcore_rl.ports import (
+    Actor,
+    Collector,
+    Critic,
+    EngineProbe,
+    PendingSave,
+    Publisher,
+    ResponseScorer,
+    Validator,
+)
 from mcore_rl.rollout.scored_pool import GradingPool
 from mcore_rl.runtime.phases import Phase, Phases
 from mcore_rl.types import (
@@ -17,6 +26,7 @@ from mcore_rl.types import (
     BatchHandle,
     Grades,
     Groups,
+    LogpGap,
     Metric,
     RolloutResult,
     RolloutScalars,
@@ -52,6 +62,10 @@ class StagedActor:
     def recompute_logp(self, batch: Batch) -> BatchHandle:
         with self.stages.stage("logp", Phase.REPLACE):
             return self.actor.recompute_logp(batch)
+
+    def compare_logp(self, batch: Batch) -> list[LogpGap]:
+        with self.stages.stage("compare_logp", Phase.KEEP):  # no sync follows: engines generate with what they have
+            return self.actor.compare_logp(batch)
 
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         with self.stages.stage("reference", Phase.REPLACE):
@@ -179,6 +193,18 @@ class StagedCollector:
     def collect(self, step: int) -> Groups:
         with self.stages.stage("rollout"):
             return self.collector.collect(step)
+
+
+@dataclass(frozen=True)
+class StagedProbe:
+    """An EngineProbe."""
+
+    engines: EngineProbe
+    stages: Stages
+
+    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
+        with self.stages.stage("probe", Phase.GENERATE):
+            return self.engines.probe(num_prompts)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ def train(run: Run) -> bool:
     """
     resumed = resume(run)
     version = run.publisher.publish(run.state.version)
+    if run.logp_gap is not None and run.state.step < run.config.trainer.steps:
+        run.logp_gap.check(version)
     if not resumed and run.config.trainer.validate_before:
         validate(run)
         run.journal.finish_step(0)

@@ -65,6 +65,13 @@ class Stops(Protocol):
     def requested(self) -> bool: ...
 
 
+class StartCheck(Protocol):
+    """A comparison of engines and trainer before the first step."""
+
+    def check(self, version: int) -> None:
+        """Raises: ConfigError."""
+
+
 @dataclass
 class Run:
     """A run of reinforcement learning. `batch_of` turns collected groups, the step and the version of the weights that
@@ -90,6 +97,8 @@ class Run:
     reference: Reference | None = None
     underway: Underway | None = None
     """Groups that were submitted ahead of the step that trains them, where there are such."""
+    logp_gap: StartCheck | None = None
+    """Called once, after engines have received the weights that the run starts from, also in a resumed run."""
     state: RunState = field(default_factory=RunState)
 
 

@@ -21,6 +21,7 @@ from mcore_rl.types.data import (
     TrajectoryBuffers,
 )
 from mcore_rl.types.episodes import NOT_SAMPLED, EpisodeOutcome, Trajectory
+from mcore_rl.types.gap import LogpGap
 from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
@@ -53,6 +54,7 @@ __all__ = [
     "GenerationRequest",
     "Grades",
     "Groups",
+    "LogpGap",
     "Max",
     "Mean",
     "Metric",

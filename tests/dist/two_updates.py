@@ -52,13 +52,14 @@ def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict
         actor, shares = make_actor(rank, directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
         compared = actor.compare(shares[0], chunks)
+        gaps = [gap.mean for gap in actor.compare_logp(shares, chunks)]
         # The first share twice, as a second epoch gives it: its samples must be recomputed once.
         batch, recomputed = actor.recompute_logp([*shares, shares[0]], chunks)
         metrics = [recomputed, *(actor.update(batch, index) for index in range(len(shares)))]
         # The first update finds out itself what the pass before it would have found of its samples.
         of_first = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
         metrics[0] = merge_metrics([metrics[0], of_first])
-        metrics.append(compared)
+        metrics += [compared, dict(zip(GAPS, gaps, strict=True))]
         # Straight behind the step, before anything has gathered parameters.
         batch, _ = actor.recompute_logp(shares[::-1], chunks)
         after = {
@@ -69,6 +70,9 @@ def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict
         results[name] = policy_batch.hf_pieces(actor), metrics, after
     return results
 
+
+GAPS = ("gap of update 0", "gap of update 1")
+"""Names of the mean differences that compare_logp finds."""
 
 Joined = tuple[dict[str, torch.Tensor], list[dict[str, Metric]], dict[int, np.ndarray]]
 
@@ -117,6 +121,8 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, f
         optimizer.step()
         metrics.append(figures)
     metrics.append(_differences(plain))  # of the comparison, which is made before the updates
+    of_updates = [_differences({s: old[s] for s in samples}) for samples in policy_batch.UPDATES]
+    metrics.append({name: found["rollout/logp_diff_mean"] for name, found in zip(GAPS, of_updates, strict=True)})
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     with torch.no_grad():

@@ -30,11 +30,11 @@ from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
 from mcore_rl.megatron.step.mtp_objective import MTPObjective
-from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, mismatch, non_finite_samples
+from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, logp_gap, mismatch, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import RankBatch
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.spec.model import ModelSpec
-from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
+from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
@@ -98,6 +98,20 @@ class MegatronActor:
             return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
         return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
+
+    def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
+        """Differences between the policy's and the engine's log-probabilities, share by share. Samples take the
+        engine's experts where actor.moe.router_replay=engine. No later pass reads anything of this one.
+
+        Collective: all ranks.
+        """
+        replays = self.config.actor.moe.router_replay == "engine"
+        if replays:
+            self.routing.impose(engine_routing(shares, chunks))
+        self.memory.load("params")
+        passes = [self.model.infer(self.model.microbatches(share, chunks), self._logp) for share in shares]
+        own_routing = self.routing.num_experts > 0 and not replays
+        return [logp_gap(found if self.model.counts_tokens else [], own_routing=own_routing) for found in passes]
 
     def recompute_logp(
         self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]

@@ -26,7 +26,7 @@ from mcore_rl.megatron.build.context import ALONE, ContextPart
 from mcore_rl.megatron.build.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
-from mcore_rl.types import Correlation, Max, Mean, Metric
+from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,12 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
         "rollout/logp_diff_max": Max(most),
         "rollout/logp_pearson": Correlation(len(difference), *moments),
     }
+
+
+def logp_gap(found: Sequence[tuple[MicroBatch, torch.Tensor]], *, own_routing: bool) -> LogpGap:
+    """Differences between the policy's log-probabilities, by micro-batch, and the engine's."""
+    differences = [(logp.double() - batch.logp_rollout.double()).abs() for batch, logp in found]
+    return LogpGap.between((value for part in differences for value in part.tolist()), own_routing=own_routing)
 
 
 def _remembered(

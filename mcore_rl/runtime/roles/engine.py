@@ -22,10 +22,11 @@ from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.probe import PROBE
 from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
-from mcore_rl.rollout.tasks import GivenUp, TaskRunner, Until
+from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.delivery import Kept, Wanted
@@ -99,9 +100,15 @@ class EngineProcess(RunProcess):
                 has_rules=config.reward.function != NO_RULE,
             )
             low = concurrent_episodes(config.rollout)
+            probe = RolloutWorker(SingleTurnPlayer(self.loop, tokenizer), NotYet(), {PROBE: resolved["train"]})
+            self._probe = probe.run
+
+            def run(task: RolloutTask, progress: Progress) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
+                return (probe if task.prompt_set == PROBE else worker).run(task, progress)
+
             # A thread for each task: the smallest have one request, and none of them should wait for another.
             threads = ROOM * low if config.rollout.replay_schedule is None else MOST_THREADS
-            self._runner = TaskRunner(worker.run, player.withdraw, num_threads=threads, low=low)
+            self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:
@@ -125,6 +132,16 @@ class EngineProcess(RunProcess):
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
         """As TaskRunner.begin, while `run` waits."""
         self._runner.begin(tasks)
+
+    @ray.method(concurrency_group="engine")
+    def probe(self, task: RolloutTask) -> tuple[int, RolloutScalars, float]:
+        """Runs a task of rollout.probe at once, beside other tasks. Returns the key of its trajectories, its scalars,
+        and the engine's busy seconds so far."""
+        with self.spans.span("probe"):
+            made = self._probe(task)
+        assert made is not None, "nobody withdraws probes"
+        buffers, scalars = made
+        return self._kept.keep(buffers, task.request_ids), scalars, self.loop.busy_seconds
 
     @ray.method(concurrency_group="engine")
     def give_up(self, free: int) -> GivenUp:

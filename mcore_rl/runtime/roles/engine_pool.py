@@ -19,9 +19,11 @@ from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.pool_run import PoolRun
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
+    BuffersRef,
     Grades,
     Metric,
     RolloutResult,
+    RolloutScalars,
     RolloutTask,
     Span,
     Total,
@@ -129,6 +131,33 @@ class EnginePool:
         if all(task.prompt_set == "train" for task in tasks):
             self._figures = merge_metrics([self._figures, {"engine/idle_fraction": run.idle_fraction()}])
         return results
+
+    def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
+        """As ProbedPool.probe, on the engines that have weights. No metric of a step counts it."""
+
+        def call() -> dict[str, RolloutResult]:
+            self.lose_dead()
+            engines = [engine for engine in self.engines if engine.serves]
+            shift = len(task.group_ids)
+            tasks = [
+                replace(task, version=self.version, group_ids=task.group_ids + number * shift)
+                for number in range(len(engines))
+            ]
+            made = self.watch.get([engine.handle.probe.remote(own) for engine, own in zip(engines, tasks, strict=True)])
+            return {
+                engine.start.name: self._probed(engine, own, *found)
+                for engine, own, found in zip(engines, tasks, made, strict=True)
+            }
+
+        return self.insist(call)
+
+    def _probed(
+        self, engine: PooledEngine, task: RolloutTask, key: int, scalars: RolloutScalars, busy_seconds: float
+    ) -> RolloutResult:
+        engine.busy_seconds = busy_seconds
+        place = self.forgotten.refer(engine.maker, engine.handle, key)
+        part = Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)
+        return BuffersRef(Chunk([part], task, self.renew)), scalars
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         """Puts rewards, accuracies and scores into the records of tasks that `run` has run, on any engine."""

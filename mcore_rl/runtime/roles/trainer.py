@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.types import (
+    LogpGap,
     Metric,
     RankShares,
     TokenColumn,
@@ -48,6 +51,10 @@ class TrainerProcess(TrainedRankProcess):
 
     def compare(self, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         return self.actor.compare(shares.by_update()[0], chunks)
+
+    def compare_logp(self, shares: RankShares, *chunks: TrajectoryBuffers) -> list[LogpGap]:
+        with self.spans.span("compare logp"):
+            return self.actor.compare_logp(shares.by_update(), chunks)
 
     def recompute_logp(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
         """Of a batch that is kept, under `key`, for the calls that follow up to its update. Its trajectories lie in the
@@ -195,6 +202,11 @@ class TrainerGroup(RankGroup):
     def compare(self, batch: Batch) -> dict[str, Metric]:
         """How far the policy's log-probabilities are from those that came with the batch."""
         return merge_metrics(self.on_every_rank("compare", self.sent_with(batch)))
+
+    def compare_logp(self, batch: Batch) -> list[LogpGap]:
+        """Differences to the log-probabilities that came with the batch, update by update."""
+        by_rank = self.on_every_rank("compare_logp", self.sent_with(batch))
+        return [functools.reduce(operator.add, parts) for parts in zip(*by_rank, strict=True)]
 
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         """What the KL takes off the rewards, of a batch from `reference_logp`. Token by token it stays on the ranks for

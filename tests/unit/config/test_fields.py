@@ -49,6 +49,7 @@ def config_with(key: str, value: object) -> Config:
         (Domain(minimum=0), 1e30, math.inf, "a finite number"),
         (Domain(choices=("a", "b")), "b", "c", "one of a, b"),
         (Domain(choices=("a",)), "a", "mine.py:f", "one of a"),
+        (Domain(choices=("auto",), above=0), "auto", "none", "one of auto, or a number above 0"),
         (Domain(choices=("a",), function=True), "mine.py:f", "c", "one of a, or module_or_file.py:function"),
     ],
 )

@@ -1,0 +1,124 @@
+"""Comparison of the engines' log-probabilities with the trainer's before the first step of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.schema import Config
+from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.packing import TOKENS, SequenceCost
+from mcore_rl.errors import ConfigError
+from mcore_rl.ports import Actor, EngineProbe
+from mcore_rl.types import LogpGap, RolloutResult
+
+KEY, AUTO = "rollout.max_logp_gap", "auto"
+BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
+"""Limit of the mean absolute difference in nats, by the dtype of the engine (model.dtype)."""
+FP8 = 0.2
+"""Limit where the trainer computes in FP8 (actor.fp8), whose numbers have three bits behind the point."""
+NUM_PROMPTS = 4
+"""Prompts per engine; more if the trainer has more data-parallel ranks, each of which needs one."""
+
+
+def logp_gap_limit(config: Config) -> float | None:
+    """Limit that rollout.max_logp_gap sets; None: no comparison."""
+    limit = config.rollout.max_logp_gap
+    if limit != AUTO:
+        return None if limit is None else float(limit)
+    return BY_DTYPE[config.model.dtype] if config.actor.fp8 == "none" else FP8
+
+
+@dataclass(frozen=True)
+class LogpGapCheck:
+    """Compares log-probabilities of a few short responses of every engine. Tokens stay on engines and ranks.
+
+    `say` prints a line of the start-up log.
+    """
+
+    config: Config
+    actor: Actor
+    engines: EngineProbe
+    num_dp_ranks: int
+    say: Callable[[str], None]
+    cost: SequenceCost = TOKENS
+
+    def check(self, version: int) -> None:
+        """Engines must hold the actor's weights, which are of `version`.
+
+        Raises: ConfigError naming the engine that differs most, by how much, and the probable causes.
+        """
+        limit = logp_gap_limit(self.config)
+        if limit is None:
+            return
+        gaps = self._gaps(version)
+        worst = max(gaps, key=lambda name: _order(gaps[name]))
+        found = _found(gaps[worst])
+        if not gaps[worst].typical <= limit:  # NaN is no agreement
+            causes = "; ".join(probable_causes(self.config, gaps[worst]))
+            raise ConfigError(
+                f"log-probabilities of {worst} and of the trainer differ by {found}, and {KEY} is {limit:g}: training "
+                f"has not begun. Probable causes: {causes}. {KEY}=null trains all the same"
+            )
+        engines = worst if len(gaps) == 1 else f"{len(gaps)} rollout engines"
+        self.say(f"log-probabilities of {engines} and trainer differ by {found}; the limit is {limit:g}")
+
+    def _gaps(self, version: int) -> dict[str, LogpGap]:
+        """By the engine's name."""
+        num_prompts = max(NUM_PROMPTS, self.num_dp_ranks)
+        results = self.engines.probe(num_prompts)
+        chunks: list[RolloutResult] = list(results.values())
+        scalars = [of_engine for _, of_engine in chunks]
+        keep = [np.arange(len(of_engine.group_ids)) for of_engine in scalars]
+        batch = build_batch(
+            [chunk for chunk, _ in chunks],
+            scalars,
+            keep,
+            advantages=np.zeros(sum(map(len, keep)), np.float32),
+            weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
+            cut=UpdateCut(num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost),  # an update per engine
+            version=version,
+        )
+        return dict(zip(results, self.actor.compare_logp(batch), strict=True))
+
+
+def probable_causes(config: Config, gap: LogpGap) -> list[str]:
+    """Reasons for a difference that this configuration leaves possible, the most frequent first."""
+    rollout, causes = config.rollout, []
+    causes.append(
+        f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer read differently "
+        "(sliding_window, rope_scaling, logit_scale and the like)"
+    )
+    sampling = [
+        *([f"rollout.temperature={rollout.temperature:g}"] if rollout.temperature != 1 else []),
+        *([f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []),
+        *([f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []),
+    ]
+    causes.append(f"sampling parameters: {', '.join([*sampling, 'or `sampling` of rows of data.train'])}")
+    causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantized model.hf_path")
+    if config.actor.fp8 != "none":
+        causes.append(f"rounding of actor.fp8={config.actor.fp8}")
+    causes.append(f"another attention in the engine (backend of {rollout.engine}, quantized KV cache)")
+    if uses_lora(config.actor):
+        causes.append("adapters that the engine holds merged and rounded")
+    if gap.own_routing:
+        causes.append("other experts in the engine: actor.moe.router_replay=engine takes the engine's")
+    if not config.weights.verify_every:
+        causes.append("other weights in the engine: weights.verify_every=1 compares them after every sync")
+    return causes
+
+
+def _found(gap: LogpGap) -> str:
+    rest = f"largest {gap.largest.value:.3g}, {gap.num_tokens} tokens"
+    if gap.own_routing:
+        return f"{gap.typical:.3g} nats in the median (mean {gap.mean.value:.3g}, {rest})"
+    return f"{gap.mean.value:.3g} nats on average ({rest})"
+
+
+def _order(gap: LogpGap) -> float:
+    """Sorts what is not a number behind all numbers."""
+    return math.inf if math.isnan(gap.typical) else gap.typical

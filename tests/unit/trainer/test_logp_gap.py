@@ -1,0 +1,182 @@
+"""Comparison of engines and trainer before the first step; engines and actor are fakes of their ports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.trainer.logp_gap import LogpGapCheck, logp_gap_limit
+from mcore_rl.trainer.loop import train
+from mcore_rl.types import Batch, BuffersRef, LogpGap, RolloutResult, RolloutScalars
+from tests.unit.trainer.test_loop import Recorder, make
+
+
+def gap(*differences: float, own_routing: bool = False) -> LogpGap:
+    return LogpGap.between(differences, own_routing=own_routing)
+
+
+@dataclass
+class Engines:
+    names: tuple[str, ...]
+    asked: list[int] = field(default_factory=list)
+
+    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
+        self.asked.append(num_prompts)
+        return {
+            name: (BuffersRef(name), scalars(np.arange(num_prompts) + number * num_prompts))
+            for number, name in enumerate(self.names)
+        }
+
+
+def scalars(group_ids: np.ndarray) -> RolloutScalars:
+    ints, numbers = np.full(len(group_ids), 7, np.int32), np.zeros(len(group_ids), np.float32)
+    return RolloutScalars(
+        group_ids, group_ids, ints, ints, ints, numbers, numbers, np.zeros(len(group_ids), np.uint8),
+        np.zeros((len(group_ids), 2), np.int32),
+    )  # fmt: skip
+
+
+@dataclass
+class Actor:
+    gaps: list[LogpGap]
+    batches: list[Batch] = field(default_factory=list)
+
+    def compare_logp(self, batch: Batch) -> list[LogpGap]:
+        self.batches.append(batch)
+        return self.gaps
+
+
+def settled(**rollout: Any) -> Config:
+    config = Config()
+    config.model.dtype, config.model.hf_path = "float32", "/model"
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+def checked(config: Config, *gaps: LogpGap, num_dp_ranks: int = 1) -> tuple[list[str], Actor, Engines]:
+    lines: list[str] = []
+    engines = Engines(tuple(f"rollout engine {number}" for number in range(len(gaps))))
+    actor = Actor(list(gaps))
+    LogpGapCheck(config, cast(Any, actor), engines, num_dp_ranks, lines.append).check(3)
+    return lines, actor, engines
+
+
+def test_check_equal_engines_logs_figure_and_limit() -> None:
+    [line], _, _ = checked(settled(), gap(1e-6, 3e-6), gap(0.0))
+    assert line == (
+        "log-probabilities of 2 rollout engines and trainer differ by 2e-06 nats on average (largest 3e-06, 2 tokens); "
+        "the limit is 0.001"
+    )
+
+
+def test_check_one_bad_engine_names_it_figure_limit_and_key() -> None:
+    with pytest.raises(ConfigError) as raised:
+        checked(settled(), gap(1e-6), gap(2.0, 4.0), gap(1e-7))
+    message = str(raised.value)
+    assert message.startswith("log-probabilities of rollout engine 1 and of the trainer differ by 3 nats on average")
+    for part in ("rollout.max_logp_gap is 0.001", "training has not begun", "config.json", "rollout.max_logp_gap=null"):
+        assert part in message
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("own_routing", [False, True])
+def test_check_value_not_finite_stops(bad: float, own_routing: bool) -> None:
+    with pytest.raises(ConfigError, match="rollout engine 1"):
+        checked(settled(), gap(1e-6), gap(bad, 0.0, 0.0, own_routing=own_routing))
+
+
+def test_check_own_routing_compares_the_median() -> None:
+    few_tokens_moved = (1e-6,) * 9 + (0.5,)
+    checked(settled(), gap(*few_tokens_moved, own_routing=True))
+    with pytest.raises(ConfigError, match="on average"):
+        checked(settled(), gap(*few_tokens_moved))
+    with pytest.raises(ConfigError, match=r"in the median.*router_replay=engine"):
+        checked(settled(), gap(*(0.3,) * 9, 1e-6, own_routing=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "limit", "wanted"),
+    [
+        ("float32", "none", "auto", 1e-3),
+        ("bfloat16", "none", "auto", 0.05),
+        ("bfloat16", "blockwise", "auto", 0.2),
+        ("bfloat16", "none", 1, 1.0),
+        ("float32", "none", None, None),
+    ],
+)
+def test_limit_follows_dtype_unless_set(dtype: str, fp8: str, limit: Any, wanted: float | None) -> None:
+    config = settled(max_logp_gap=limit)
+    config.model.dtype, config.actor.fp8 = dtype, fp8
+    assert logp_gap_limit(config) == wanted
+
+
+def test_check_null_generates_nothing() -> None:
+    lines, actor, engines = checked(settled(max_logp_gap=None), gap(9.0))
+    assert (lines, actor.batches, engines.asked) == ([], [], [])
+
+
+@pytest.mark.parametrize("num_dp_ranks", [1, 3, 6])
+def test_batch_has_an_update_per_engine_and_work_for_each_rank(num_dp_ranks: int) -> None:
+    _, actor, engines = checked(settled(), gap(0.0), gap(0.0), num_dp_ranks=num_dp_ranks)
+    [batch], [num_prompts] = actor.batches, engines.asked
+    assert batch.version == 3
+    assert [batch.chunk_ids[update].tolist() for update in batch.updates] == [[0] * num_prompts, [1] * num_prompts]
+    for update in batch.updates:
+        assert set(batch.dp_ranks[update]) == set(range(num_dp_ranks))
+
+
+def test_causes_name_only_what_this_configuration_leaves_open() -> None:
+    config = settled(temperature=0.7, top_p=0.9)
+    config.weights.verify_every = 1
+    with pytest.raises(ConfigError) as raised:
+        checked(config, gap(1.0))
+    message = str(raised.value)
+    assert "rollout.temperature=0.7, rollout.top_p=0.9" in message
+    for absent in ("verify_every", "fp8", "router_replay", "adapters", "top_k"):
+        assert absent not in message
+    config = settled()
+    config.actor.lora.rank, config.actor.fp8 = 8, "blockwise"
+    with pytest.raises(ConfigError) as raised:
+        checked(config, gap(1.0))
+    for present in ("verify_every=1", "actor.fp8=blockwise", "adapters"):
+        assert present in str(raised.value)
+
+
+def test_gap_of_parts_equals_gap_of_the_whole() -> None:
+    values = [0.1, 0.5, 0.2, 0.9, 0.4]
+    whole, parts = gap(*values), gap(*values[:2]) + gap() + gap(*values[2:])
+    assert (parts.mean.value, parts.median, parts.largest) == pytest.approx((0.42, whole.median, whole.largest))
+    assert (parts.num_tokens, parts.median.value) == (5, 0.4)
+
+
+class Check:
+    def __init__(self, part: Recorder) -> None:
+        self.part = part
+
+    def check(self, version: int) -> None:
+        self.part.note(f"check {version}")
+
+
+def test_run_checks_before_its_first_step_and_after_each_resume(tmp_path: Path) -> None:
+    for steps, before, after in ((2, "publish 0", "validate 0"), (4, "publish 2", "collect 3")):
+        part = Recorder()
+        run = make(tmp_path, steps, part)
+        run.logp_gap = Check(part)
+        train(run)
+        place = part.calls.index(f"check {steps - 2}")
+        assert (part.calls[place - 1], part.calls[place + 1]) == (before, after)
+        assert sum(call.startswith("check") for call in part.calls) == 1
+    part = Recorder()
+    run = make(tmp_path, 4, part)  # no step is left
+    run.logp_gap = Check(part)
+    train(run)
+    assert not [call for call in part.calls if call.startswith("check")]
