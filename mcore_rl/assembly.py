@@ -26,8 +26,8 @@ from mcore_rl.data.records import remove_unjoined
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
 from mcore_rl.model_check import model_check
-from mcore_rl.observe.collapse import SIGNS, Sign
 from mcore_rl.observe.journal import RunJournal
+from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
@@ -121,7 +121,7 @@ class _Site:
     def reinforcement(self) -> Run:
         config, engines = self.config, self.processes.engines
         assert engines is not None
-        journal = self._journal()
+        journal = self._journal(signs_for(config))
         stages = self._stages(journal)
         staged, scorers = StagedPool(engines, stages), self._scorers(stages)
         graded: RecordedPool = TogetherPool(staged) if config.reward.batch == STEP else staged
@@ -223,7 +223,10 @@ class _Site:
         """Figures of the step's responses, of the engines, and of what the judge said."""
         engines, judge = self.processes.engines, self.processes.groups.get("judge")
         figures = [group.take_figures() for group in (engines, judge) if group is not None]
-        return describe(groups) | {name: metric for of_group in figures for name, metric in of_group.items()}
+        overlong = self.config.reward.punishes_overlong
+        unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
+        found = describe(groups, unpunished_tokens=unpunished if overlong else None)
+        return found | {name: metric for of_group in figures for name, metric in of_group.items()}
 
     def _critic(self, stages: Stages) -> Critic | None:
         critic = self.processes.groups.get("critic")
@@ -254,7 +257,7 @@ class _Site:
     def _remove_unfinished(self) -> None:
         remove_unjoined(self.directory / "rollouts")
 
-    def _journal(self, signs: Sequence[Sign] = SIGNS) -> RunJournal:
+    def _journal(self, signs: Sequence[Sign]) -> RunJournal:
         """Without `signs`, as of a policy that samples, the gradient's norm alone is watched."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]

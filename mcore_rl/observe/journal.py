@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mcore_rl.observe.collapse import SIGNS, CollapseSigns, Sign
+from mcore_rl.observe.collapse import CollapseSigns
 from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
+from mcore_rl.observe.signs import Sign
 from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
@@ -30,7 +31,7 @@ class RunJournal:
         total_steps: int,
         own_spans: Callable[[], list[Span]],
         sources: Sequence[Callable[[], list[Span]]],
-        signs: Sequence[Sign] = SIGNS,
+        signs: Sequence[Sign] = (),
     ) -> None:
         self._run_dir, self._total_steps = run_dir, total_steps
         self._own_spans, self._sources = own_spans, sources

@@ -18,7 +18,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather, of_episodes
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import describe_groups, describe_lengths, describe_parts
+from mcore_rl.trainer.diagnostics import describe_equality, describe_groups, describe_lengths, describe_parts
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -130,7 +130,7 @@ def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
     return partial(loss_weights, mode, **options)
 
 
-def describe(groups: Groups) -> dict[str, Metric]:
+def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[str, Metric]:
     """Figures of everything that was generated, trained on or not; rewards and the like are of episodes."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = _every(groups.scalars, "response_tokens")
@@ -154,6 +154,7 @@ def describe(groups: Groups) -> dict[str, Metric]:
         **_describe_figures(episodes),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
+        **describe_equality(episodes, unpunished_tokens),
         **describe_lengths(groups.scalars),
         **groups.figures,
     }

@@ -36,6 +36,15 @@ def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     }
 
 
+def describe_equality(scalars: Sequence[RolloutScalars], unpunished_tokens: int | None) -> dict[str, Metric]:
+    """1 if graders gave all responses of the step the same reward, else 0; nothing of a single response. Responses
+    longer than `unpunished_tokens` do not count, since their length alone changes their rewards; None: all count."""
+    rewards = _every(scalars, "rewards")
+    if unpunished_tokens is not None and len(rewards):
+        rewards = rewards[_every(scalars, "response_tokens") <= unpunished_tokens]
+    return {"groups/all_equal": Max(float((rewards == rewards[0]).all()))} if len(rewards) > 1 else {}
+
+
 def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     """Response lengths: quantiles, and right and wrong answers apart (figures of an empty side are left out)."""
     tokens, right = _every(scalars, "response_tokens"), _every(scalars, "accuracies") > SOLVED

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.algorithms.registry import POLICY_LOSSES
+from mcore_rl.config.reward import WeightedFunctionConfig
+from mcore_rl.config.schema import Config
 from mcore_rl.observe.collapse import CollapseSigns
+from mcore_rl.observe.signs import UPPER_CLIPS, signs_for
 
 HEALTHY = {
     "actor/entropy": 1.0,
@@ -16,6 +20,8 @@ HEALTHY = {
     "actor/clip_fraction": 0.05,
     "actor/ppo_kl": 0.01,
     "groups/without_signal": 0.4,
+    "reward/mean": 0.0,
+    "groups/all_equal": 0.0,
     "actor/grad_norm": 1.0,
     "correction/effective_sample_fraction": 0.9,
     "critic/explained_variance": 0.2,
@@ -31,6 +37,7 @@ SIGNS: dict[str, tuple[dict[str, float], str]] = {
     "kl": ({"actor/ppo_kl": 0.8}, "0.80 nats"),
     "kl negative": ({"actor/ppo_kl": -0.8}, "-0.80 nats"),
     "signal": ({"groups/without_signal": 1.0}, "100% of the groups"),
+    "equal scores": ({"groups/all_equal": 1.0}, "are equal (mean reward 0): reward.function=math cannot tell"),
     "gradient": ({"actor/grad_norm": 30.0}, "30 times the median"),
     "weights": ({"correction/effective_sample_fraction": 0.2}, "20% of the samples"),
     "trainer": ({"time/trainer_idle_fraction": 0.7}, "wait for responses 70% of the time"),
@@ -42,7 +49,7 @@ SIGNS: dict[str, tuple[dict[str, float], str]] = {
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_sign_is_said_once_in_words(sign: str) -> None:
     change, words = SIGNS[sign]
-    signs = CollapseSigns()
+    signs = CollapseSigns(signs_for(Config()))
     assert [line for step in range(1, 31) for line in signs.look(step, HEALTHY)] == []
     (line,) = signs.look(31, HEALTHY | change)
     assert line.startswith("step 31: ")
@@ -51,20 +58,20 @@ def test_a_sign_is_said_once_in_words(sign: str) -> None:
 
 
 def test_a_run_that_always_was_so_is_not_a_collapse() -> None:
-    signs = CollapseSigns()
+    signs = CollapseSigns(signs_for(Config()))
     values: dict[str, Any] = {"actor/entropy": 0.01, "response_tokens/mean": 2.0, "actor/grad_norm": 1e6}
     values["response_tokens/clipped_fraction"] = 0.9
     assert [line for step in range(1, 40) for line in signs.look(step, values)] == []
 
 
 def test_missing_and_null_figures_say_nothing() -> None:
-    signs = CollapseSigns()
+    signs = CollapseSigns(signs_for(Config()))
     assert signs.look(1, {"actor/entropy": None}) == []
     assert signs.look(50, {}) == []
 
 
 def test_a_critic_that_has_just_begun_may_be_bad() -> None:
-    assert CollapseSigns().look(5, {"critic/explained_variance": -3.0}) == []
+    assert CollapseSigns(signs_for(Config())).look(5, {"critic/explained_variance": -3.0}) == []
 
 
 def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
@@ -75,3 +82,71 @@ def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
         31, HEALTHY | {"actor/entropy": 0.0, "rollout/logp_diff_fresh_mean": 9.0, "actor/grad_norm": 30.0}
     )
     assert "30 times the median" in line
+
+
+def warning(config: Config, **change: float) -> str:
+    """The warning about one metric, whose name has underscores in place of slashes."""
+    signs = CollapseSigns(signs_for(config))
+    values = HEALTHY | {name.replace("__", "/"): value for name, value in change.items()}
+    assert signs.look(40, HEALTHY) == []
+    (line,) = signs.look(41, values)
+    return line
+
+
+REMEDIES: list[tuple[dict[str, float], str, str, Any]] = [
+    ({"rollout__logp_diff_fresh_mean": 0.3}, "weights.verify_every=1", "weights.verify_every", 1),
+    ({"rollout__logp_diff_fresh_mean": 0.3}, "router_replay=engine", "actor.moe.router_replay", "engine"),
+    ({"response_tokens__clipped_fraction": 0.9}, "reward.overlong.enable", "reward.overlong.enable", True),
+    ({"response_tokens__clipped_fraction": 0.9}, "reward.overlong.enable", "reward.manager", "dapo"),
+    ({"actor__entropy": 0.01}, "clip_high", "algorithm.policy_loss.name", "kl_cov"),
+    ({"actor__entropy": 0.01}, "clip_high", "algorithm.policy_loss.name", "reinforce"),
+]
+LEFT_OUT: list[tuple[dict[str, float], str, str, Any]] = [
+    ({"actor__clip_fraction": 0.9}, "number of updates", "trainer.prompts_per_update", 8),
+    ({"actor__ppo_kl": 0.9}, "number of updates", "trainer.update_epochs", 2),
+    ({"actor__ppo_kl": 0.9}, "rollout.max_staleness", "rollout.max_staleness", 2),
+    ({"actor__clip_fraction": 0.9}, "rollout.max_staleness", "rollout.max_staleness", 2),
+    ({"time__generator_idle_fraction": 0.9}, "lower rollout.num_engines", "rollout.num_engines", 2),
+    ({"rollout__logp_diff_fresh_mean": 0.3}, "actor.fp8=none", "actor.fp8", "blockwise"),
+    ({"rollout__logp_diff_fresh_mean": 0.3}, "rollout.max_logp_gap=auto", "rollout.max_logp_gap", None),
+]
+
+
+def config_with(key: str, value: Any) -> Config:
+    config = Config()
+    *sections, name = key.split(".")
+    section: Any = config
+    for each in sections:
+        section = getattr(section, each)
+    setattr(section, name, value)
+    return config
+
+
+@pytest.mark.parametrize(("change", "remedy", "key", "value"), REMEDIES)
+def test_warning_leaves_out_a_remedy_that_is_on(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+    assert remedy in warning(Config(), **change)
+    assert remedy not in warning(config_with(key, value), **change)
+
+
+@pytest.mark.parametrize(("change", "remedy", "key", "value"), LEFT_OUT)
+def test_warning_names_a_remedy_only_where_it_acts(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+    assert remedy not in warning(Config(), **change)
+    assert remedy in warning(config_with(key, value), **change)
+
+
+def test_warning_of_a_systematic_difference_names_no_correction() -> None:
+    line = warning(Config(), rollout__logp_diff_fresh_mean=0.3)
+    assert "algorithm.correction" not in line
+    assert "No correction removes a systematic difference" in line
+
+
+def test_warning_of_equal_scores_names_all_that_score() -> None:
+    config = Config()
+    config.reward.weighted = [WeightedFunctionConfig("mine.py:f"), WeightedFunctionConfig("gsm8k")]
+    config.judge.hf_path = "/judge"
+    assert "reward.weighted (mine.py:f, gsm8k) and judge cannot tell" in warning(config, groups__all_equal=1.0)
+
+
+def test_losses_with_an_upper_clip_are_those_of_the_registry() -> None:
+    with_clip = [name for name, loss in POLICY_LOSSES.items() if "clip_high" in loss.__dataclass_fields__]
+    assert sorted(UPPER_CLIPS) == sorted(with_clip)

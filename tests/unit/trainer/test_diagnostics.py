@@ -7,8 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.trainer.diagnostics import describe_advantages, describe_groups, describe_lengths, describe_parts
-from mcore_rl.types import Mean, RolloutScalars
+from mcore_rl.trainer.diagnostics import (
+    describe_advantages,
+    describe_equality,
+    describe_groups,
+    describe_lengths,
+    describe_parts,
+)
+from mcore_rl.types import Max, Mean, RolloutScalars
 
 # Four groups of two in two rollout calls, ids unsorted: both right, one right, none right, none right.
 GROUPS = [[7, 7, 3, 3], [5, 5, 4, 4]]
@@ -75,3 +81,25 @@ def test_advantages() -> None:
     assert (found["advantages/min"], found["advantages/max"]) == (-0.5, 1.5)
     assert (found["advantages/positive_fraction"], found["advantages/zero_fraction"]) == (0.25, 0.5)
     assert found["advantages/std"] == pytest.approx(np.std([1.5, 0, 0, -0.5]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "unpunished", "wanted"),
+    [
+        ([[0, 0, 0, 0], [0, 0, 0, 0]], None, 1.0),
+        ([[1, 1, 1, 1], [1, 1, 1, 1]], None, 1.0),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], None, 0.0),  # equal within every group and call, but not over the step
+        ([[0, 0, 0, 0], [0, 0, 0, 0.5]], None, 0.0),
+        ([[0, 0, 0, 0], [-0.1, -0.2, -0.9, -0.9]], 50, 1.0),  # only the punishment of long responses differs
+        ([[0, 0, 0, 0], [-0.1, -0.2, -0.9, -0.9]], None, 0.0),
+    ],
+)
+def test_equal_scores_over_the_step_are_counted(
+    rewards: list[list[float]], unpunished: int | None, wanted: float
+) -> None:
+    parts = [replace(part, rewards=np.float32(own)) for part, own in zip(scalars(), rewards, strict=True)]
+    assert describe_equality(parts, unpunished) == {"groups/all_equal": Max(wanted)}
+
+
+def test_equal_scores_of_one_response_mean_nothing() -> None:
+    assert describe_equality([], None) == describe_equality(scalars(), 10) == {}

@@ -1,0 +1,187 @@
+"""Signs that a run is about to collapse, or teaches nothing, each with remedies that its configuration leaves open.
+
+The thresholds are rules of thumb; none of them stops a run. A remedy never names an option that is on already, or one
+that has no effect in this run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.judge import uses_judge
+from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.schema import Config
+
+WINDOW = 20
+"""Steps: over which a gradient's usual norm is known, and before which a critic may be bad."""
+
+SETTLED = 5
+"""Steps, after which shares of time are those of the run, not of its start."""
+
+UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
+"""Policy losses with algorithm.policy_loss.clip_high."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A metric and the warning about it. `holds` and `text` take its present and its first value; `text` may also name
+    the mean reward."""
+
+    figure: str
+    holds: Callable[[float, float], bool]
+    text: str
+    after_step: int = 0
+
+
+GRADIENT = "actor/grad_norm"
+GRADIENT_TEXT = (
+    "the gradient's norm is {now:.3g}, {times:.0f} times the median of the last steps: look at this step's rollouts; "
+    "if it comes again, lower actor.optimizer.clip_grad"
+)
+
+
+def signs_for(config: Config) -> list[Sign]:
+    """All signs, with the remedies that `config` leaves open."""
+    return [*_responses(config), *_distances(config), *_rewards(config), *_idleness(config)]
+
+
+def _responses(config: Config) -> list[Sign]:
+    entropy = ["raise algorithm.entropy_coefficient"]
+    if config.algorithm.policy_loss.name in UPPER_CLIPS:
+        entropy.insert(0, "raise algorithm.policy_loss.clip_high")
+    cut_off = ["raise rollout.max_response_tokens"]
+    if not config.reward.punishes_overlong:
+        cut_off.append("set reward.overlong.enable=true")
+    return [
+        Sign(
+            "actor/entropy",
+            lambda now, first: now < 0.1 * first,
+            f"entropy fell from {{first:.3g}} to {{now:.3g}}: the policy stops exploring; {_either(entropy)}",
+        ),
+        Sign(
+            "response_tokens/mean",
+            lambda now, first: now < 0.3 * first,
+            "responses shrank from {first:.0f} to {now:.0f} tokens: look at rollouts/ for a shortcut that is rewarded",
+        ),
+        Sign(
+            "response_tokens/clipped_fraction",
+            lambda now, first: now >= 0.5 and now >= first + 0.2,
+            f"{{now:.0%}} of the responses are cut off, {{first:.0%}} at first: {_either(cut_off)}",
+        ),
+    ]
+
+
+def _distances(config: Config) -> list[Sign]:
+    """Distances between the policies of engine, trainer and updates."""
+    slower = ["lower actor.optimizer.lr"]
+    if _updates_per_rollout(config) > 1:
+        slower.append("lower the number of updates per rollout")
+    if config.rollout.max_staleness > 0:
+        slower.append("lower rollout.max_staleness")
+    return [
+        Sign(
+            "rollout/logp_diff_fresh_mean",
+            lambda now, first: now > 0.05,
+            "log-probabilities of engine and trainer differ by {now:.3f} nats on average on tokens of the present "
+            f"weights. No correction removes a systematic difference: {_either(_systematic(config))}",
+        ),
+        Sign(
+            "actor/clip_fraction",
+            lambda now, first: now > 0.3,
+            f"{{now:.0%}} of the tokens are clipped: {_either(slower)}",
+        ),
+        Sign(
+            "actor/ppo_kl",
+            lambda now, first: abs(now) > 0.3,
+            f"the policy is {{now:.2f}} nats per token away from the one that generated: {_either(slower)}",
+        ),
+        Sign(
+            "correction/effective_sample_fraction",
+            lambda now, first: now < 0.3,
+            "the importance weights are worth {now:.0%} of the samples: engine and trainer have drifted apart",
+        ),
+    ]
+
+
+def _systematic(config: Config) -> list[str]:
+    """Ways to find a difference between engine and trainer."""
+    ways = ["look at rollout/logp_diff_max, and at config.json for a field that only one of them reads"]
+    if config.weights.verify_every != 1:
+        ways.append("set weights.verify_every=1, which compares their weights")
+    if config.rollout.max_logp_gap is None:
+        ways.append("set rollout.max_logp_gap=auto, which compares them before the first step")
+    if config.actor.fp8 != "none":
+        ways.append(f"set actor.fp8=none instead of {config.actor.fp8}")
+    if config.actor.moe.router_replay != "engine":
+        ways.append("for a model with experts, set actor.moe.router_replay=engine")
+    return ways
+
+
+def _rewards(config: Config) -> list[Sign]:
+    return [
+        Sign(
+            "groups/without_signal",
+            lambda now, first: now > 0.95,
+            "in {now:.0%} of the groups all rewards are equal, which teaches nothing: look at groups/solved_all and "
+            "groups/solved_none, and at the reward",
+        ),
+        Sign(
+            "groups/all_equal",
+            lambda now, first: now == 1,
+            f"all scores of the step are equal (mean reward {{reward:g}}): {_graders(config)} cannot tell responses "
+            "apart. Probable causes: it catches its own errors and returns a constant, it looks for a form of answer "
+            "that the prompts do not ask for, or data.answer_key names another column than it compares with. Grade a "
+            "line of rollouts/ by hand",
+        ),
+        Sign(
+            "critic/explained_variance",
+            lambda now, first: now < -0.5,
+            "the critic explains {now:.2f} of the returns' variance, less than a constant would: change "
+            "critic.optimizer.lr, or raise trainer.critic_warmup_steps",
+            after_step=WINDOW,
+        ),
+    ]
+
+
+def _idleness(config: Config) -> list[Sign]:
+    faster = ["raise rollout.num_engines", "raise rollout.max_concurrent_requests", "raise rollout.max_staleness"]
+    fewer = ["lower rollout.num_engines and give their devices to the trainer ranks"]
+    if config.rollout.num_engines == 1:
+        fewer = ["give the trainer more ranks"]
+    return [
+        Sign(
+            "time/trainer_idle_fraction",
+            lambda now, first: now > 0.5,
+            "the trainer ranks wait for responses {now:.0%} of the time: "
+            + _either([*faster, "give ranks to the engines"]),
+            after_step=SETTLED,
+        ),
+        Sign(
+            "time/generator_idle_fraction",
+            lambda now, first: now > 0.5,
+            "engines have nothing to do {now:.0%} of the time: " + _either([*fewer, "raise rollout.max_staleness"]),
+            after_step=SETTLED,
+        ),
+    ]
+
+
+def _graders(config: Config) -> str:
+    """Keys of everything that scores responses."""
+    named = [] if config.reward.function == NO_RULE and not config.reward.weighted else [config.reward.chosen]
+    if uses_judge(config):
+        named.append("judge")
+    if uses_reward_model(config):
+        named.append("reward_model")
+    return " and ".join(named) or config.reward.chosen
+
+
+def _updates_per_rollout(config: Config) -> int:
+    trainer = config.trainer
+    return trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs
+
+
+def _either(remedies: Sequence[str]) -> str:
+    *others, last = remedies
+    return f"{', '.join(others)}, or {last}" if others else last
