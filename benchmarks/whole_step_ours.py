@@ -87,7 +87,7 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     config = step_config(task, run_dir, ranks=ranks, steps=len(lengths))
     check_run(config)
     prepared = prepare(config)
-    make_run_dir(config, prepared.checkpoint_bytes)
+    make_run_dir(config, prepared.checkpoint_bytes, lambda: None)  # a new directory, no other run
     with assemble(config, prepared, lambda line: None) as run:
         pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
         pool.watch.get(

@@ -58,6 +58,10 @@ class CheckpointError(McoreRLError):
     """A checkpoint that cannot be read back or does not belong to this run."""
 
 
+class RunDirLostError(McoreRLError):
+    """The run directory was deleted or taken by another run while this run was using it."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint of which a file is missing or holds other bytes than were written; the message names it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mcore_rl.config.schema import Config
@@ -77,6 +77,14 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
 
     check_run(config)
     check_exports(config)
+    from mcore_rl.preparation.run_lock import run_lock
+    from mcore_rl.runtime.stops import STOPS
+
+    with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
+        return _train_locked(config, start_up, log, take_lock)
+
+
+def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_run_dir
@@ -85,7 +93,7 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     from mcore_rl.trainer.supervised import train_supervised
 
     prepared = prepare(config)
-    changed = make_run_dir(config, prepared.checkpoint_bytes)
+    changed = make_run_dir(config, prepared.checkpoint_bytes, take_lock)
     log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
         start_up.say(str(line))
@@ -129,6 +137,14 @@ def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     from mcore_rl.preparation.preflight import check_run
 
     check_run(config)
+    from mcore_rl.preparation.run_lock import run_lock
+    from mcore_rl.runtime.stops import STOPS
+
+    with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
+        return _evaluate_locked(config, start_up, log, take_lock)
+
+
+def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation.prepare import prepare
@@ -139,7 +155,9 @@ def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
-    (open_run_dir(config) / "rollouts").mkdir(exist_ok=True)
+    directory = open_run_dir(config)
+    take_lock()
+    (directory / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
     with assemble(config, prepared, start_up.say) as run:
         assert isinstance(run, Run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.config import (
@@ -20,15 +21,16 @@ def open_run_dir(config: Config) -> Path:
     return directory
 
 
-def make_run_dir(config: Config, checkpoint_bytes: int) -> list[str]:
-    """Makes the run directory and writes the resolved configuration there; returns the keys that have changed since the
-    start before, as replace_config does.
+def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], None]) -> list[str]:
+    """Make the run directory, lock it, and write the resolved configuration into it. Return the keys that have changed
+    since the previous start, in the format of replace_config.
 
-    Raises: ConfigError when it cannot be written or a checkpoint would not fit.
+    Raises: ConfigError if it cannot be written, another run holds it, or a checkpoint would not fit.
     """
     directory = Path(config.run.dir)
     try:
         open_run_dir(config)
+        take_lock()
         for name in ("rollouts", "checkpoints"):
             (directory / name).mkdir(exist_ok=True)
         free = shutil.disk_usage(directory).free

@@ -1,0 +1,41 @@
+"""A run directory during a run: held against other runs, and deleted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import TrainProcess, metrics
+
+pytestmark = pytest.mark.slow
+
+
+def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, ("trainer.steps=3", "checkpoint.every_steps=0")) as run:
+        run.wait_until(lambda: (run_dir / "run.lock").exists() and "starting Ray" in run.text())
+        for verb in ("train", "eval"):
+            command = [sys.executable, "-m", "mcore_rl.cli", verb, str(task), f"run.dir={run_dir}", "trainer.steps=2"]
+            second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            assert second.returncode == 2, second.stderr
+            assert second.stderr.startswith(f"error: run.dir={run_dir} is in use by process {run.process.pid} on host ")
+            assert len(second.stderr.splitlines()) == 1
+        assert run.finish() == 0, run.text()[-4000:]
+    assert max(metrics(run_dir)) == 3
+    assert not list(run_dir.glob("config.*.yaml"))  # the rejected start wrote no configuration
+
+
+def test_run_dir_deleted_during_a_run_ends_it_with_one_message(task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with TrainProcess(task, run_dir, ("trainer.steps=10000", "checkpoint.every_steps=0")) as run:
+        run.wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) > 1)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        assert run.finish(30) == 1, run.text()[-4000:]
+        assert "Traceback" not in run.text(), run.text()[-4000:]
+        assert f"run.dir={run_dir} was deleted" in run.text().splitlines()[-1]
+        assert not run.left_after(10)
