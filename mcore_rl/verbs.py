@@ -87,7 +87,7 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
 def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
-    from mcore_rl.preparation.run_dir import make_run_dir
+    from mcore_rl.preparation.run_dir import make_run_dir, remove_partial_checkpoints
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
@@ -97,13 +97,16 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
     log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
         start_up.say(str(line))
-    with assemble(config, prepared, start_up.say) as run:
-        start_up.say("handing the weights over" if isinstance(run, Run) else "training")
-        finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
-        if finished and config.trainer.export_hf is not None:
-            run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
-        if finished and config.trainer.export_adapter is not None:
-            run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
+    try:
+        with assemble(config, prepared, start_up.say) as run:
+            start_up.say("handing the weights over" if isinstance(run, Run) else "training")
+            finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
+            if finished and config.trainer.export_hf is not None:
+                run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
+            if finished and config.trainer.export_adapter is not None:
+                run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
+    finally:
+        remove_partial_checkpoints(Path(config.run.dir))  # a disk that filled up needs the space, and no rank is left
     return finished
 
 

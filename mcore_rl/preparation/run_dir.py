@@ -12,6 +12,9 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.earlier import replace_config
 from mcore_rl.errors import ConfigError
+from mcore_rl.trainer.checkpoints import Checkpoints
+
+CHECKPOINTS = "checkpoints"
 
 
 def open_run_dir(config: Config) -> Path:
@@ -19,6 +22,11 @@ def open_run_dir(config: Config) -> Path:
     directory = Path(config.run.dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
+
+
+def remove_partial_checkpoints(run_dir: Path) -> None:
+    """Remove checkpoints that were not completed. Requires that no process of a run is writing there."""
+    Checkpoints(run_dir / CHECKPOINTS, keep_last=1).clean()
 
 
 def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], None]) -> list[str]:
@@ -31,8 +39,9 @@ def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], 
     try:
         open_run_dir(config)
         take_lock()
-        for name in ("rollouts", "checkpoints"):
+        for name in ("rollouts", CHECKPOINTS):
             (directory / name).mkdir(exist_ok=True)
+        remove_partial_checkpoints(directory)  # before the free space is measured
         free = shutil.disk_usage(directory).free
         if free < checkpoint_bytes:
             raise ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "mcore_rl_"
+TEMPORARY_PREFIX = f"{PREFIX}tmp_"
 MAX_PARENT_CHARACTERS = 14
 """Of the directory's parent: Ray's sockets lie 92 characters deeper, and Linux allows 107."""
 SECONDS_TO_LET_GO = 5.0
@@ -33,8 +34,28 @@ def private_directory() -> Iterator[Path]:
     """
     parent = Path(tempfile.gettempdir())
     parent = parent if len(str(parent)) <= MAX_PARENT_CHARACTERS else Path("/tmp")
+    with _removed_directory(parent, PREFIX) as directory:
+        yield directory
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[Path]:
+    """Make a directory for the block that is meant as TMPDIR of a run's processes, and remove it with everything that
+    they left: engines and compilers (vLLM 0.32, torch 2.13) leave files and directories there at every start.
+
+    Other users can neither list nor write it. A root process opens it for traversal, because code in the sandbox runs
+    under another user id and works in a directory of its own below.
+    """
+    with _removed_directory(Path(tempfile.gettempdir()), TEMPORARY_PREFIX) as directory:
+        if os.geteuid() == 0:
+            directory.chmod(0o711)
+        yield directory
+
+
+@contextlib.contextmanager
+def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
     remove_stale(parent)
-    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=parent))
+    directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=parent))
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         # Held while this process lives: how remove_stale() knows the dead, in other pid namespaces too.
@@ -51,7 +72,7 @@ def private_directory() -> Iterator[Path]:
 def remove_stale(parent: Path) -> None:
     """Removes directories whose makers were killed."""
     for path in parent.glob(f"{PREFIX}*_*"):
-        pid = path.name.removeprefix(PREFIX).split("_")[0]
+        pid = path.name.removeprefix(TEMPORARY_PREFIX).removeprefix(PREFIX).split("_")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             _remove_dead(path)
 
@@ -72,7 +93,7 @@ def _remove_dead(path: Path) -> None:
 def loopback_session() -> Iterator[Path]:
     """Until the block ends, a cluster that this process starts is reached from this machine alone, by those who hold a
     token of its own. Yields the directory to give to Ray."""
-    with private_directory() as directory:
+    with private_directory() as directory, temporary_files() as temporary:
         token = directory / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32))
@@ -82,6 +103,7 @@ def loopback_session() -> Iterator[Path]:
         variables = {name: os.environ.get(name, value) for name, value in ours.items()} | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
+            "TMPDIR": str(temporary),
             # Of Ray 2.60, all of whose processes then take the loopback address, and listen on nothing else. Asked for
             # 127.0.0.1 by _node_ip_address, it takes the address of the network instead.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rl.runtime.session import OF_RAYLETS, private_directory
+from mcore_rl.runtime.session import OF_RAYLETS, private_directory, temporary_files
 from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
 
@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--timeout-seconds", type=int, required=True)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with private_directory() as directory:
+    with private_directory() as directory, temporary_files() as temporary:
+        os.environ["TMPDIR"] = str(temporary)  # inherited by the raylet and by every process of the run on this node
         return _run(options, directory / "r")
 
 

@@ -24,7 +24,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(
         assert "No space left" in error[0]
         assert "Traceback" not in run.text()
         assert not run.left_after(30)
-    kept = [path.name for path in (run_dir / "checkpoints").iterdir() if not path.name.startswith(".")]
+    kept = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert kept
+    assert not [name for name in kept if name.startswith(".")]  # the partial checkpoint is gone
     assert all((run_dir / "checkpoints" / name / "state.json").exists() for name in kept)
     assert metrics(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir, ("trainer.steps=3", "checkpoint.every_steps=0")) as run:
+    run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    overrides = ("trainer.steps=3", "checkpoint.every_steps=0")
+    with TrainProcess(task, run_dir, overrides, environment=environment) as run:
         run.wait_until(lambda: (run_dir / "run.lock").exists() and "starting Ray" in run.text())
         for verb in ("train", "eval"):
             command = [sys.executable, "-m", "mcore_rl.cli", verb, str(task), f"run.dir={run_dir}", "trainer.steps=2"]
@@ -27,6 +31,7 @@ def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> No
         assert run.finish() == 0, run.text()[-4000:]
     assert max(metrics(run_dir)) == 3
     assert not list(run_dir.glob("config.*.yaml"))  # the rejected start wrote no configuration
+    assert not list(temporary.iterdir())  # engines and compilers leave files there at every start
 
 
 def test_run_dir_deleted_during_a_run_ends_it_with_one_message(task: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.runtime.session import MAX_PARENT_CHARACTERS, private_directory, remove_stale
+from mcore_rl.runtime.session import MAX_PARENT_CHARACTERS, private_directory, remove_stale, temporary_files
 
 DEAD = 4_194_305
 """Above the kernel's largest process id."""
@@ -95,3 +95,22 @@ def test_the_next_start_removes_what_a_killed_one_left() -> None:
     assert left.is_dir()
     with private_directory():
         assert not left.exists()
+
+
+def test_temporary_files_after_the_block_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_files() as directory:
+        assert directory.parent == tmp_path
+        assert stat.S_IMODE(directory.stat().st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
+        (directory / "vllm_dist_x").touch()
+        (directory / "torchinductor_root" / "ab").mkdir(parents=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_temporary_files_of_a_dead_process_are_removed(tmp_path: Path) -> None:
+    dead, living = (tmp_path / f"mcore_rl_tmp_{pid}_x" for pid in (DEAD, os.getpid()))
+    for directory in (dead, living):
+        directory.mkdir()
+    remove_stale(tmp_path)
+    assert not dead.exists()
+    assert living.exists()
