@@ -24,6 +24,8 @@ ALIASES = {
     "input_key": "data.prompt_key",
     "label_key": "data.answer_key",
     "filter_overlong_prompts": "data.long_prompts",
+    "apply_chat_template_kwargs": "data.template_kwargs",
+    "chat_template_kwargs": "data.template_kwargs",
     "truncation": "data.long_prompts",
     "default_local_dir": "run.dir",
     "output_dir": "run.dir",

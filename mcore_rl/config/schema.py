@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -85,6 +86,9 @@ class DataConfig:
     of indices of prompts, in the order in which they are drawn; null: all, as data.shuffle says."""
     system_prompt: str | None = None
     """A system message for prompts that have none; null: none is added."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking: false`, for every prompt and turn that it renders. An
+    argument that the template does not read is refused."""
     workers: int = setting(1, minimum=1, unit="processes")
     """That tokenise, for large files on hosts with cores to spare; what comes out is the same for any number."""
     cache_dir: str | None = setting(None, path=True)

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json
 from mcore_rl.data.sources.overrides import check_sampling, check_turns
 from mcore_rl.data.sources.paths import Names, find_files, shown
-from mcore_rl.data.templates import chat_messages, with_system
+from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 _MEDIA = ("images", "videos", "audios")
 _OF_TOOLS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
+_TEMPLATE_KWARGS = "chat_template_kwargs"
 _SINGLE_TURN = "single_turn_agent"
 """verl's name of an episode without tools."""
 _WITH_TOOLS = "tool_agent"
@@ -57,10 +59,12 @@ class Columns:
         rollout_config: RolloutConfig,
         runs_tools: bool = False,
     ) -> None:
+        self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
+        """Whether rows are Arrow's, whose structs hold a null for every field that only other rows have."""
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
         self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
         self._system_prompt, self._rollout_config = data_config.system_prompt, rollout_config
-        self._key, self._runs_tools = key, runs_tools
+        self._key, self._runs_tools, self._template_kwargs = key, runs_tools, data_config.template_kwargs
         self._noted: Counter[str] = Counter()
 
     def read(self, place: str, row: Mapping[str, Any]) -> Fields:
@@ -69,6 +73,7 @@ class Columns:
         self._check_media(row, where)
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
+        self._check_template_kwargs(row, where)
         return Fields(
             where=where,
             messages=self._messages(row, where),
@@ -85,11 +90,11 @@ class Columns:
         return noted
 
     def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        prompt = self._prompt(row, where)
+        prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
-            prompt = _messages_of_text(prompt, where)
+            prompt, struct_nulls = _messages_of_text(prompt, where), False
             self._noted["have chat messages as JSON text, read as messages"] += 1
-        return with_system(chat_messages(prompt, where), self._system_prompt)
+        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._system_prompt)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Any:
         wanted = self._prompt_key
@@ -151,6 +156,16 @@ class Columns:
             self._noted["have agent_name, which is not used: responses are single turns"] += 1
         if unused := [name for name in _OF_TOOLS if extra_info.get(name) or row.get(name)]:
             self._noted[f"have {', '.join(unused)}, used by no tool: responses are single turns, without tools"] += 1
+
+    def _check_template_kwargs(self, row: Mapping[str, Any], where: str) -> None:
+        """Refuse other arguments than the run's, with which later turns are rendered (a column of TRL's)."""
+        given = _object(row, _TEMPLATE_KWARGS, where)
+        given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
+        if different := [name for name, value in given.items() if self._template_kwargs.get(name) != value]:
+            raise DataError(
+                f"{where} has {_TEMPLATE_KWARGS}.{different[0]}={given[different[0]]!r}, but arguments of the chat "
+                f"template are the same for all rows; set data.template_kwargs.{different[0]}, or leave the column out"
+            )
 
 
 def told(noted: Mapping[str, int]) -> tuple[str, ...]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.chat.arguments import check_template_arguments
+from mcore_rl.data.chat.limits import TemplateLimitError, render_all
+from mcore_rl.data.chat.messages import text_of
+from mcore_rl.data.chat.presence import REASONING_NOTE, PresenceCheck
+from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLACEHOLDER = "{prompt}"
+_DEVELOPER_NOTE = "have a developer message, rendered as a system message: the chat template has no developer role"
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -21,9 +29,11 @@ class PromptRenderer:
     """Renders prompts by the tokenizer's chat template, which shows `tools` (OpenAI schemas), or by
     data.plain_template.
 
-    A plain string becomes one user message for a chat template; chat messages become their contents, one after the
-    other, for the plain template. `leading_ids` are the special tokens (such as a BOS) that the tokenizer puts before
-    plain text; a chat template writes its own.
+    Chat messages become their contents, one after the other, for the plain template. A last message of the assistant
+    begins the answer, and is left open. `leading_ids` are the special tokens (such as a BOS) that the tokenizer puts
+    before plain text; a chat template writes its own.
+
+    Raises: ConfigError for a template or an argument of it that cannot be used.
     """
 
     def __init__(
@@ -37,28 +47,78 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self._chat = has_chat_template and data_config.template != "plain"
         self._plain_template = data_config.plain_template
-        self._tools = tools
+        self._noted: Counter[str] = Counter()
         if not self._chat and _PLACEHOLDER not in self._plain_template:
             raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
+        if not self._chat and data_config.template_kwargs:
+            raise ConfigError(
+                "data.template_kwargs has no effect: prompts are rendered by data.plain_template; leave it out"
+            )
         self.leading_ids = [] if self._chat else leading_ids(tokenizer)
-        if self._chat and data_config.system_prompt:
-            self._check_system(data_config.system_prompt)
-
-    def render(self, prompt: Any, where: str) -> str:
-        """The text of a prompt, a string or a list of chat messages. `where` starts error messages.
-
-        Raises: DataError for an empty prompt, one of another type, or one that the chat template refuses.
-        """
-        messages = chat_messages(prompt, where)
         if self._chat:
-            return render_chat(self.tokenizer, messages, where, add_generation_prompt=True, tools=self._tools)
-        return self._plain_template.replace(_PLACEHOLDER, "\n\n".join(message["content"] for message in messages))
+            self._style = ChatStyle.of(tokenizer, tools, data_config.template_kwargs)
+            check_template_arguments(data_config.template_kwargs, tokenizer, self._style.source)
+            self._presence = PresenceCheck(self._style)
+            if data_config.system_prompt:
+                self._check_system(data_config.system_prompt)
+
+    def canonical(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+        """Normalized messages in the form that the template shows; contents are strings.
+
+        Raises: DataError for a tool message that answers no call.
+        """
+        if not self._chat:
+            return [{**message, "content": text_of(message)} for message in messages]
+        if self._style.developer == "system" and any(message["role"] == "developer" for message in messages):
+            self._noted[
+                "have a developer message, rendered as a system message: the chat template has no developer"
+            ] += 1
+        return self._style.canonical(messages, where)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """The text of canonical messages. `where` starts error messages.
+
+        Raises: DataError for a prompt that the chat template refuses, drops messages of, or cannot leave open.
+        """
+        if self._chat:
+            return self._style.render(messages, where, opens_turn=True)
+        begun = ""
+        if len(messages) > 1 and messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            begun = last["content"]
+        joined = "\n\n".join(message["content"] for message in messages)
+        return self._plain_template.replace(_PLACEHOLDER, joined) + begun
+
+    def render_all(self, rows: Sequence[tuple[Sequence[Mapping[str, Any]], str]]) -> Iterator[str]:
+        """Yield the text of every row, given as its canonical messages and the start of error messages. Chat templates
+        run in a child process, under the limits of `chat.limits`, and have to show every message.
+
+        Raises: DataError.
+        """
+        if not self._chat:
+            yield from (self.render(messages, where) for messages, where in rows)
+            return
+        try:
+            for text, whole in render_all([partial(self._checked, messages, where) for messages, where in rows]):
+                self._noted[REASONING_NOTE] += not whole
+                yield text
+        except TemplateLimitError as error:
+            raise DataError(f"{rows[error.job][1]}: the tokenizer's chat template {error}") from None
+
+    def _checked(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, bool]:
+        text = self.render(messages, where)
+        return text, self._presence.check(messages, text, where)
+
+    def take_notes(self) -> Counter[str]:
+        """Notes on the rows rendered since the last call, with the number of rows."""
+        noted, self._noted = +self._noted, Counter()
+        return noted
 
     def _check_system(self, text: str) -> None:
         """A template that knows no system message refuses one, or leaves it out without a word."""
         messages = with_system([{"role": "user", "content": "a"}], text)
         try:
-            rendered = render_chat(self.tokenizer, messages, "data.system_prompt", add_generation_prompt=True)
+            rendered = self._style.render(messages, "data.system_prompt", opens_turn=True)
         except DataError as error:
             raise ConfigError(f"{error}; set data.system_prompt=null") from error
         if text.strip() not in rendered:
@@ -66,32 +126,6 @@ class PromptRenderer:
                 "data.system_prompt: the tokenizer's chat template does not write it; set data.system_prompt=null, or "
                 "use a tokenizer whose template has system messages"
             )
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    where: str,
-    *,
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """The text of chat messages; `tools` are OpenAI schemas.
-
-    Raises: DataError for messages that the chat template refuses.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {error}") from error
-    return str(text)
 
 
 def encode(
@@ -109,26 +143,6 @@ def encode(
     )
     lead = list(leading_ids)
     return [np.array(lead + ids if lead else ids, np.int32) for ids in encoded["input_ids"]]
-
-
-def chat_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Chat messages with a non-empty content somewhere, of a list of them or of a string, which becomes one of the
-    user's; keys that a parquet struct leaves null are gone.
-
-    Raises: DataError for an empty prompt or one of another type.
-    """
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list):
-        raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a string or a list of chat messages")
-    messages = []
-    for message in prompt:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(f"{where}: a chat message needs `role` and `content`, both strings")
-        messages.append({key: value for key, value in message.items() if value is not None})
-    if not any(message["content"].strip() for message in messages):
-        raise DataError(f"{where}: the prompt is empty")
-    return messages
 
 
 def with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:

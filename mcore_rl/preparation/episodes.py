@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import Config
 from mcore_rl.config.rules.episodes import has_turns
+from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.tokenizer import eos_token_ids
 from mcore_rl.rollout.episodes.load import conversation_of, load_episode
 from mcore_rl.rollout.tools.check import check_tools
@@ -25,7 +27,10 @@ def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[l
         return [], []
     load_episode(rollout)
     schemas = check_tools(config)
-    _, facts = conversation_of(rollout, tokenizer, schemas, eos_token_ids(tokenizer, config.model.hf_path))
+    stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
+    examine = partial(conversation_of, config, tokenizer, schemas, stop_ids)
+    try_out(examine, "model.tokenizer_path")
+    _, facts = examine()
     notes = []
     if schemas:
         ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mcore_rl.config.names import role_key, role_keys
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
@@ -155,6 +157,8 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
         with role_keys(JUDGE_KEYS):
             tokenizer = load_tokenizer(path)
-        check_room(JudgePrompts(tokenizer, template_text(judge)), prompts, judge.max_prompt_tokens)
+            questions = partial(JudgePrompts, tokenizer, template_text(judge))
+            try_out(questions, role_key("model.tokenizer_path"), "")
+        check_room(questions(), prompts, judge.max_prompt_tokens)
     if judge.url is not None:
         try_server(judge, server_key(judge))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
@@ -15,6 +16,7 @@ from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.order.curriculum import Curriculum
 from mcore_rl.data.order.weights import RowWeights
@@ -22,6 +24,7 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
+from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
 from mcore_rl.preparation.episodes import check_episode
@@ -91,6 +94,7 @@ def prepare(config: Config) -> Prepared:
     if uses_reference(config):
         check_reference(config, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    try_out(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
     reward_model = reward_model_layout(config, needs) if uses_reward_model(config) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,11 @@ import numpy as np
 
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import Config
+from mcore_rl.data.chat.limits import try_out
+from mcore_rl.data.chat.messages import with_answer
+from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.data.templates import encode, leading_ids, render_chat
+from mcore_rl.data.templates import encode, leading_ids
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.transcripts import PromptSource, Transcript, trajectory_ids, transcripts
 from mcore_rl.errors import ConfigError, DataError
@@ -38,6 +42,10 @@ class RewardInputs:
         with role_keys({"model.tokenizer_path": "reward_model.hf_path"}):
             self._tokenizer = load_tokenizer(path)
         self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
+        self._style: ChatStyle | None = None
+        if self.reencoded and self._tokenizer.chat_template is not None:
+            try_out(partial(ChatStyle.of, self._tokenizer), "reward_model.hf_path", "")
+            self._style = ChatStyle.of(self._tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")
         self._budget = config.reward_model.tokens_per_microbatch
@@ -85,19 +93,20 @@ class RewardInputs:
         return self._encode(transcripts(buffers, prompt_rows, prompts, self._policy_tokenizer), key)
 
     def _encode(self, given: Sequence[Transcript], key: str) -> list[np.ndarray]:
-        if self._tokenizer.chat_template is None:
+        if self._style is None:
             texts = [each.prompt.text + each.response for each in given]
             sequences = encode(self._tokenizer, texts, leading_ids(self._tokenizer))
         else:
-            sequences = encode(self._tokenizer, [self._conversation(each, key) for each in given])
+            texts = [self._conversation(self._style, each, key) for each in given]
+            sequences = encode(self._tokenizer, texts)
         for each, ids in zip(given, sequences, strict=True):
             self._check_length(len(ids), f"{key}, row {each.prompt.row}")
         return sequences
 
-    def _conversation(self, transcript: Transcript, key: str) -> str:
-        answer = {"role": "assistant", "content": transcript.response}
-        messages, where = [*transcript.prompt.messages, answer], f"{key}, row {transcript.prompt.row}: reward_model"
-        return render_chat(self._tokenizer, messages, where, add_generation_prompt=False)
+    def _conversation(self, style: ChatStyle, transcript: Transcript, key: str) -> str:
+        where = f"{key}, row {transcript.prompt.row}: reward_model"
+        answered = with_answer(transcript.prompt.messages, {"role": "assistant", "content": transcript.response})
+        return style.render(style.canonical(answered, where), where, opens_turn=False)
 
     def _check_known(self, token: int, where: str) -> None:
         """A policy's vocabulary may go on behind what its tokenizer writes, up to a round number of its own."""

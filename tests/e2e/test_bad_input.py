@@ -92,6 +92,33 @@ def test_model_directory_without_config(refused: Callable[..., str], tmp_path: P
     assert "config.json" in refused(f"model.hf_path={tmp_path}")
 
 
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+            "did not end within 2 seconds",
+        ),
+        ("{{ 'a' * 10 ** 13 }}", "needs more than 2048 MiB of memory"),
+        ("{% for %}", "is not valid Jinja: line 1"),
+        ("{{ raise_exception('one\ntwo') }}", "line 1: the tokenizer's chat template refuses the prompt: one two"),
+        ("{{ messages | length }}", "line 1: the tokenizer's chat template drops or changes message 1"),
+    ],
+)
+def test_chat_template_that_cannot_be_used(
+    refused: Callable[..., str],
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    problem: str,
+) -> None:
+    monkeypatch.setattr("mcore_rl.data.chat.limits.MAX_SECONDS", 2.0)
+    directory = model_with(base, tmp_path)
+    Path(directory, "chat_template.jinja").write_text(template)
+    assert problem in refused(f"model.hf_path={directory}", "data.template=chat")
+
+
 def test_unsupported_model_type(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
     message = refused(f"model.hf_path={model_with(base, tmp_path, model_type='gpt2')}")
     assert "gpt2" in message

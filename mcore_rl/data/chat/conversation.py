@@ -18,7 +18,9 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.data.templates import render_chat
+from mcore_rl.data.chat.call_ids import call_id
+from mcore_rl.data.chat.messages import normalized
+from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,29 +32,33 @@ QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class Conversation:
-    """`tools` are OpenAI schemas that the chat template shows; `stop_ids` the tokens that end a response. Without a
-    chat template messages are their contents, one after the other."""
+    """`tools` are OpenAI schemas that the chat template shows; `stop_ids` the tokens that end a response; `kwargs`
+    are data.template_kwargs. Without a chat template messages are their contents, one after the other."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema] = (), stop_ids: Collection[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[ToolSchema] = (),
+        stop_ids: Collection[int] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tools = list(tools)
         self.has_template = tokenizer.chat_template is not None
         self._stops = {str(tokenizer.convert_ids_to_tokens(i)): i for i in stop_ids}
         self._special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
-        self._arguments_are_text = False
-        """Some templates take the arguments of a call as JSON text."""
+        self._style = ChatStyle.of(tokenizer, self.tools, kwargs) if self.has_template else None
 
     def rendered(self, messages: Sequence[Message], *, prompts: bool = True) -> str:
-        """The text of a whole conversation; with `prompts` the model's turn begins at its end.
+        """The text of a whole conversation; with `prompts` the model's turn begins at its end, and a last message of
+        the assistant is left open.
 
         Raises: DataError where the template refuses it.
         """
-        if not self.has_template:
+        if self._style is None:
             return "".join(str(message["content"]) for message in messages)
-        shown = [self._as_template_takes_it(message) for message in messages]
-        return render_chat(self.tokenizer, shown, "messages", add_generation_prompt=prompts, tools=self.tools)
+        shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
+        return self._style.render(shown, "messages", opens_turn=prompts)
 
     def whole(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation whose next turn is the model's."""
@@ -80,7 +86,7 @@ class Conversation:
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
         turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
-        text = self.rendered([*before, turn, *with_call_ids(messages)])
+        text = self.rendered([*before, turn, *with_answer_ids(messages)])
         if text.count(mark) != 1:
             what = "the call of a tool" if answers else "what the model said"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
@@ -102,13 +108,9 @@ class Conversation:
             ]
         return message
 
-    def take_arguments_as_text(self) -> None:
-        """From now on calls are rendered with JSON text as their arguments."""
-        self._arguments_are_text = True
-
     def _marked_calls(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
         """A call for each answer; the last one holds the mark."""
-        answers = [message for message in with_call_ids(messages) if message["role"] == "tool"]
+        answers = [message for message in with_answer_ids(messages) if message["role"] == "tool"]
         values = ["?"] * (len(answers) - 1) + [mark]
         return [
             {
@@ -121,16 +123,6 @@ class Conversation:
 
     def _some_tool(self) -> str:
         return str(self.tools[0]["function"]["name"]) if self.tools else "tool"
-
-    def _as_template_takes_it(self, message: Message) -> dict[str, Any]:
-        calls = message.get("tool_calls")
-        if not calls or not self._arguments_are_text:
-            return dict(message)
-        functions = [
-            {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-            for call in calls
-        ]
-        return {**message, "tool_calls": [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]}
 
     def _first_stop(self, tail: str) -> tuple[str, int]:
         """The stop token that ends the turn before `tail`, and where it stands."""
@@ -178,7 +170,7 @@ class Conversation:
         return ids + (self._encode(text) if text else [])
 
 
-def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+def with_answer_ids(messages: Sequence[Message]) -> list[Message]:
     """Answers of tools, which come first, get the ids of the calls that they answer, unless they have the model's."""
     return [
         {**message, "tool_call_id": message.get("tool_call_id") or call_id(number)}
@@ -186,8 +178,3 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
         else message
         for number, message in enumerate(messages)
     ]
-
-
-def call_id(number: int) -> str:
-    """Of the model's calls in a turn; some templates want nine letters or digits."""
-    return f"call{number:05d}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.data.chat.conversation import QUESTION, Conversation, Message, call_id
+from mcore_rl.data.chat.call_ids import call_id
+from mcore_rl.data.chat.conversation import QUESTION, Conversation, Message
 from mcore_rl.errors import ConfigError, DataError
 
 TEMPLATE = "the chat template of model.tokenizer_path (or model.hf_path)"
@@ -32,8 +33,7 @@ class TemplateFacts:
 
 
 def examine(conversation: Conversation, *, tools: bool, users: bool) -> TemplateFacts:
-    """Whether the answers of tools, or further messages of users, can follow what the model sampled. May change how the
-    conversation renders the arguments of calls.
+    """Whether the answers of tools, or further messages of users, can follow what the model sampled.
 
     Raises: ConfigError naming what the template cannot do.
     """
@@ -68,10 +68,6 @@ def _examine_tools(conversation: Conversation) -> bool:
             f"rollout.tools: {TEMPLATE} does not show tools to the model ({', '.join(hidden)} not in the prompt); use "
             "a model or a template that does"
         )
-    try:
-        conversation.tail([QUESTION], [_answer(conversation, 0)])
-    except DataError:
-        conversation.take_arguments_as_text()
     _examine_tail(conversation, [_answer(conversation, 0)], ["answer0"], "the answer of a tool")
     two = [_answer(conversation, 0), _answer(conversation, 1)]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,8 @@ class BlockTokeniser:
             runs_tools=self.runs_tools,
         )
         rows = [columns.read(place, row) for place, row in block.rows]
-        texts = [self._renderer.render(row.messages, row.where) for row in rows]
+        rows = [replace(row, messages=self._renderer.canonical(row.messages, row.where)) for row in rows]
+        texts = list(self._renderer.render_all([(row.messages, row.where) for row in rows]))
         ids = encode(self.tokenizer, texts, self._renderer.leading_ids)
         prompts = [
             Prompt(
@@ -93,7 +94,7 @@ class BlockTokeniser:
             for row, text, token_ids in zip(rows, texts, ids, strict=True)
         ]
         targets = self._targets(block.rows) if self.with_targets else []
-        return Block(block.file, prompts, targets, columns.take_notes())
+        return Block(block.file, prompts, targets, columns.take_notes() + self._renderer.take_notes())
 
     def _targets(self, rows: list[tuple[str, dict[str, Any]]]) -> list[np.ndarray]:
         texts, column = [], self.data_config.answer_key or ANSWER_COLUMNS[0]

@@ -12,9 +12,17 @@ from pathlib import Path
 from mcore_rl.data.sources.paths import is_saved_dataset
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 
-FORMAT = 1
+FORMAT = 2
 """Of the cached files. To be raised whenever the same rows would be read, rendered or written otherwise."""
-_DATA_KEYS = ("prompt_key", "answer_key", "template", "plain_template", "system_prompt", "long_prompts")
+_DATA_KEYS = (
+    "prompt_key",
+    "answer_key",
+    "template",
+    "plain_template",
+    "system_prompt",
+    "template_kwargs",
+    "long_prompts",
+)
 _ROLLOUT_KEYS = ("max_prompt_tokens", "max_response_tokens")
 _PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
 _BLOCK_BYTES = 1 << 22

@@ -47,7 +47,7 @@ class JudgePrompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self._renderer = PromptRenderer(tokenizer, DataConfig())
-        controls = _control_tokens(tokenizer, self._renderer.render("?", "judge.template"))
+        controls = _control_tokens(tokenizer, self._asked("?", "judge.template"))
         self.template = Template(template, controls)
 
     def render(self, prompt: Prompt, response: str) -> str:
@@ -55,7 +55,10 @@ class JudgePrompts:
 
         Raises: DataError when the chat template refuses it.
         """
-        return self._renderer.render(self.template.filled(prompt, response), f"judge.template, prompt {prompt.row}")
+        return self._asked(self.template.filled(prompt, response), f"judge.template, prompt {prompt.row}")
+
+    def _asked(self, text: str, where: str) -> str:
+        return self._renderer.render([{"role": "user", "content": text}], where)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of rendered questions, int32."""

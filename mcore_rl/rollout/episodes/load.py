@@ -81,7 +81,7 @@ def start_episodes(
     player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
     tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
-    conversation, facts = conversation_of(rollout, tokenizer, schemas, stop_ids)
+    conversation, facts = conversation_of(config, tokenizer, schemas, stop_ids)
     player.around = Surroundings(
         tokenizer,
         conversation,
@@ -96,13 +96,14 @@ def start_episodes(
 
 
 def conversation_of(
-    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], stop_ids: tuple[int, ...]
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], stop_ids: tuple[int, ...]
 ) -> tuple[Conversation, TemplateFacts]:
     """How turns are rendered, and what the chat template does with them.
 
     Raises: ConfigError where it cannot, or rewrites earlier turns and rollout.history does not say what then.
     """
-    conversation = Conversation(tokenizer, tools, stop_ids)
+    rollout = config.rollout
+    conversation = Conversation(tokenizer, tools, stop_ids, config.data.template_kwargs)
     chosen = episode_of(rollout)
     users = chosen == WITH_ENVIRONMENT
     facts = examine(conversation, tools=bool(tools), users=users)

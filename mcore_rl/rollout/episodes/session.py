@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.data.chat.conversation import Conversation, Message, call_id, with_call_ids
+from mcore_rl.data.chat.call_ids import call_id
+from mcore_rl.data.chat.conversation import Conversation, Message, with_answer_ids
+from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.errors import ConfigError
@@ -249,7 +251,7 @@ class Session:
                 "turn from session.next_prompt(messages)"
             )
         self._note(messages)
-        return self._around.conversation.after(with_call_ids(messages), self._last.token_ids[-1])
+        return self._around.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
 
     def next_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The whole tokens with which the next turn is sampled, after `messages` were said; as rollout.history and
@@ -258,7 +260,7 @@ class Session:
         self._note(messages)
         if self._around.history == "keep":
             ids = self._last.sequence.tokens.tolist()
-            ids += self._around.conversation.after(with_call_ids(messages), self._last.token_ids[-1])
+            ids += self._around.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
         else:
             ids = self._around.conversation.whole(self.messages)
         if self._around.drops_turns:
@@ -284,7 +286,7 @@ class Session:
         """The conversation, with the turn that was sampled last."""
         if self._last is None or self._said[-1]:
             return list(self.messages)
-        return [*self.messages, {"role": "assistant", "content": self._last.text}]
+        return [*with_answer(self.messages, {"role": "assistant", "content": self._last.text})]
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         if list(messages) == list(self._prompt.messages):
@@ -301,7 +303,7 @@ class Session:
             if isinstance(call, ToolCall)
         ]
         turn = [self._around.conversation.turn(said.content, reasoning=said.reasoning or None, calls=calls)]
-        self._said[-1] = [*turn, *with_call_ids(messages)]
+        self._said[-1] = [*turn, *with_answer_ids(messages)]
         self.messages += self._said[-1]
 
     def _shortened(self, ids: list[int]) -> list[int]:

@@ -140,16 +140,23 @@ def test_another_tokenizer_or_chat_template_makes_another_set(
     other = load_tokenizer(bos_tokenizer_file)
     assert same(load(rows_file, tokenizer=other), load(rows_file, tokenizer=other, cached=False))
     chat = load_tokenizer(tokenizer_file)
-    for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!", "{{ strftime_now('%Y') }}"):
+    for template in (
+        "{{ messages[0].content }}",
+        "{{ messages[0].content }}!",
+        "{{ messages[0].content }}{{ strftime_now('%Y') }}",
+    ):
         chat.chat_template = template
         assert HIT not in load(rows_file, tokenizer=chat)[1].notes
     assert HIT in load(rows_file, tokenizer=chat)[1].notes
+    chat.chat_template = "{{ messages[0].content }}{{ think }}"
+    for think in (False, True):
+        assert HIT not in load(rows_file, tokenizer=chat, template_kwargs={"think": think})[1].notes
 
 
 def test_a_template_that_writes_the_day_makes_a_set_for_each(
     rows_file: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load.tokenizer.chat_template = "{{ strftime_now('%d') }}"
+    load.tokenizer.chat_template = "{{ messages[0].content }}{{ strftime_now('%d') }}"
     load(rows_file)
     monkeypatch.setattr("mcore_rl.data.tokenised.digest.time", SimpleNamespace(strftime=lambda form: "2001-01-01"))
     assert HIT not in load(rows_file)[1].notes

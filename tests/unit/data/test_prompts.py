@@ -91,7 +91,7 @@ def test_chat_messages_without_a_chat_template_are_joined(tmp_path, tokenizer):
 
 
 def test_struct_fields_that_parquet_fills_with_null_are_not_passed_on(tmp_path, chat_tokenizer):
-    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}"
     rows = [{**VERL, "prompt": [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]}]
     assert load(parquet(tmp_path, rows), chat_tokenizer)[0][0].text.count("name") == 1
 
@@ -303,3 +303,38 @@ def test_each_file_has_its_own_columns_and_overrides_reach_the_set(tmp_path, tok
     assert [prompts[i].sampling for i in range(3)] == [None, None, {"temperature": 0.5}]
     assert prompts.take([2])[0].max_turns == 2
     assert pickle.loads(pickle.dumps(prompts))[2].sampling == {"temperature": 0.5}
+
+
+def test_tool_calls_of_a_parquet_file_have_no_nested_nulls(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    calls = [[{"function": {"name": "look", "arguments": each}}] for each in ({"q": "a"}, {"n": 1})]
+    rows = [
+        {
+            **VERL,
+            "prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": made}],
+        }
+        for made in calls
+    ]
+    for row in rows:
+        row["prompt"].append({"role": "tool", "content": "42"})
+    prompts, _ = load(parquet(tmp_path, rows), chat_tokenizer)
+    assert "null" not in prompts[0].text
+    called = [prompts[row].messages[1]["tool_calls"][0]["function"] for row in (0, 1)]
+    assert called == [{"name": "look", "arguments": {"q": "a"}}, {"name": "look", "arguments": {"n": 1}}]
+
+
+def test_message_that_a_chat_template_drops_is_named_by_file_and_line(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    path = jsonl(tmp_path, [PLAIN[0], {**VERL, "prompt": [{"role": "critic", "content": "no"}, *VERL["prompt"]]}])
+    with pytest.raises(DataError, match=r"prompts\.jsonl, line 2: .* drops or changes message 1 \(role 'critic'\)"):
+        load(path, chat_tokenizer)
+
+
+def test_rows_with_other_template_arguments_than_the_run_are_refused(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ messages[0].content }}{{ think }}"
+    path = jsonl(tmp_path, [{**PLAIN[0], "chat_template_kwargs": {"think": 1}}])
+    with pytest.raises(
+        DataError, match=r"line 1 has chat_template_kwargs\.think=1, .* set data\.template_kwargs\.think"
+    ):
+        load(path, chat_tokenizer)
+    assert load(path, chat_tokenizer, template_kwargs={"think": 1})[0][0].text == "1+1=1"

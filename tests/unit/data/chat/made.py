@@ -71,6 +71,46 @@ NAMED_CALLS = (
     + _PROMPT
 )
 """Calls have ids, which the model writes and answers repeat."""
+KNOWN_ROLES = STABLE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+"""Shows no developer message."""
+NO_NULLS = STABLE.replace("{{ m.content }}", "{{ m.content + '' }}")
+CALLS_ONLY_IF_NULL = STABLE.replace(
+    "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
+).replace("{% for c in m.tool_calls or [] %}", "{% for c in m.tool_calls or [] if m.content is none %}")
+"""Shows calls only of turns whose content is null."""
+PARTS_ONLY = STABLE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+STRINGS_OR_PARTS = STABLE.replace(
+    "{{ m.content }}",
+    "{{ m.content if m.content is string else m.content | map(attribute='text') | join('|') }}",
+)
+SHORT_IDS = STABLE.replace(
+    "{% for c in m.tool_calls or [] %}",
+    "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}",
+)
+ONE_OF_EQUAL = STABLE.replace(
+    "{{ m.content }}",
+    "{% if loop.first or m.content != messages[loop.index0 - 1].content %}{{ m.content }}{% endif %}",
+)
+"""Drops the second of two equal messages in a row."""
+THINKS = (
+    STABLE.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' and '</think>' in m.content and not loop.last %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}",
+    )
+    .replace(
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>",
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n",
+    )
+    .replace(
+        _PROMPT,
+        _PROMPT.replace(
+            "{% endif %}",
+            "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}",
+        ),
+    )
+)
+"""Leaves reasoning out of earlier turns, and reads an argument that switches it off."""
 NEXT_ROLE_ENDS = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
     "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + _CALLS + "{% endfor %}"

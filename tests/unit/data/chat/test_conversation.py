@@ -114,7 +114,7 @@ def test_arguments_are_text_where_the_template_wants_them_so() -> None:
     talk = conversation(TEXT_ARGUMENTS)
     examine(talk, tools=True, users=False)
     turn = talk.turn("", calls=[{"name": "look", "arguments": {"q": "ä"}}])
-    assert '"arguments": {"q": "ä"}}' in talk.rendered([QUESTION, turn])
+    assert '"arguments": {"q": "ä"}}' in talk.rendered([QUESTION, turn], prompts=False)
 
 
 def test_what_a_template_refuses_is_told() -> None:

@@ -1,0 +1,142 @@
+"""Chat messages of a row in one form: text or text parts as content, tool calls in OpenAI's form, no null fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.data.json_text import parse_json
+from mcore_rl.errors import DataError
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_JSON_LAYERS = 2
+"""Arguments that an exporter encoded twice are decoded twice."""
+
+
+def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
+    """Normalize a string (one user message) or a list of chat messages.
+
+    The content is a string, or a list of two or more `{"type": "text", "text": ...}` parts. A tool call is
+    `{"type": "function", "function": {"name": str, "arguments": dict}}` with an `id` if the row has one. With
+    `struct_nulls` (rows of Arrow files, whose structs hold every field of every row) nulls are removed at every depth;
+    otherwise a null within the arguments of a call is a value.
+
+    Raises: DataError for an empty prompt, another type, or a message that has no such form; `where` starts the message.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a string or a list of chat messages")
+    messages = normalized(prompt, where, struct_nulls=struct_nulls)
+    if not any(text_of(message).strip() or message.get("tool_calls") for message in messages):
+        raise DataError(f"{where}: the prompt is empty")
+    return messages
+
+
+def normalized(messages: Sequence[Any], where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
+    """Normalize a list of messages, as chat_messages; all of them may be empty.
+
+    Raises: DataError.
+    """
+    return [_message(each, f"{where}: message {number}", struct_nulls) for number, each in enumerate(messages, start=1)]
+
+
+def with_answer(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages with the assistant's `answer` at their end, joined to a last message that begins the answer."""
+    made = [dict(message) for message in messages]
+    if made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
+        begun = made.pop()
+        answer = {**begun, **answer, "content": begun["content"] + answer["content"]}
+    return [*made, dict(answer)]
+
+
+def text_of(message: Mapping[str, Any], separator: str = "\n") -> str:
+    """The content of a normalized message as one string."""
+    content = message["content"]
+    return content if isinstance(content, str) else separator.join(part["text"] for part in content)
+
+
+def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise DataError(f"{where}: a chat message needs `role` and `content`")
+    if struct_nulls:
+        message = _without_nulls(message)
+    where = f"{where} ({message['role']})"
+    made = {key: value for key, value in message.items() if value is not None}
+    calls = _tool_calls(made, where)
+    made.pop("function_call", None)
+    if calls:
+        made["tool_calls"] = calls
+    else:
+        made.pop("tool_calls", None)
+    made["content"] = _content(message.get("content"), where, optional=bool(calls) or "reasoning_content" in made)
+    return made
+
+
+def _content(content: Any, where: str, *, optional: bool) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    if content is None and optional:
+        return ""
+    if not isinstance(content, list):
+        found = "no `content`" if content is None else f"content of type {type(content).__name__}"
+        raise DataError(f"{where} has {found}; a chat message needs `role` and `content`, a string or text parts")
+    texts = [_part(part, where) for part in content]
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind in (None, *_TEXT_PARTS) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise DataError(f"{where} has a part of type {kind!r}, but prompts are text only; leave such rows out")
+
+
+def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    if calls is None and isinstance(message.get("function_call"), dict):
+        calls = [message["function_call"]]  # OpenAI's earlier form of a single call
+    if isinstance(calls, str) and calls.strip():
+        calls = parse_json(calls, f"{where}: tool_calls")
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: tool_calls is {type(calls).__name__}, not a list of calls")
+    return [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls, start=1)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"{where} has no `function` with `name` and `arguments`")
+    if call.get("type") not in (None, "function"):
+        raise DataError(f"{where} is of type {call['type']!r}; only calls of type 'function' are supported")
+    given = function.get("arguments", function.get("parameters"))
+    arguments = _arguments(given, f"{where}: arguments of {function['name']}")
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": str(call["id"]), **made} if call.get("id") else made
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any]:
+    for _ in range(_MAX_JSON_LAYERS):
+        if isinstance(given, str) and given.strip():
+            given = parse_json(given, where)
+    if given is None or given == "":
+        return {}
+    if isinstance(given, list) and given and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        given = dict(given)  # a map column of an Arrow file
+    if not isinstance(given, dict):
+        raise DataError(f"{where} are {type(given).__name__}, not an object or the JSON text of one")
+    return given
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value if each is not None]
+    return value

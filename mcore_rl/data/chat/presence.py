@@ -1,0 +1,113 @@
+"""Proof that a rendered prompt contains every message: chat templates drop roles and fields without an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcore_rl.data.chat.style import ChatStyle, Message, is_empty
+from mcore_rl.errors import DataError
+
+REASONING_NOTE = "have reasoning in earlier assistant messages, which the chat template leaves out"
+_SWITCHES = re.compile(r"/(?:no_?think|think)\b")
+"""Words by which users switch reasoning; templates that act on them remove them."""
+
+
+class PresenceCheck:
+    """Checks rendered prompts in two ways: the text of each message is in the prompt and, once for each shape of a
+    conversation, marks in the place of the contents are too. Only marks show that a message was dropped whose text is
+    also part of another one. Equal contents have equal marks, which have to be there as often.
+    """
+
+    def __init__(self, style: ChatStyle) -> None:
+        self._style = style
+        self._dropped: dict[tuple[tuple[str, int, int], ...], int | None] = {}
+        """Index of the first message that the template drops, by the shape of the conversation; None: it shows all."""
+
+    def check(self, messages: Sequence[Message], text: str, where: str) -> bool:
+        """Return whether all of the messages is in `text`, the rendering, or only reasoning of earlier turns is not.
+
+        Raises: DataError naming the message that the template drops or changes.
+        """
+        whole = True
+        for number, message in enumerate(messages, start=1):
+            content = message["content"]
+            if message["role"] == "assistant" and not _shows(text, content):
+                whole = whole and "</think>" not in content
+                content = content.rpartition("</think>")[2].removeprefix("<think>")
+            lost = next((part for part in _texts(message, content) if not _shows(text, part)), None)
+            if lost is not None:
+                self._refuse(messages, number - 1, where, f"{_short(lost)} is not in the prompt")
+            reasoning = message.get("reasoning_content")
+            whole = whole and (not isinstance(reasoning, str) or _shows(text, reasoning))
+        dropped = self._dropped_message(messages)
+        if dropped is not None:
+            self._refuse(messages, dropped, where, "its content is not in the prompt")
+        return whole
+
+    def _refuse(self, messages: Sequence[Message], index: int, where: str, problem: str) -> None:
+        raise DataError(
+            f"{where}: the tokenizer's chat template drops or changes message {index + 1} (role "
+            f"{messages[index]['role']!r}): {problem}; rewrite or leave out the row, or use a tokenizer whose chat "
+            "template shows such messages"
+        )
+
+    def _dropped_message(self, messages: Sequence[Message]) -> int | None:
+        numbers: dict[str, int] = {"": 0}
+        contents = [numbers.setdefault(message["content"].strip(), len(numbers)) for message in messages]
+        shape = tuple(
+            (message["role"], content, len(message.get("tool_calls", ())))
+            for message, content in zip(messages, contents, strict=True)
+        )
+        if shape not in self._dropped:
+            self._dropped[shape] = self._look(messages, contents)
+        return self._dropped[shape]
+
+    def _look(self, messages: Sequence[Message], contents: Sequence[int]) -> int | None:
+        marks = [f"mark{number:05d}z" if number else "" for number in contents]
+        marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+        try:
+            text = self._style.render(marked, "probe", opens_turn=True)
+        except DataError:
+            return None  # a template that depends on the contents, which were found
+        counts = {mark: marks.count(mark) for mark in marks if mark}
+        lacking = {mark for mark, count in counts.items() if text.count(mark) < count}
+        return next((number for number in reversed(range(len(marks))) if marks[number] in lacking), None)
+
+
+def _texts(message: Message, content: str) -> Iterator[str]:
+    """All that a message has to show: content, names and arguments of calls."""
+    if not is_empty(message) or message["role"] != "assistant":
+        yield content
+    for call in message.get("tool_calls", ()):
+        yield call["function"]["name"]
+        yield from _leaves(call["function"]["arguments"])
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _shows(text: str, part: str) -> bool:
+    """Whether a text holds `part` as it is, without blanks around it, as JSON, or without switches of reasoning."""
+    part = part.strip()
+    if part in text:
+        return True
+    if any(json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)):
+        return True
+    return _SWITCHES.search(part) is not None and all(piece.strip() in text for piece in _SWITCHES.split(part))
+
+
+def _short(text: str, limit: int = 60) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= limit else f"{text[:limit]}...")

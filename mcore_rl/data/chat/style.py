@@ -1,0 +1,212 @@
+"""The form in which a chat template takes messages, found by rendering short conversations when it is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.data.chat.call_ids import kimi_id, nine_characters, renamed, with_call_ids
+from mcore_rl.data.chat.messages import text_of
+from mcore_rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+_MARKS = ("mark0here", "mark1here")
+_NAME, _KEY, _VALUE = "markedname", "markedkey", "markedvalue"
+_LONG_ID, _NINE = "call_0123456789abcdef", "call00000"
+_KIMI_MARK = "<|tool_call_argument_begin|>"
+_MAX_SEPARATOR = 8
+_OPEN_THOUGHT = re.compile(r"\s*<think>(?P<thought>(?:(?!</think>).)*)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChatStyle:
+    """Renders messages with one chat template, with `tools` (OpenAI schemas) and `kwargs` (data.template_kwargs).
+
+    `parts`: every content is a list of parts; `separator`: what stands between text parts; `developer`: the role that
+    shows a developer message; `text_arguments`: arguments of calls are JSON text; `null_content`: a turn that only
+    calls tools has the content None; `short_ids`: ids of calls have nine letters or digits.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: tuple[Mapping[str, Any], ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    parts: bool = False
+    separator: str = "\n"
+    developer: str = "developer"
+    text_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatStyle:
+        """Find the style of the tokenizer's chat template.
+
+        Raises: ConfigError for a template that is not valid Jinja.
+        """
+        return _with_calls(_with_developer(_with_parts(cls(tokenizer, tuple(tools), dict(kwargs or {})))))
+
+    @property
+    def source(self) -> str:
+        """The chat template's text."""
+        return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in self.tools] or None))
+
+    def canonical(self, messages: Sequence[Message], where: str, *, strict: bool = True) -> list[dict[str, Any]]:
+        """Normalized messages as this template can show them: every content is a string, every call has an id, and
+        developer messages have the role `developer` of the style.
+
+        Raises: DataError, if `strict`, for a tool message that answers no call.
+        """
+        made: list[dict[str, Any]] = [{**message, "content": text_of(message, self.separator)} for message in messages]
+        for message in made:
+            if message["role"] == "developer":
+                message["role"] = self.developer
+        made = with_call_ids(made, where, strict=strict)
+        if strict and _KIMI_MARK in self.source:
+            return renamed(made, kimi_id)
+        return renamed(made, nine_characters) if self.short_ids else made
+
+    def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool) -> str:
+        """The text of canonical messages. With `opens_turn` the model's turn begins at its end; a last message of the
+        assistant is the beginning of that turn, and is left open.
+
+        Raises: DataError for messages that the chat template refuses, or a last message that it cannot leave open.
+        """
+        if opens_turn and messages and messages[-1]["role"] == "assistant":
+            if not is_empty(messages[-1]):
+                return self._continued(messages, where)
+            messages = messages[:-1]
+        return self._applied(messages, where, add_generation_prompt=opens_turn)
+
+    def _continued(self, messages: Sequence[Message], where: str) -> str:
+        last = messages[-1]
+        if last.get("tool_calls"):
+            raise DataError(
+                f"{where}: the last message is an assistant's tool call without an answer; add the tool's message, or "
+                "leave the call out"
+            )
+        thought = _OPEN_THOUGHT.match(last["content"]) if last["content"] else None
+        field, begun = "content", last["content"]
+        if "reasoning_content" in self.source and (thought is not None or not begun):
+            field = "reasoning_content"
+            begun = thought["thought"].strip("\n") if thought is not None else str(last[field])
+            last = {**last, "content": "", field: begun}
+        if "prefix" in self.source:
+            last = {**last, "prefix": True}  # DeepSeek-V3.1 opens or closes the reasoning by it
+        text = self._applied([*messages[:-1], last], where, continue_final_message=field)
+        if not text.rstrip().endswith(begun.strip()):
+            raise DataError(
+                f"{where}: the last message begins the assistant's answer, and the chat template does not leave it open"
+            )
+        return text
+
+    def _applied(self, messages: Sequence[Message], where: str, **options: Any) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [self._shown(message) for message in messages],
+                tools=[dict(tool) for tool in self.tools] or None,
+                tokenize=False,
+                **options,
+                **(self.kwargs or {}),
+            )
+        except MemoryError:
+            raise  # a limit, which `limits` reports
+        except Exception as error:  # a template may raise anything
+            problem = " ".join((str(error) or type(error).__name__).split())
+            raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {problem}") from error
+        return str(text)
+
+    def _shown(self, message: Message) -> dict[str, Any]:
+        shown = dict(message)
+        if calls := message.get("tool_calls"):
+            shown["tool_calls"] = [self._shown_call(call) for call in calls]
+            if self.null_content and not shown["content"]:
+                return {**shown, "content": None}
+        if self.parts and isinstance(shown["content"], str):
+            shown["content"] = [{"type": "text", "text": shown["content"]}]
+        return shown
+
+    def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if self.text_arguments:
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        return {**call, "function": dict(function)}
+
+
+def is_empty(message: Message) -> bool:
+    """Whether an assistant's message begins nothing: no content, reasoning or call."""
+    return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+
+
+def _tried(style: ChatStyle, *messages: Message) -> str:
+    """The rendering; empty where the template refuses it."""
+    try:
+        return style._applied(messages, "probe", add_generation_prompt=True)
+    except DataError as error:
+        from jinja2 import TemplateSyntaxError
+
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            raise ConfigError(
+                f"model.tokenizer_path: the tokenizer's chat template is not valid Jinja: line "
+                f"{error.__cause__.lineno}: {error.__cause__.message}; correct it, or set data.template=plain"
+            ) from error
+        return ""
+
+
+def _user(content: Any) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _with_parts(style: ChatStyle) -> ChatStyle:
+    first, second = _MARKS
+    as_parts = [{"type": "text", "text": mark} for mark in _MARKS]
+    one_part = _tried(style, _user(as_parts[:1]))
+    printed = any(key in one_part for key in ("'type'", '"type"'))  # the list itself, as Python or JSON writes it
+    parts = first in one_part and not printed and first not in _tried(style, _user(first))
+    text = _tried(style, _user(as_parts))
+    separator = text[text.find(first) + len(first) : max(text.find(second), 0)]
+    style = replace(style, parts=parts)
+    native = second in text and len(separator) <= _MAX_SEPARATOR
+    if not native or _tried(style, _user(f"{first}{separator}{second}")) != text:
+        separator = "\n"  # as vLLM joins them for a template that takes strings
+    return replace(style, separator=separator)
+
+
+def _with_developer(style: ChatStyle) -> ChatStyle:
+    for role in ("developer", "system"):
+        if _MARKS[0] in _tried(style, {"role": role, "content": _MARKS[0]}, _user(_MARKS[1])):
+            return replace(style, developer=role)
+    return style
+
+
+def _with_calls(style: ChatStyle) -> ChatStyle:
+    for call_id in (_LONG_ID, _NINE):
+        for text_arguments in (False, True):
+            for null_content in (False, True):
+                tried = replace(
+                    style, text_arguments=text_arguments, null_content=null_content, short_ids=call_id == _NINE
+                )
+                if _shows_calls(tried, call_id):
+                    return tried
+    return style
+
+
+def _shows_calls(style: ChatStyle, call_id: str) -> bool:
+    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    calls = [{"id": call_id, "type": "function", "function": function}]
+    messages = [_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    answer = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
+    before = _tried(style, *messages[:1])
+    text = _tried(style, *messages, answer) or _tried(style, *messages)
+    quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # Python's form of a dict, or JSON within JSON
+    return _NAME in text and _VALUE in text and not quoted_wrongly and text.count("None") == before.count("None")

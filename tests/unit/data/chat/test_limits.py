@@ -1,0 +1,77 @@
+"""Chat templates that raise, do not end or fill the memory end with one message."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+
+from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.chat import limits
+from mcore_rl.data.templates import PromptRenderer
+from mcore_rl.errors import ConfigError, DataError
+from tests.unit.data.chat import made
+
+LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+BOMBS = [
+    (LOOPS, "did not end within 1 seconds"),
+    ("{{ 10 ** (10 ** 9) }}", "did not end within 1 seconds|needs more than"),
+    ("{{ 'a' * 10 ** 11 }}", "needs more than 256 MiB"),
+    ("{{ 'a'.ljust(10 ** 11) }}", "needs more than 256 MiB"),
+    ("{{ ['a' * 10 ** 6] * 10 ** 9 }}", "needs more than 256 MiB|did not end"),
+]
+
+
+@pytest.fixture(autouse=True)
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "MAX_BYTES", 256 << 20)
+
+
+@pytest.mark.parametrize(("bomb", "problem"), BOMBS)
+def test_template_beyond_a_limit_is_refused_when_it_is_loaded(bomb: str, problem: str) -> None:
+    tokenizer = made.tokenizer(made.STABLE + bomb)
+    with pytest.raises(ConfigError, match=rf"^model\.tokenizer_path: .*({problem}).*; set data\.template=plain, or"):
+        limits.try_out(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
+
+
+@pytest.mark.parametrize(("bomb", "problem"), [*BOMBS, ("{{ 'a' * 10 ** 8 }}", "writes more than 64 MiB|needs more")])
+def test_row_beyond_a_limit_is_named(bomb: str, problem: str) -> None:
+    """The message of the second row sets it off, which no trial at load time finds."""
+    template = (
+        made.STABLE
+        + "{% if 'boom' in messages[0].content %}"
+        + bomb.replace("10 **", "messages[0].n **")
+        + "{% endif %}"
+    )
+    renderer = PromptRenderer(made.tokenizer(template), DataConfig())
+    rows = [([{"role": "user", "content": text, "n": 10}], f"row {text}") for text in ("calm", "boom", "calm")]
+    rendered = renderer.render_all(rows)
+    assert "calm" in next(rendered)
+    with pytest.raises(DataError, match=rf"^row boom: the tokenizer's chat template ({problem})"):
+        next(rendered)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('no users') }}", "no users"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages[9].content + '' }}", "has no element 9"),
+        ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),
+    ],
+)
+def test_template_that_raises_refuses_the_row(template: str, problem: str) -> None:
+    renderer = PromptRenderer(made.tokenizer(template), DataConfig())
+    with pytest.raises(DataError, match=rf"^row 1: the tokenizer's chat template refuses the prompt: .*{problem}"):
+        list(renderer.render_all([([{"role": "user", "content": "x"}], "row 1")]))
+
+
+def test_results_come_in_order_and_the_child_ends() -> None:
+    began = time.monotonic()
+    assert list(limits.render_all([partial(str, number) for number in range(1000)])) == [*map(str, range(1000))]
+    first = next(limits.render_all([str, partial(time.sleep, 60)]))
+    assert first == ""
+    assert time.monotonic() - began < 20
