@@ -36,22 +36,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPS.exit_code()
 
 
+class _Verb(argparse.ArgumentParser):
+    """The parser of one verb. Options may stand between `key=value` words."""
+
+    _intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words of the verb; the method for intermixed words calls this one twice."""
+        if self._intermixed:
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Verb)
     for name, run, text in (
         ("train", _train, "start a run, or resume what run.dir holds"),
         ("eval", _eval, "validation only, of what run.dir holds or else of model.hf_path"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
         verb.add_argument("config", metavar="CONFIG.yaml")
-        verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.steps=3")
+        verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as trainer.steps=3")
         verb.set_defaults(run=run)
     _add_plan(verbs)
     slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
     slurm.add_argument("config", metavar="CONFIG.yaml")
-    slurm.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.nodes=64")
+    slurm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as cluster.nodes=64")
     slurm.add_argument("--force", action="store_true", help="also of a job that is certain to be refused")
     slurm.set_defaults(run=_slurm)
     text = "every configuration key: its type, default, unit, range and meaning"
@@ -73,7 +89,7 @@ def _add_plan(verbs: Any) -> None:
     )
     plan = verbs.add_parser("plan", help=text, description=text)
     plan.add_argument("config", metavar="CONFIG.yaml")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as actor.parallel.ep=16")
+    plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as actor.parallel.ep=16")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout, also when it does not fit")
     plan.add_argument("--suggest", action="store_true", help="search layouts that fit, best first")
     plan.set_defaults(run=_plan)

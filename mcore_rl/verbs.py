@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def _hugging_face(config: Config) -> str:
     if uses_lora(config.actor):
         return "the same command with trainer.export_hf=DIR"
     newest = Path(config.run.dir, "checkpoints", f"step_{newest_step(Path(config.run.dir))}")
-    return f"python -m model_converters to-hf --ckpt {newest} --out DIR"
+    return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
 def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
@@ -129,7 +130,7 @@ def evaluate(config: Config) -> int:
     from mcore_rl.errors import ConfigError
     from mcore_rl.runtime.stops import STOPS
 
-    if config.data.val is None:
+    if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
     start_up = StartUp()
     with STOPS.listening(), third_party_log() as log:

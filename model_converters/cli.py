@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
@@ -20,6 +19,7 @@ from model_converters.families.parts.hf_config import read_hf_config, weights_dt
 from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
+from model_converters.paths import expanded_path as _path
 from model_converters.show import as_json, as_table
 
 
@@ -48,13 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     show = verbs.add_parser("show", help="print the bound weight table: every row, its ranks and slices")
-    show.add_argument("--config", type=Path, required=True, help="config.json, or the HF directory that holds it")
+    show.add_argument("--config", type=_path, required=True, help="config.json, or the HF directory that holds it")
     show.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     add_layout_flags(show)
     show.set_defaults(verb=show_verb)
     families = verbs.add_parser("families", help="list the model families: what is covered, what is refused")
     families.add_argument("--markdown", action="store_true", help="as Markdown tables")
-    families.add_argument("--into", type=Path, metavar="PAGE", help="write the tables between the markers of a page")
+    families.add_argument("--into", type=_path, metavar="PAGE", help="write the tables between the markers of a page")
     families.set_defaults(verb=families_verb)
     _add_to_mcore(verbs)
     _add_to_hf(verbs)
@@ -64,9 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_to_mcore(verbs: Any) -> None:
     verb = verbs.add_parser("to-mcore", help="HF directory -> megatron-core distributed checkpoint")
-    verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
-    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint; must not exist")
-    verb.add_argument("--lora", type=Path, metavar="DIR", help="PEFT adapter to merge into the weights")
+    verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
+    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="the checkpoint; must not exist")
+    verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter to merge into the weights")
     verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
     verb.add_argument(
         "--logits",
@@ -81,9 +81,9 @@ def _add_to_mcore(verbs: Any) -> None:
 
 def _add_to_hf(verbs: Any) -> None:
     verb = verbs.add_parser("to-hf", help="distributed checkpoint of any layout -> HF directory")
-    verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
-    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the HF directory; must not exist")
-    verb.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
+    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="the HF directory; must not exist")
+    verb.add_argument("--hf", type=_path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
     verb.add_argument("--fp8", action="store_true", help="weights of linear layers in FP8, 128 x 128 blocks")
     verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="size of its files (default 5)")
     verb.set_defaults(verb=to_hf_verb)
@@ -91,9 +91,9 @@ def _add_to_hf(verbs: Any) -> None:
 
 def _add_verify(verbs: Any) -> None:
     verb = verbs.add_parser("verify", help="certify that both hold the same model; exit code 1 and a list otherwise")
-    verb.add_argument("--hf", type=Path, required=True, metavar="DIR", help="HF directory")
-    verb.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="the directory that holds .metadata")
-    verb.add_argument("--lora", type=Path, metavar="DIR", help="PEFT adapter that was merged into the weights")
+    verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory")
+    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter that was merged into the weights")
     verb.add_argument("--logits", action="store_true", help="run both models in float32 on random tokens as well")
     verb.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     verb.set_defaults(verb=verify_verb)

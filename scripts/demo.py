@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
     Raises: SystemExit with its exit code, unless that is 0.
     """
     command = [*on, str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
-    print(f"$ {''.join(f'{word} ' for word in on)}mcore-rl train {' '.join(arguments)}", flush=True)
+    print(f"$ {shlex.join([*on, 'mcore-rl', 'train', *arguments])}", flush=True)
     started: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 

@@ -160,14 +160,32 @@ ALIASES = {
     "actor_num_gpus_per_node": "cluster.gpus_per_node",
 }
 """How keys of verl, slime, TRL and OpenRLHF end -> ours of the same meaning."""
+_SIMILAR = 0.8
+"""Least ratio of difflib at which a key is spelt like another."""
+_SIMILAR_WORDS = 0.6
+"""Least ratio without the sections that both have."""
+_GENERIC = ("dir", "enable", "hf_path", "kwargs", "name", "path", "weight")
+"""Last words that say nothing without a similar section."""
 
 
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Which of `known`, keys and sections, is meant by `key`: one of the same meaning, else one with the same last
-    word, else one that is spelt alike."""
+def nearest(key: str, known: Sequence[str]) -> str | None:
+    """The key or section of `known` that `key` stands for: one of the same meaning, else one with the same last word in
+    a similar section, else one that is spelt alike; None where nothing is similar."""
     words = key.replace("-", "_").lower().split(".")
     endings = [".".join(words[start:]) for start in range(len(words))]
     if alias := next((ALIASES[ending] for ending in endings if ending in ALIASES), None):
         return alias
     same_word = [each for each in known if each.rpartition(".")[2] == words[-1]]
-    return difflib.get_close_matches(key, same_word or known, n=1, cutoff=0.0)[0]
+    if same_word:
+        best = difflib.get_close_matches(key, same_word, n=1, cutoff=0.0)[0]
+        shares_section = bool(set(words[:-1]) & set(best.split(".")[:-1]))
+        if len(words) == 1 or shares_section or words[-1] not in _GENERIC:
+            return best
+    spelt_alike = difflib.get_close_matches(".".join(words), known, n=3, cutoff=_SIMILAR)
+    return next((each for each in spelt_alike if _differ_little(words, each.split("."))), None)
+
+
+def _differ_little(words: list[str], others: list[str]) -> bool:
+    """Compares without the sections that both have: these alone make long keys similar."""
+    shared = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), 0)
+    return difflib.SequenceMatcher(None, ".".join(words[shared:]), ".".join(others[shared:])).ratio() >= _SIMILAR_WORDS

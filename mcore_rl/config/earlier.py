@@ -10,9 +10,12 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.load import YamlLoader, for_the_owner, known_keys, with_lists, write_resolved
+from mcore_rl.config.load import as_yaml, for_the_owner, known_keys, write_resolved
+from mcore_rl.config.reading.values import settled
+from mcore_rl.config.reading.yaml_text import YamlLoader
 from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
 NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")
@@ -24,7 +27,7 @@ def replace_config(config: Config, directory: Path) -> list[str]:
     """Writes config.yaml. Where it says something else than the one that is there, that one stays as config.<n>.yaml;
     returns the keys of the run that changed, as `key: old -> new`."""
     path = directory / CONFIG_FILE
-    new = OmegaConf.to_yaml(OmegaConf.structured(config))
+    new = as_yaml(config)
     before = path.read_text(encoding="utf-8") if path.exists() else new
     if before != new:
         _keep(path, before)
@@ -66,7 +69,10 @@ def _tree(text: str) -> Any:
         tree = yaml.load(text, Loader=YamlLoader)
     except yaml.YAMLError:
         return {}
-    return with_lists(tree) if isinstance(tree, dict) else tree  # versions before lists wrote a path on its own
+    try:
+        return settled(tree, expand=False) if isinstance(tree, dict) else tree  # older versions wrote a path on its own
+    except ConfigError:  # a value that an older version accepted: compared as it is written
+        return tree
 
 
 def _at(tree: Any, key: str) -> Any:

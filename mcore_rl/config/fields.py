@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
+from mcore_rl.config.reading.expansion import check_utf8
 from mcore_rl.errors import ConfigError
 
 T = TypeVar("T")
@@ -133,17 +134,30 @@ def check_domains(section: Any, prefix: str = "") -> None:
 
 
 def make_paths_absolute(section: Any) -> None:
-    """Of every path and every user's file, as other processes need not run in this one's directory."""
+    """Replaces every path, and every path of a user's file, by its absolute form: other processes need not run in the
+    directory of this one.
+
+    Raises: ConfigError where the working directory is not UTF-8.
+    """
     for leaf in leaves(section):
         if leaf.domain.function and isinstance(leaf.value, dict):
             setattr(leaf.section, leaf.name, {key: absolute_spec(value) for key, value in leaf.value.items()})
         elif leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
         elif leaf.domain.path and leaf.value:
-            setattr(leaf.section, leaf.name, _absolute(leaf.value))
+            setattr(leaf.section, leaf.name, _absolute(leaf.key, leaf.value))
 
 
-def _absolute(paths: Any) -> Any:
+def _absolute(key: str, paths: Any) -> Any:
+    """A mapping of numbers has its paths in the keys, any other one in the values."""
     if isinstance(paths, dict):
-        return {os.path.abspath(path): value for path, value in paths.items()}
-    return [os.path.abspath(path) for path in paths] if isinstance(paths, list) else os.path.abspath(paths)
+        in_values = all(isinstance(value, list) for value in paths.values())
+        return {
+            name if in_values else _absolute(key, name): _absolute(f"{key}.{name}", value) if in_values else value
+            for name, value in paths.items()
+        }
+    if isinstance(paths, list):
+        return [_absolute(key, path) for path in paths]
+    path = os.path.abspath(paths)
+    check_utf8(key, path)
+    return path

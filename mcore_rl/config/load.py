@@ -3,66 +3,61 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
-from mcore_rl.config.aliases import nearest
-from mcore_rl.config.fields import leaves
+from mcore_rl.config.reading.expansion import expanded
+from mcore_rl.config.reading.unknown import known_keys, refuse_unknown
+from mcore_rl.config.reading.values import settled
+from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+
+__all__ = ["as_yaml", "for_the_owner", "known_keys", "load_config", "write_resolved"]
 
 
 def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
     """Merges defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
 
-    Raises: ConfigError for a file that cannot be read, an unknown key (naming the nearest known one), a value
+    Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if there is one), a value
     of the wrong type, and a key without which nothing can start.
     """
     _refuse_blanks(overrides)
+    path = expanded("CONFIG", path)
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = []
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
-        _refuse_unknown(tree, source)
+        refuse_unknown(tree, source)
         try:
-            merged = OmegaConf.merge(merged, with_lists(tree))
+            merged = OmegaConf.merge(merged, settled(tree))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_first_line(error)}") from None
+        except TypeError as error:  # OmegaConf's for a mapping where a list may stand, and the reverse
+            raise ConfigError(f"{source}: a value has the wrong form: {error}") from None
     try:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "a key"
-        raise ConfigError(f"{key} must be set, in {path} or on the command line as {key}=VALUE") from None
+        raise _unresolved(error, path) from None
 
 
-def known_keys() -> list[str]:
-    """Every leaf key of the schema, dotted."""
-    return sorted(leaf.key for leaf in leaves(Config()))
-
-
-def with_lists(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree of a YAML file, in which a path on its own, where a list of paths may stand, is a list of one."""
-    changed = dict(tree)
-    for leaf in leaves(Config()):
-        section, _, name = leaf.key.rpartition(".")
-        values = tree.get(section)
-        if leaf.domain.path and leaf.is_list and isinstance(values, dict) and isinstance(values.get(name), str):
-            changed[section] = {**changed[section], name: [values[name]]}
-    return changed
+def as_yaml(config: Config) -> str:
+    """The whole configuration as YAML that load_config reads back equal."""
+    tree = OmegaConf.to_container(OmegaConf.structured(config))
+    return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def write_resolved(config: Config, path: Path) -> None:
     """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        file.write(as_yaml(config))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -85,26 +80,6 @@ def _read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
     return tree
-
-
-class YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
-    though it is a time limit."""
-
-
-_INT = "tag:yaml.org,2002:int"
-YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-YamlLoader.add_implicit_resolver(
-    _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
-)
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
 
 
 def _refuse_blanks(overrides: Sequence[str]) -> None:
@@ -139,44 +114,19 @@ def _parse_override(item: str) -> dict[str, Any]:
     return tree  # type: ignore[no-any-return]
 
 
-def _refuse_unknown(tree: dict[str, Any], source: str) -> None:
-    for key in _unknown(tree, Config, ""):
-        near = nearest(key, [*known_keys(), *_sections(Config, "")])
-        raise ConfigError(f"{source}: unknown key {key}; did you mean {near}?")
-
-
-def _unknown(tree: dict[str, Any], node: type, prefix: str) -> Iterator[str]:
-    hints = get_type_hints(node)
-    for name, value in tree.items():
-        if name not in hints:
-            yield _first_leaf(f"{prefix}{name}", value)
-        elif is_dataclass(hints[name]):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{prefix}{name} is a section; set the keys in it, such as {prefix}{name}.{_example(hints[name])}"
-                )
-            yield from _unknown(value, hints[name], f"{prefix}{name}.")
-
-
-def _first_leaf(key: str, value: Any) -> str:
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return key
-
-
-def _example(node: Any) -> str:
-    return fields(node)[0].name
-
-
-def _sections(node: Any, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(node).items():
-        if is_dataclass(hint):
-            yield f"{prefix}{name}"
-            yield from _sections(hint, f"{prefix}{name}.")
-
-
 def _first_line(error: Exception) -> str:
     key = getattr(error, "full_key", None)
     message = str(error).splitlines()[0]
     return f"{key}: {message}" if key and key not in message else message
+
+
+def _unresolved(error: OmegaConfBaseException, path: str) -> ConfigError:
+    key = getattr(error, "full_key", None) or "a key"
+    if isinstance(error, MissingValueError):
+        return ConfigError(f"{key} must be set, in {path} or on the command line as {key}=VALUE")
+    if isinstance(error, InterpolationResolutionError):
+        return ConfigError(
+            f"{key}: ${{...}} refers to another key, such as ${{run.dir}}, and this one does not exist "
+            f"({str(error).splitlines()[0]}); write \\${{ for the text"
+        )
+    return ConfigError(f"{key}: {_first_line(error)}")

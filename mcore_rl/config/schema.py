@@ -58,7 +58,10 @@ class DataConfig:
     """Prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one that `datasets` saved; or
     a list of these."""
     val: list[str] | None = setting(None, path=True)
-    """The same, of the prompts of validation; null: no validation."""
+    """Prompts of validation, named as in data.train; null: no validation. `data.val={name: path}`: several sets."""
+    val_sets: dict[str, list[str]] | None = setting(None, path=True)
+    """Named sets of validation prompts, {name: path or list of paths}, each with its metric `val/accuracy/<name>`;
+    `data.val={name: path}` sets it."""
     weights: dict[str, float] = setting({}, above=0, path=True)
     """How often rows are drawn, by what data.train names them with (a path or a glob): 2 is twice per epoch, 0.5 in
     every second one; 1 for files that are not named here."""
@@ -93,6 +96,13 @@ class DataConfig:
     """That tokenise, for large files on hosts with cores to spare; what comes out is the same for any number."""
     cache_dir: str | None = setting(None, path=True)
     """Directory that keeps tokenised files for later starts; null: none."""
+
+    @property
+    def validation(self) -> dict[str, list[str]]:
+        """Files of each set of validation prompts, by the key that names them; {} without validation."""
+        if self.val_sets is not None:
+            return {f"data.val.{name}": names for name, names in self.val_sets.items()}
+        return {} if self.val is None else {"data.val": self.val}
 
 
 @dataclass

@@ -102,8 +102,9 @@ def _check_data(config: Config) -> None:
     """Whether the files are there and of a known kind; rows are read only when they are asked for."""
     data = config.data
     find_files(data.train, "data.train")
-    if data.val is not None and not is_supervised(config.algorithm):
-        find_files(data.val, "data.val")
+    for key, names in data.validation.items():
+        if not is_supervised(config.algorithm):
+            find_files(names, key)
     if data.weights and data.curriculum is not None:
         raise ConfigError(
             "data.weights has no effect beside data.curriculum, whose function says how often a row is drawn: it may"

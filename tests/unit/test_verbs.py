@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,13 @@ def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: 
     assert capsys.readouterr().err == f"resumes from step_4 in {run_dir}\n"
     assert not is_finished(run_dir.parent / "new", "trainer.steps=5", f"run.dir={run_dir.parent / 'new'}")
     assert capsys.readouterr().err == ""
+
+
+def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> None:
+    directory = tmp_path / "my $run; (1)"
+    Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
+    (tmp_path / "config.yaml").write_text("run: {dir: x}\ndata: {train: x}\nmodel: {hf_path: x}\n")
+    config = load_config(str(tmp_path / "config.yaml"))
+    config.run.dir = str(directory)
+    words = shlex.split(verbs._hugging_face(config))
+    assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]

@@ -30,8 +30,9 @@ def check_sampling(given: Mapping[str, Any], rollout: RolloutConfig, where: str)
         if value is None:
             continue
         if name not in SAMPLING:
-            near = difflib.get_close_matches(name, SAMPLING, n=1, cutoff=0.0)[0]
-            raise DataError(f"{where}: sampling has {name!r}; did you mean {near}? It may set {', '.join(SAMPLING)}")
+            near = difflib.get_close_matches(name, SAMPLING, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise DataError(f"{where}: sampling has {name!r}; {hint}It may set {', '.join(SAMPLING)}")
         checked[name] = _number(name, value, f"{where}: sampling.{name}")
         if name == "max_response_tokens" and checked[name] > rollout.max_response_tokens:
             raise DataError(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mcore_rl.config.reading.expansion import check_utf8
 from mcore_rl.errors import ConfigError, DataError
 
 KINDS = (".jsonl", ".parquet", ".csv")
@@ -34,6 +35,7 @@ def find_files(names: Names, key: str) -> tuple[Path, ...]:
     files: dict[Path, str | Path] = {}
     for name in listed:
         for path in _expand(name, key):
+            check_utf8(key, str(path))
             if path in files:
                 raise DataError(
                     f"{key} names {path} twice, by {files[path]} and by {name}; name it once, and set data.weights if "

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.config.functions import describe, names_function
+from mcore_rl.config.reading.expansion import expanded
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.kinds.sandboxed import SCHEMAS
 from mcore_rl.rollout.tools.kinds.verl_tools import LIFECYCLES
@@ -125,7 +126,7 @@ def _mcp_entry(told: str, given: dict[str, Any], config: dict[str, Any], folder:
     return Entry(
         told,
         _limits(told, limits, timeout_seconds),
-        servers=_beside(folder, mcp["mcp_servers_config_path"]),
+        servers=_beside(f"{told}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"]),
         selected=None if selected is None else tuple(selected),
     )
 
@@ -162,7 +163,7 @@ def _code(told: str, spec: Any, folder: Path) -> str:
     if not isinstance(spec, str) or not names_function(spec):
         raise ConfigError(f"{told}={spec} must be module_or_file.py:name")
     source, _, name = spec.rpartition(":")
-    return f"{_beside(folder, source)}:{name}" if source.endswith(".py") else spec
+    return f"{_beside(told, folder, source)}:{name}" if source.endswith(".py") else spec
 
 
 def _class(told: str, spec: Any, folder: Path) -> str:
@@ -173,7 +174,12 @@ def _class(told: str, spec: Any, folder: Path) -> str:
     return _code(told, spec, folder)
 
 
-def _beside(folder: Path, path: str) -> Path:
-    """A path that a file of tools names: beside that file where it is there, else of the working directory."""
+def _beside(told: str, folder: Path, path: str) -> Path:
+    """The absolute path of a file that a file of tools names: beside that file where it exists, else relative to the
+    working directory; `~` and environment variables are replaced.
+
+    Raises: ConfigError.
+    """
+    path = expanded(told, path)
     near = folder / path
     return Path(os.path.abspath(near if near.exists() else path))

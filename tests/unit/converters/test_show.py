@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model_converters.cli import main
+from model_converters.cli import build_parser, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,3 +85,23 @@ def test_module_runs_and_bears_a_reader_that_leaves(tmp_path, moe_config):
 def test_a_missing_file_exits_with_2(tmp_path, capsys):
     assert main(["show", "--config", str(tmp_path / "nothing.json")]) == 2
     assert "nothing.json does not exist" in capsys.readouterr().err
+
+
+def test_show_path_flags_expand_home_and_variables(tmp_path, monkeypatch, config_file, capsys):
+    monkeypatch.setenv("HOME", str(config_file.parent))
+    monkeypatch.setenv("PLACE", str(config_file.parent))
+    for written in ("~", "$PLACE", "${PLACE}"):
+        assert main(["show", "--config", f"{written}/{config_file.name}"]) == 0
+    parsed = build_parser().parse_args(["to-mcore", "--hf", "~/a b", "--out", "$PLACE/out", "--lora", "~/l"])
+    home = config_file.parent
+    assert (parsed.hf, parsed.out, parsed.lora) == (home / "a b", home / "out", home / "l")
+
+
+@pytest.mark.parametrize("path", ["$NOWHERE/x", "~nobody_here/x", "a\udcff", ""])
+def test_to_hf_path_that_cannot_expand_exits_with_2(path, capsys):
+    for flag in ("--ckpt", "--out", "--hf"):
+        words = ["to-hf", "--ckpt", "a", "--out", "b", "--hf", "c", flag, path]
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        assert f"argument {flag}: " in capsys.readouterr().err

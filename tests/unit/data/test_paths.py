@@ -179,3 +179,11 @@ def test_weights_of_nothing_and_of_the_same_twice_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         file_weights({f"{folder}/{name}": weight for name, weight in weights.items()}, f"{folder}/*.jsonl")
+
+
+@pytest.mark.parametrize("name", ["shards", "shards/*.jsonl"])
+def test_find_files_name_that_is_not_utf8_is_rejected(tmp_path: Path, name: str) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a\udcff.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"^data\.train: .*a\\xff\.jsonl is not UTF-8"):
+        find_files(str(tmp_path / name), "data.train")

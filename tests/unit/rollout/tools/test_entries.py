@@ -77,3 +77,14 @@ def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, text: str, told: 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yaml cannot be read: .*; set it to a YAML file of tools, or to"):
         read_entries(str(tmp_path / "none.yaml"), 30.0)
+
+
+def test_read_entries_paths_expand_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    text = "tools: [{function: ~/mine.py:add}, {class_name: $PLACE/mine.py:Add}, {mcp: {mcp_servers_config_path: ~/s}}]"
+    function, kind, servers = read_entries(written(tmp_path, text), 30.0)
+    assert (function.function, kind.class_name) == (f"{tmp_path}/mine.py:add", f"{tmp_path}/mine.py:Add")
+    assert servers.servers == tmp_path / "s"
+    with pytest.raises(ConfigError, match=r"tools\[0\]\.function=\$NOWHERE/a\.py: the environment variable NOWHERE"):
+        read_entries(written(tmp_path, "tools: [{function: $NOWHERE/a.py:f}]"), 30.0)

@@ -1,0 +1,50 @@
+"""`~` and environment variables in paths, replaced as a shell does; paths that are not UTF-8 are rejected."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from mcore_rl.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def expanded(key: str, path: str) -> str:
+    """`path` with `~`, `~user`, `$NAME` and `${NAME}` replaced. A path with `$` that exists as written stays.
+
+    Raises: ConfigError naming `key`, for an unknown user, a variable that is not set, and a path that is not UTF-8.
+    """
+    check_utf8(key, path)
+    text = os.path.expanduser(path)
+    if text.startswith("~"):
+        user = text.partition("/")[0]
+        raise ConfigError(f"{key}={path}: there is no home directory of {user}; write ./{path} for a name with ~")
+    if _VARIABLE.search(text) and not os.path.lexists(text):
+        text = _VARIABLE.sub(lambda match: _value(key, path, match[1] or match[2]), text)
+    check_utf8(key, text)
+    return text
+
+
+def expanded_spec(key: str, spec: str) -> str:
+    """module_or_file.py:function with the file's path expanded; anything else as it is.
+
+    Raises: ConfigError.
+    """
+    source, colon, name = spec.rpartition(":")
+    return f"{expanded(key, source)}:{name}" if colon and source.endswith(".py") else spec
+
+
+def check_utf8(key: str, text: str) -> None:
+    """Raises: ConfigError naming `key`, for a text with bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise ConfigError(f"{key}: {shown} is not UTF-8; write it in UTF-8 (rename a file or directory)") from None
+
+
+def _value(key: str, path: str, name: str) -> str:
+    if name not in os.environ:
+        raise ConfigError(f"{key}={path}: the environment variable {name} is not set; set it, or write the whole path")
+    return os.environ[name]

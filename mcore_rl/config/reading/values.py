@@ -1,0 +1,121 @@
+"""Raw values of one file or override, in the form that the schema takes: nulls, lists of paths, expanded paths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mcore_rl.config.fields import DOMAIN, Domain
+from mcore_rl.config.functions import names_function
+from mcore_rl.config.reading.expansion import check_utf8, expanded, expanded_spec
+from mcore_rl.config.reading.yaml_text import NoneWord
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+
+_IMAGE_FILE = re.compile(r"[~$/.]")
+"""How a container image that is a file begins; other images are names in a registry."""
+
+_TEMPLATE_FILE = re.compile(r"(?!.*\{(?:prompt|response|ground_truth)\}).*\.txt")
+"""A judge.template that names a file."""
+
+
+def settled(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
+    """The tree of a file or an override with values as the schema takes them; `expand` replaces `~` and variables.
+
+    Empty text and the words None, none and NONE are null for keys that may be null. A path on its own, where a list of
+    paths may stand, is a list of one. A mapping at data.val moves to data.val_sets.
+
+    Raises: ConfigError naming the key.
+    """
+    return _section(tree, Config, "", expand)
+
+
+def _section(tree: dict[str, Any], node: Any, prefix: str, expand: bool) -> dict[str, Any]:
+    hints, domains = _described(node)
+    if prefix == "data.":
+        tree = _with_named_sets(tree)
+    made: dict[str, Any] = {}
+    for name, value in tree.items():
+        key, hint = f"{prefix}{name}", hints.get(name, Any)
+        if is_dataclass(hint):
+            made[name] = _section(value, hint, f"{key}.", expand) if isinstance(value, dict) else value
+        else:
+            made[name] = _Key(key, domains.get(name, Domain()), expand).fitted(value, hint)
+    return made
+
+
+@cache
+def _described(node: Any) -> tuple[dict[str, Any], dict[str, Domain]]:
+    """Types and domains of the fields of a section, by name."""
+    return get_type_hints(node), {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
+
+
+def _with_named_sets(tree: dict[str, Any]) -> dict[str, Any]:
+    if "val" not in tree or "val_sets" in tree:
+        return tree
+    named = isinstance(tree["val"], dict)
+    return {**tree, "val": None if named else tree["val"], "val_sets": tree["val"] if named else None}
+
+
+class _Key:
+    """Fits the value of one key, or of a place within it, to the type of its field."""
+
+    def __init__(self, key: str, domain: Domain, expand: bool) -> None:
+        self.key, self.domain, self.expand = key, domain, expand
+
+    def fitted(self, value: Any, hint: Any) -> Any:
+        types = [hint, *get_args(hint)]
+        if isinstance(value, NoneWord):
+            return self._none_word(value, types)
+        if value == "" and (type(None) in types or self.domain.path):
+            if type(None) not in types:
+                raise ConfigError(f"{self.key} is empty; set it to a path")
+            return None
+        listed = next((each for each in types if get_origin(each) is list), None)
+        if isinstance(value, str):
+            check_utf8(self.key, value)
+            text = self._expanded(value) if self.expand else value
+            return [text] if listed is not None and self.domain.path else text
+        if isinstance(value, list):
+            item = get_args(listed)[0] if listed is not None else Any
+            return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]
+        if isinstance(value, dict):
+            return self._mapping(value, next((each for each in types if get_origin(each) is dict), dict[str, Any]))
+        return value
+
+    def _inside(self, key: str, value: Any, hint: Any) -> Any:
+        if is_dataclass(hint) and isinstance(value, dict):
+            return _section(value, hint, f"{key}.", self.expand)
+        return _Key(key, self.domain, self.expand).fitted(value, hint)
+
+    def _mapping(self, value: dict[Any, Any], hint: Any) -> dict[Any, Any]:
+        """A mapping of numbers has its paths in the keys, any other one in the values."""
+        item, paths_are_keys = get_args(hint)[1], self.domain.path and get_args(hint)[1] is float
+        made = {}
+        for name, each in value.items():
+            new = str(name) if isinstance(name, NoneWord) else name
+            if paths_are_keys and self.expand and isinstance(new, str):
+                new = expanded(self.key, new)
+            made[new] = self._inside(f"{self.key}.{name}", each, item)
+        return made
+
+    def _none_word(self, word: NoneWord, types: list[Any]) -> Any:
+        if type(None) in types or Any in types:
+            return None
+        if (str in types and not self.domain.choices) or any(get_origin(each) is list for each in types):
+            raise ConfigError(f"""{self.key}={word}: the key cannot be null; write '"{word}"' if the text is meant""")
+        return str(word)
+
+    def _expanded(self, text: str) -> str:
+        if self.domain.function and names_function(text):
+            return expanded_spec(self.key, text)
+        if self.domain.path or (self.key == "judge.template" and _TEMPLATE_FILE.fullmatch(text)):
+            return expanded(self.key, text)
+        if self.key == "slurm.container_image" and _IMAGE_FILE.match(text):
+            return expanded(self.key, text)
+        if self.key.startswith("slurm.container_mounts["):
+            source, colon, target = text.partition(":")
+            return f"{expanded(self.key, source)}{colon}{target}"
+        return text

@@ -1,0 +1,44 @@
+"""The YAML dialect of configuration files and overrides."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+_INT = "tag:yaml.org,2002:int"
+_NONE_WORD = "tag:mcore-rl,2026:none"
+
+
+class NoneWord(str):
+    """`None`, `none` or `NONE` without quotes: null for a key that may be null."""
+
+    __slots__ = ()
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
+    though it is a time limit. It also reads None as a string; here that is a NoneWord."""
+
+
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+YamlLoader.add_implicit_resolver(
+    _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+YamlLoader.add_implicit_resolver(_NONE_WORD, re.compile(r"^(?:None|none|NONE)$"), list("Nn"))
+YamlLoader.add_constructor(_NONE_WORD, lambda loader, node: NoneWord(node.value))
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Quotes every string that YamlLoader would read as another value."""
+
+
+YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers

@@ -1,0 +1,51 @@
+"""Words of the command line: options between overrides, and paths that are not UTF-8."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import cli
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"), [("plan", "--json"), ("plan", "--suggest"), ("slurm", "--force"), ("train", ""), ("eval", "")]
+)
+def test_parser_option_between_overrides_keeps_their_order(verb: str, option: str) -> None:
+    words = [verb, "c.yaml", "a=b", option, "c=-1"]
+    places = [words, [verb, option, "c.yaml", "a=b", "c=-1"], [verb, "c.yaml", "a=b", "c=-1", option]]
+    for given in places if option else [words]:
+        options = cli._parser().parse_args([word for word in given if word])
+        assert (options.config, options.overrides) == ("c.yaml", ["a=b", "c=-1"])
+        assert not option or getattr(options, option.removeprefix("--"))
+
+
+@pytest.mark.parametrize("words", [["keys", "--json", "lr"], ["keys", "lr", "--json"]])
+def test_parser_keys_takes_its_option_on_either_side(words: list[str]) -> None:
+    options = cli._parser().parse_args(words)
+    assert (options.word, options.json) == ("lr", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["plan"], "required: CONFIG.yaml\n"), (["plan", "c", "--wrong"], "unrecognized arguments: --wrong")],
+)
+def test_parser_wrong_words_exit_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli._parser().parse_args(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_main_arguments_that_are_not_utf8_exit_with_2(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {hf_path: x}\ndata: {train: x}\n")
+    cases = (["train", "c\udcff.yaml"], ["train", "c.yaml", "run.dir=r\udcff"], ["plan", "c.yaml", "zzz\udcff=1"])
+    for words in cases:
+        command = [sys.executable, "-m", "mcore_rl.cli", *words]
+        done = subprocess.run([os.fsencode(word) for word in command], capture_output=True, cwd=tmp_path, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.decode().count("\n") == 1
