@@ -151,6 +151,7 @@ class _Site:
             collector=StagedCollector(collector, stages),
             publisher=staged_publisher,
             validator=self._validator(pool, stages, failures),
+            validation_parts=self.prepared.validation_parts,
             journal=journal,
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,

@@ -155,6 +155,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     from mcore_rl.preparation.run_dir import open_run_dir
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
+    from mcore_rl.trainer.validation import part_accuracies
 
     prepared = prepare(config)
     if prepared.targets is not None:
@@ -169,6 +170,8 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples
     prompts = f"{len(result.accuracies) // samples} prompts" + (f" x {samples} responses" if samples > 1 else "")
     print(f"step {run.state.step}: accuracy {accuracy:.4f} over {prompts}")
+    for name, of_part in part_accuracies(result, run.validation_parts).items():
+        print(f"  {name}: accuracy {of_part:.4f} over {len(run.validation_parts.rows[name])} prompts")
     return 0
 
 

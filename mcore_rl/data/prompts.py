@@ -140,6 +140,11 @@ def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
     )
 
 
+def joined(sets: Sequence[PromptSet]) -> PromptSet:
+    """The prompts of several sets, one after the other."""
+    return sets[0] if len(sets) == 1 else prompt_set([each[row] for each in sets for row in range(len(each))])
+
+
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 [N + 1]: where each of N consecutive pieces starts, and where the last one ends."""
     offsets = np.zeros(len(lengths) + 1, np.int64)

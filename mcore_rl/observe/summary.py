@@ -24,7 +24,7 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
     `records` are those of metrics.jsonl; a metric that was recorded once is shown as the last value only.
     """
     lines: list[tuple[str, ...]] = [_HEAD]
-    for title, key, form, change_form in _ROWS:
+    for title, key, form, change_form in (*_ROWS[:1], *_parts(records), *_ROWS[1:]):
         seen = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         if not seen:
             continue
@@ -32,7 +32,7 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
         change = change_form.format(seen[-1][1] - seen[0][1])
         if len(seen) == 1:
             cells[:2], change = ["-", "-"], "-"
-        elif key != _HAS_BEST:
+        elif not key.startswith(_HAS_BEST):
             cells[1] = ""
         lines.append((title, *cells, change))
     if len(lines) == 1:
@@ -40,6 +40,14 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
     rows = [_join(line, widths) for line in lines]
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
+
+
+def _parts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Rows for the accuracy of sets and sources, where there are several."""
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{_HAS_BEST}/"))
+    if len(keys) < 2:
+        return []
+    return [(f"  {key.removeprefix(f'{_HAS_BEST}/')}", key, *_ROWS[0][2:]) for key in keys]
 
 
 def _best(seen: Sequence[tuple[int, float]]) -> tuple[int, float]:

@@ -3,6 +3,8 @@ Ray, which takes longer than all of these checks. `preparation` has those that n
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config, read_hf_config, validate, validate_reward_model
@@ -102,6 +104,7 @@ def _check_data(config: Config) -> None:
     """Whether the files are there and of a known kind; rows are read only when they are asked for."""
     data = config.data
     find_files(data.train, "data.train")
+    _check_set_names(data.val_sets)
     for key, names in data.validation.items():
         if not is_supervised(config.algorithm):
             find_files(names, key)
@@ -111,3 +114,15 @@ def _check_data(config: Config) -> None:
             " return an index more than once; set one of the two"
         )
     file_weights(data.weights, data.train)
+
+
+def _check_set_names(sets: Mapping[str, Sequence[str]] | None) -> None:
+    """Rejects names that cannot end the name of a metric."""
+    if sets is not None and not sets:
+        raise ConfigError("data.val is an empty mapping; set it to {name: path}, to a path, or to null")
+    for name in sets or ():
+        if re.fullmatch(r"[\w.-]{1,100}", name) is None:
+            raise ConfigError(
+                f"data.val: {name!r} cannot name a set, as metrics end with it (val/accuracy/<name>); use letters, "
+                "digits, _, - and ."
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from mcore_rl.data.columns import check_keys
 from mcore_rl.data.order.curriculum import Curriculum
 from mcore_rl.data.order.weights import RowWeights
 from mcore_rl.data.packing import SequenceCost
-from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
+from mcore_rl.data.prompts import LoadReport, PromptSet, joined, load_prompts
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.supervised import SupervisedSet, load_supervised
 from mcore_rl.data.templates import PromptRenderer
@@ -45,6 +45,7 @@ from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.spec.costs import sequence_cost
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
+from mcore_rl.trainer.validation import ValidationParts, validation_parts
 from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Prepared:
     """Of the rows that are drawn, where data.weights says any."""
     curriculum: Curriculum | None = None
     """What orders them, where data.curriculum names it."""
+    validation_parts: ValidationParts = field(default_factory=ValidationParts)
+    """Prompts of validation with metrics of their own."""
 
 
 def prepare(config: Config) -> Prepared:
@@ -100,10 +103,12 @@ def prepare(config: Config) -> Prepared:
     targets: SupervisedSet | None = None
     reports: list[LoadReport]
     notes: list[str] = []
+    parts = ValidationParts()
     if needs.advantages:
         check_reward_function(config.reward, SandboxRunner(config.sandbox))
         tools, notes = check_episode(config, tokenizer)
-        prompts, reports = _load_prompts(config, tokenizer, tools)
+        prompts, reports, parts = _load_prompts(config, tokenizer, tools)
+        notes += parts.notes
         if reward_model is not None:
             inputs = RewardInputs(config)
             for name, loaded in prompts.items():
@@ -133,35 +138,38 @@ def prepare(config: Config) -> Prepared:
         reward_model,
         weights,
         curriculum,
+        parts,
     )
 
 
 def _load_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, PromptSet], list[LoadReport]]:
-    """Of data.train, and of data.val where it is set; prompts show the `tools`."""
-    named = {"train": config.data.train, "val": config.data.val}
-    check_keys(config.data, {f"data.{name}": files for name, files in named.items() if files is not None})
-    prompts, reports = {}, []
-    for name, files in named.items():
-        if files is not None:
-            limit = config.data.val_max_prompts if name == "val" else None
-            prompts[name], report = load_prompts(
-                files,
-                tokenizer,
-                config.data,
-                config.rollout,
-                f"data.{name}",
-                max_prompts=limit,
-                runs_tools=has_turns(config.rollout),
-                tools=tools,
-            )
-            reports.append(report)
-            sources = prompts[name].data_sources
-            check_data_sources(config.reward, f"data.{name}", report.path, sources, SandboxRunner(config.sandbox))
-            if runs_code(config.reward, sources):
-                check_sandbox(config.sandbox)
-    return prompts, reports
+) -> tuple[dict[str, PromptSet], list[LoadReport], ValidationParts]:
+    """Prompts of data.train, and of all sets of data.val together; they show the `tools`."""
+    named = {"data.train": config.data.train, **config.data.validation}
+    check_keys(config.data, named)
+    loaded, reports = {}, []
+    for key, files in named.items():
+        loaded[key], report = load_prompts(
+            files,
+            tokenizer,
+            config.data,
+            config.rollout,
+            key,
+            max_prompts=None if key == "data.train" else config.data.val_max_prompts,
+            runs_tools=has_turns(config.rollout),
+            tools=tools,
+        )
+        reports.append(report)
+        sources = loaded[key].data_sources
+        check_data_sources(config.reward, key, report.path, sources, SandboxRunner(config.sandbox))
+        if runs_code(config.reward, sources):
+            check_sandbox(config.sandbox)
+    prompts = {"train": loaded.pop("data.train")}
+    if loaded:
+        prompts["val"] = joined(list(loaded.values()))
+    sets = {key.removeprefix("data.val").removeprefix("."): each.data_sources for key, each in loaded.items()}
+    return prompts, reports, validation_parts(sets)
 
 
 def _drawing(config: Config, prompts: PromptSet, report: LoadReport) -> tuple[RowWeights | None, Curriculum | None]:

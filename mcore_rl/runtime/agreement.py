@@ -33,7 +33,7 @@ PACKAGES = (
 )
 WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
 """Paths that need not be there."""
-READ_BY_DRIVER = ("data.train", "data.val", "data.weights", "data.curriculum", "data.cache_dir")
+READ_BY_DRIVER = ("data.train", "data.val", "data.val_sets", "data.weights", "data.curriculum", "data.cache_dir")
 LARGEST_DIGESTED = 1 << 20
 """Bytes of a file of which the content is compared; of a larger one the size."""
 MOST_SECONDS_APART = 10.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.diagnostics import describe_parts
 from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
-from mcore_rl.types import BatchHandle, Mean, Metric, Total, merge_metrics
+from mcore_rl.trainer.validation import describe_validation
+from mcore_rl.types import BatchHandle, Metric, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
@@ -73,17 +73,7 @@ def validate(run: Run) -> float | None:
     if run.validator is None:
         return None
     result = run.validator.validate(run.state.step)
-    count = len(result.accuracies)
-    run.journal.record(
-        {
-            "val/accuracy": Mean(float(result.accuracies.sum()), count),
-            "val/reward": Mean(float(result.rewards.sum()), count),
-            "val/response_tokens": Mean(float(result.response_tokens.sum()), count),
-            "val/errors": Total(len(result.errors)),
-            **describe_parts("val", [result]),
-            **{f"val/{name}": Mean(float(scores.sum()), count) for name, scores in result.scores.items()},
-        }
-    )
+    run.journal.record(describe_validation(result, run.validation_parts))
     return float(result.accuracies.mean())
 
 

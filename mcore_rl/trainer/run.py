@@ -15,6 +15,7 @@ from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Val
 from mcore_rl.trainer.checkpoints import ACCURACY, Checkpoints
 from mcore_rl.trainer.joined_save import JoinedSave, split_files
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
+from mcore_rl.trainer.validation import ValidationParts
 from mcore_rl.types import Batch, Groups, Metric, SavedFile
 
 
@@ -99,6 +100,8 @@ class Run:
     """Groups that were submitted ahead of the step that trains them, where there are such."""
     logp_gap: StartCheck | None = None
     """Called once, after engines have received the weights that the run starts from, also in a resumed run."""
+    validation_parts: ValidationParts = field(default_factory=ValidationParts)
+    """Prompts of validation with metrics of their own."""
     state: RunState = field(default_factory=RunState)
 
 

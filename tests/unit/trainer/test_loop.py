@@ -62,7 +62,13 @@ class Recorder:
         self.note(f"validate {step}")
         ones, parts = np.ones(2), {"format": np.array([0.5, np.nan])}
         return SimpleNamespace(
-            accuracies=ones, rewards=ones, response_tokens=ones, scores={}, errors=((1, "raised"),), parts=parts
+            group_ids=np.arange(2),
+            accuracies=ones,
+            rewards=ones,
+            response_tokens=ones,
+            scores={},
+            errors=((1, "raised"),),
+            parts=parts,
         )
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
