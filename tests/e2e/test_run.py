@@ -94,12 +94,24 @@ def test_the_table_at_the_end_compares_accuracy(whole_run: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_eval_repeats_the_last_validation_and_changes_no_figures(whole_run: Path, task: Path) -> None:
+def test_eval_repeats_the_last_validation_by_set_and_changes_no_metrics(
+    whole_run: Path, task: Path, tmp_path: Path
+) -> None:
     before = (whole_run / "metrics.jsonl").read_text()
-    command = [sys.executable, "-m", "mcore_rl.cli", "eval", str(task), f"run.dir={whole_run}"]
+    lines = (task.parent / "val.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "some.jsonl").write_text("".join(lines[:6]))
+    (tmp_path / "rest.jsonl").write_text("".join(lines[6:]))
+    sets = f"data.val={{some: {tmp_path}/some.jsonl, rest: {tmp_path}/rest.jsonl}}"
+    records = [json.loads(line) for line in (whole_run / "rollouts" / "val_step_4.jsonl").read_text().splitlines()]
+    command = [sys.executable, "-m", "mcore_rl.cli", "eval", str(task), f"run.dir={whole_run}", sets]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     accuracy = metrics(whole_run)[4]["val/accuracy"]
-    assert done.stdout.strip() == f"step 4: accuracy {accuracy:.4f} over 16 prompts"
+    some, rest = (sum(r["accuracy"] for r in part) / len(part) for part in (records[:6], records[6:]))
+    assert done.stdout.splitlines() == [
+        f"step 4: accuracy {accuracy:.4f} over 16 prompts",
+        f"  some: accuracy {some:.4f} over 6 prompts",
+        f"  rest: accuracy {rest:.4f} over 10 prompts",
+    ]
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 

@@ -57,7 +57,8 @@ def test_validation_parts_sets_sources_and_both_have_names() -> None:
 
 def test_validation_parts_source_named_as_a_set_leaves_the_name_to_the_set() -> None:
     same = validation_parts({"gsm8k": ["gsm8k", "gsm8k"], "aime": ["aime"]})
-    assert ({name: rows.tolist() for name, rows in same.rows.items()}, same.notes) == ({"gsm8k": [0, 1], "aime": [2]}, ())
+    assert {name: rows.tolist() for name, rows in same.rows.items()} == {"gsm8k": [0, 1], "aime": [2]}
+    assert same.notes == ()
     other = validation_parts({"gsm8k": ["gsm8k"], "mixed": ["gsm8k", "aime"]})
     assert other.rows["gsm8k"].tolist() == [0]
     assert other.rows["mixed/gsm8k"].tolist() == [1]
