@@ -5,7 +5,7 @@ Of the marks of a final answer, the last of its kind counts, and among kinds:
 - `Answer: ...`, which DAPO's prompt asks for as the last line, counts if it is the last mark. A box behind it, or in
   it, is the answer instead.
 Boxes joined by nothing but a comma, `and` or `or` are one answer, a list. Without a mark, it is the last formula or
-number (rewards.formulas).
+number (rewards.formulas), behind the letter of a choice that a sentence names: `The answer is (C).`
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 
 from mcore_rl.rewards.formulas import last_formula, without_dollars
+from mcore_rl.rewards.notation.choices import named_choice
 
 MAX_ANSWER_CHARS = 1000
 MAX_BOX_CANDIDATES = 12
@@ -38,7 +39,7 @@ def extract_answer(response: str) -> str | None:
     if box is not None and (line is None or start > marks[-1].end()):
         return box
     if box is None and (line is None or response.rfind("####") > marks[-1].end()):
-        return after_hashes(response) or line or last_formula(response)
+        return after_hashes(response) or line or _formula_or_choice(response)
     return line
 
 
@@ -68,8 +69,14 @@ def _answer_line(text: str, start: int) -> str | None:
     line = _first_line(text[start : start + 2 * MAX_ANSWER_CHARS].lstrip("* \t\n")).rstrip("*. ")
     line = without_dollars(line)
     if is_prose(line):
-        return last_formula(line) or line
+        return _formula_or_choice(line) or line
     return line or None
+
+
+def _formula_or_choice(text: str) -> str | None:
+    """The last formula, behind the letter of a multiple-choice answer if a sentence names one: `(C) 42`."""
+    formula, letter = last_formula(text), named_choice(text)
+    return formula if letter is None else f"({letter}) {formula or ''}".strip()
 
 
 def _first_line(text: str) -> str:

@@ -97,15 +97,17 @@ def same_expression(answer: str, reference: str, value: Fraction | None = None) 
 
     Call it within_limits.
     """
-    from math_verify import verify
+    from mcore_rl.rewards.notation.exactness import exact_grader
 
     if not is_small(answer) or not is_small(reference):
         return False
     gold = _parsed(reference)
     # math-verify rounds decimals to six places, which are not six digits of a small number
     places = 6 if not value or abs(value) >= 1 else 6 - math.floor(math.log10(abs(value)))
+    if not gold:
+        return False
     # strict: variables keep their names; without alarms of its own, see the module's docstring
-    return bool(gold) and bool(verify(gold, _parsed(answer), float_rounding=places, timeout_seconds=None))
+    return bool(exact_grader().verify(gold, _parsed(answer), float_rounding=places, timeout_seconds=None))
 
 
 def within_limits(compare: Callable[[], bool]) -> bool:
@@ -126,7 +128,8 @@ def within_limits(compare: Callable[[], bool]) -> bool:
 @lru_cache(maxsize=1)
 def warm_up() -> None:
     """Imports and primes math-verify once, so that no answer pays for it."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarms are off
+    for name in ("math_verify", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its own alarms are off
     same_expression(r"\frac{1}{2}x", "0.5x")
 
 

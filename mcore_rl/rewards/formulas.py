@@ -11,6 +11,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
+from mcore_rl.rewards.notation.decimals import expand_repeating
 from mcore_rl.rewards.numbers import DECIMAL, MULTIPLES, NOT_UNITS, join_groups
 
 MAX_TAIL_CHARS = 4000
@@ -85,13 +86,14 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def _in_line(line: str) -> str | None:
+    line = expand_repeating(line[-MAX_LINE_CHARS:])
     ending = line[-MAX_USUAL_CHARS:]
     usual = _USUAL.search(ending)
     if usual and _EQUATION.search(ending[: usual.end("number")]):
         usual = None
     if usual and NOT_UNITS.isdisjoint([(usual["before"] or "").lower(), *usual["words"].lower().split()[:1]]):
         return usual["number"]
-    line = join_groups(_BULLET.sub("", line[-MAX_LINE_CHARS:]))
+    line = join_groups(_BULLET.sub("", line))
     line = _POWER_OF_UNIT.sub(r" \1", line).replace("**", "").replace("`", "")
     tokens = _tokens(line)
     if not any(token.kind == "math" for token in tokens):

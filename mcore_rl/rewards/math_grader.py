@@ -18,7 +18,11 @@ from typing import Any
 from mcore_rl.rewards.answers import after_hashes, extract_answer, is_prose, last_boxed
 from mcore_rl.rewards.expressions import same_expression, warm_up, within_limits
 from mcore_rl.rewards.formulas import last_formula
-from mcore_rl.rewards.numbers import FORMULA, number_in_words, parse_decimal_comma, parse_number
+from mcore_rl.rewards.notation.choices import named_choice, parse_choice
+from mcore_rl.rewards.notation.clock import parse_time, plain_colons, same_time
+from mcore_rl.rewards.notation.rounding import is_rounded
+from mcore_rl.rewards.notation.sets import finite_set
+from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, number_in_words, parse_decimal_comma, parse_number
 from mcore_rl.rewards.spelling import elements, normalise
 
 MAX_ELEMENTS = 12
@@ -31,6 +35,11 @@ _COMPACT = re.compile(r"(?<![0-9,]) | (?![0-9,])(?<!,)")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
+_PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
+_MULTIPLE = re.compile(
+    r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"
+)
+_MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _MIXED = re.compile(r"(-?)\s*([0-9]{1,9})(?:\s+([0-9]{1,9})/([0-9]{1,9})|\s*\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\})")
 
 
@@ -50,8 +59,8 @@ def reference_answer(ground_truth: Any) -> str:
     if marked is not None:
         return marked
     if is_prose(text) and not FORMULA.search(text):
-        return last_formula(text) or text
-    return text
+        return last_formula(text) or named_choice(text) or text
+    return named_choice(text) or text if is_prose(text) else text
 
 
 def same_answer(answer: str, reference: str) -> bool:
@@ -59,6 +68,29 @@ def same_answer(answer: str, reference: str) -> bool:
     numbers = parse_number(answer), parse_number(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return _same_value(numbers[0], answer, numbers[1], reference)
+    verdict = _same_time_or_choice(answer, reference)
+    return _same_text_or_value(answer, reference) if verdict is None else verdict
+
+
+def _same_time_or_choice(answer: str, reference: str) -> bool | None:
+    """Compare times of day and multiple choices; None if the answers are something else."""
+    time, expected_time = parse_time(answer), parse_time(reference)
+    if expected_time is not None:
+        return time is not None and same_time(time, expected_time)
+    if time is not None and ":" not in plain_colons(reference):
+        return False  # 6:15 is not 2/5
+    choice, expected_choice = parse_choice(answer), parse_choice(reference)
+    if expected_choice is None:
+        return same_answer(choice.content, reference) if choice is not None and choice.content else None
+    if choice is None:
+        return same_answer(answer, expected_choice.content) if expected_choice.content else None
+    if choice.letter != expected_choice.letter:
+        return False
+    contents = choice.content, expected_choice.content
+    return not all(contents) or same_answer(*contents)
+
+
+def _same_text_or_value(answer: str, reference: str) -> bool:
     (given, unit), (expected, expected_unit) = normalise(answer), normalise(reference)
     if unit and expected_unit and unit != expected_unit:
         return False
@@ -84,8 +116,15 @@ def value_of(answer: str) -> Fraction | None:
 
 
 def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
-    ours, theirs = elements(given), elements(expected)
+    given, expected = (finite_set(text, elements, _same_element) for text in (given, expected))
+    ours = elements(given)
+    theirs = elements(expected) if value is None else [_ungrouped(expected)]
+    if len(ours) != len(theirs):
+        ours = elements(_ungrouped(given))
     if len(ours) == len(theirs) == 1:
+        given, expected = (given, expected) if _BRACKETS.match(given) else (ours[0], theirs[0])
+        if _other_ends(given, expected):
+            return False
         points = _coordinates(given), _coordinates(expected)
         if len(points[0]) > 1 and len(points[1]) > 1:
             return _same_in_order(*points)
@@ -101,6 +140,23 @@ def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
             return False
         theirs.remove(match)
     return True
+
+
+def _same_element(one: str, other: str) -> bool:
+    return _same_one(one, other, _value(other))
+
+
+def _other_ends(given: str, expected: str) -> bool:
+    """Return whether both are pairs in brackets of which only one holds its end: `[1, 2)` and `[1, 2]`."""
+    ends = [match.groups() for text in (given, expected) if (match := _PAIR.fullmatch(text))]
+    return len(ends) == 2 and ends[0] != ends[1]
+
+
+def _ungrouped(text: str) -> str:
+    """Write 1,000 as 1000 in a text without brackets."""
+    if _BRACKETS.search(text):
+        return text
+    return _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
 
 
 def _same_in_order(ours: list[str], theirs: list[str]) -> bool:
@@ -120,13 +176,13 @@ def _same_one(given: str, expected: str, value: Fraction | None) -> bool:
     known = _value(given)
     if known is not None and value is not None:
         return _same_value(known, given, value, expected)
-    return not given.replace(" ", "").isalpha() and same_expression(given, expected, value)
+    if given.replace(" ", "").isalpha():
+        return False
+    return same_expression(_as_formula(given), _as_formula(expected), value)
 
 
 def _flat(text: str) -> str:
-    if not _BRACKETS.search(text):
-        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-    text = _INNER_SPACE.sub("", text)
+    text = _INNER_SPACE.sub("", _ungrouped(text))
     return text.lower() if text.isalpha() and len(text) > 1 else text
 
 
@@ -144,7 +200,25 @@ def _value(text: str) -> Fraction | None:
         sign, whole, top, bottom = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
         value = parse_number(f"{top}/{bottom}")
         return None if value is None else (int(whole) + value) * (-1 if sign else 1)
-    return parse_number(_COMPACT.sub("", text))
+    multiple = _multiple(text)
+    return parse_number(_COMPACT.sub("", text)) if multiple is None else multiple
+
+
+def _as_formula(text: str) -> str:
+    """Write 5 million and 5e6, which LaTeX does not have, as 5000000."""
+    number = _multiple(text)
+    if number is None and "e" in text.lower():
+        number = parse_number(text)
+    return text if number is None else str(number)
+
+
+def _multiple(text: str) -> Fraction | None:
+    """The value of `5 million`."""
+    match = _MULTIPLE.fullmatch(text.lower())
+    if match is None or not NOT_UNITS.isdisjoint(match["rest"].split()):
+        return None
+    value = parse_number(match["number"])
+    return None if value is None else value * _MULTIPLES[match["unit"]]
 
 
 def _same_value(given: Fraction, answer: str, expected: Fraction, reference: str) -> bool:
@@ -155,7 +229,4 @@ def _same_value(given: Fraction, answer: str, expected: Fraction, reference: str
         return given / 100 == expected
     if percents == [False, True]:
         return given == expected / 100
-    # 0.333333 for 1/3: exact decimals are compared exactly, a rounded one as math-verify rounds
-    fractions = ["/" in text or "frac" in text for text in (answer, reference)]
-    close = abs(given - expected) <= min(Fraction(1, 10**6), abs(expected) / 10**5)
-    return fractions[0] != fractions[1] and len(answer) > 6 and close
+    return is_rounded(given, answer, expected, reference)

@@ -1,4 +1,4 @@
-"""Numbers as answers spell them: grouped digits, decimal commas, fractions, percents, units and currencies."""
+"""Numbers as answers spell them: grouped digits, decimal commas, fractions, percents and currencies."""
 
 from __future__ import annotations
 
@@ -25,41 +25,11 @@ _SPACED_GROUP = re.compile(r"(?<=[0-9]),\s*\\!\s*(?=[0-9]{3}(?![0-9]))")
 # 3,14 and 0,125 are decimals or lists; 1,234 is neither
 _DECIMAL_COMMA = re.compile(r"([-+]?)([0-9]+),([0-9]+)(\s*\\?%)?")
 _EUROPEAN = re.compile(r"[-+]?[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
-_TEXT_UNIT = re.compile(
-    r"(?P<body>.*[0-9\\].*?)\s*\\(?:text|textrm|mathrm|mbox|textbf)\s*\{\s*"
-    r"(?P<unit>[A-Za-z][A-Za-z./-][A-Za-z ./-]*?|[msghlLJNWV])\s*\.?\s*\}"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
-    re.DOTALL,
-)
-_PLAIN_UNIT = re.compile(
-    rf"(?P<body>[-+]?\s*(?:{DECIMAL}(?:/{DECIMAL})?|\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}))"
-    r"(?:\s*(?P<unit>[A-Za-z]{2,}(?:[ /-][A-Za-z]+)*)|\s+(?P<letter>m|s))"
-    r"(?:\s*\^\s*\{?(?P<power>[23])\}?|(?P<sign>[\u00b2\u00b3]))"
-)
 WORD = re.compile(r"[A-Za-z]{2,}")
 FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
 MULTIPLES = frozenset("hundred thousand million billion trillion dozen pi squared cubed factorial".split())
 NOT_UNITS = MULTIPLES | frozenset("minus negative sqrt or and to not times plus over mod percent".split())
 """Words that change the number that they stand beside, unlike a unit."""
-# units that may stand in one answer's place and not in another's
-_MEASURES = {
-    "cm": ("cm", "centimeter", "centimetre"),
-    "mm": ("mm", "millimeter", "millimetre"),
-    "km": ("km", "kilometer", "kilometre"),
-    "m": ("m", "meter", "metre"),
-    "in": ("in", "inch", "inche"),
-    "ft": ("ft", "foot", "feet"),
-    "mile": ("mi", "mile"),
-    "kg": ("kg", "kilogram"),
-    "g": ("g", "gram"),
-    "hour": ("h", "hr", "hour"),
-    "minute": ("min", "minute"),
-    "second": ("s", "sec", "second"),
-    "day": ("day",),
-    "dollar": ("dollar", "usd"),
-    "cent": ("cent",),
-}
-_CANONICAL = {name: unit for unit, names in _MEASURES.items() for name in names}
 
 
 def join_groups(text: str) -> str:
@@ -118,37 +88,6 @@ def number_in_words(text: str) -> str:
     if FORMULA.search(rest) or not all(WORD.fullmatch(word) for word in words):
         return ""
     return "" if NOT_UNITS.intersection(words) else numbers[0]
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    r"""An answer without its unit, and the unit: ("35", "m^2") for `35\text{ m}^2`; the unit is empty where there is
-    none, or none whose name another one could contradict (apples)."""
-    if text.isdecimal():
-        return text, ""
-    match = (_TEXT_UNIT.fullmatch(text) if "{" in text else None) or _PLAIN_UNIT.fullmatch(text)
-    if match is None:
-        return text, _measure(text)
-    groups = match.groupdict()
-    unit = groups["unit"] or groups["letter"]
-    if NOT_UNITS.intersection(re.split(r"[ ./-]+", unit.lower())):
-        return text, ""
-    power = groups["power"] or {"\u00b2": "2", "\u00b3": "3"}.get(groups.get("sign") or "", "")
-    return match["body"].strip(), _canonical(unit, power)
-
-
-def _measure(text: str) -> str:
-    words = text.split()
-    return _canonical(words[-1], "") if len(words) == 2 and words[0][-1].isdigit() else ""
-
-
-def _canonical(unit: str, power: str) -> str:
-    words = unit.lower().strip(" .").split()
-    for word, meaning in (("square", "2"), ("sq", "2"), ("cubic", "3")):
-        if words and words[0] == word:
-            words, power = words[1:], meaning
-    name = words[0].strip(".") if len(words) == 1 else ""
-    unit = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or ""
-    return unit and f"{unit}^{power or 1}"
 
 
 def _plain(text: str) -> Fraction:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
-from mcore_rl.rewards.numbers import join_groups, split_unit
+from mcore_rl.rewards.notation.clock import plain_colons
+from mcore_rl.rewards.notation.decimals import expand_repeating
+from mcore_rl.rewards.notation.sets import plain_empty_sets
+from mcore_rl.rewards.notation.units import split_unit
+from mcore_rl.rewards.numbers import join_groups
 
 MAX_CHARS = 400
 """Longer answers are compared as they are."""
@@ -42,14 +46,14 @@ _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 
 
 def normalise(answer: str) -> tuple[str, str]:
-    """What an answer says, and the unit in which it says it (numbers.split_unit)."""
-    text = _unwrapped(answer)
+    """What an answer says, and the unit in which it says it (notation.units.split_unit)."""
+    text = _unwrapped(expand_repeating(answer) if len(answer) <= MAX_CHARS else answer)
     if len(text) > MAX_CHARS or text.isdecimal():
         return text, ""
-    text = join_groups(text)
+    text = plain_empty_sets(plain_colons(join_groups(text)))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text, unit = split_unit(text.strip())
+    text, unit = split_unit(_SPACING.sub(" ", text).strip())
     text = _SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip().rstrip(".,;:").strip()
     if not re.search(r"[A-Za-z]{2,}", _COMMANDS_AND_ANDS.sub("", text)):
         text = _AND.sub(", ", text)

@@ -1,0 +1,1 @@
+"""Notations of final answers and the rules that compare them."""

@@ -1,0 +1,48 @@
+r"""Times of day: `7{:}30`, `07:30` and `7:30 p.m.`; a text with two minute digits is a time and not a ratio."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_COLON = re.compile(r"\{\s*:\s*\}|\\colon(?![A-Za-z])|\\mathbin\{:\}|(?:\\!)+:(?:\\!)*|:(?:\\!)+|\u2236|\uff1a")
+_WRAPPER = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\[,;: ]|\\q?quad|~|\s+")
+_TIME = re.compile(
+    r"\$?\s*(?P<hour>[0-9]{1,2}):(?P<minute>[0-5][0-9])(?::(?P<second>[0-5][0-9]))?\s*\$?\s*"
+    r"(?:(?P<half>[ap])\.?\s?m\.?|o'?clock|h|hours?)?\.?\s*\$?",
+    re.IGNORECASE,
+)
+
+
+class Time(NamedTuple):
+    """A time of day. half: "a" or "p" where the text names it."""
+
+    hour: int
+    minute: int
+    second: int
+    half: str
+
+
+def plain_colons(text: str) -> str:
+    """Write every kind of colon as `:`."""
+    return _COLON.sub(":", text)
+
+
+def parse_time(text: str) -> Time | None:
+    """Return the time that a text is, or None for anything else, such as the ratio 3:4."""
+    text = _SPACING.sub(" ", _WRAPPER.sub(r" \1 ", plain_colons(text))).strip()
+    match = _TIME.fullmatch(text)
+    if match is None or int(match["hour"]) > 24:
+        return None
+    return Time(int(match["hour"]), int(match["minute"]), int(match["second"] or 0), (match["half"] or "").lower())
+
+
+def same_time(given: Time, expected: Time) -> bool:
+    """Return whether two times are equal. One without a.m. or p.m. agrees with either half, and with 24 hours."""
+    if given[1:3] != expected[1:3]:
+        return False
+    if bool(given.half) == bool(expected.half):
+        return (given.hour, given.half) == (expected.hour, expected.half)
+    named, other = (given, expected) if given.half else (expected, given)
+    return other.hour in (named.hour, named.hour % 12 + (12 if named.half == "p" else 0))

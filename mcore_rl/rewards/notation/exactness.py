@@ -1,0 +1,111 @@
+"""Exact and relative comparison of numbers inside math-verify.
+
+math-verify compares numbers by absolute precision: a difference below 15 digits counts as 0, and decimals are rounded
+to 6 places. 10^{-20} and 10^{-21} are equal to it. The comparison of this module keeps math-verify's structure
+(equations, sets, intervals, matrices) and rejects pairs of numbers that differ:
+
+- both sides exact, or both with decimals: any difference counts; a decimal is the fraction that it spells;
+- one side with decimals: it may differ by the rounding of 6 places, or of 6 significant digits if the value is below 1;
+- expressions with variables: the same rule at fixed rational values of the variables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
+
+from sympy import Basic, Expr, Float, MatrixBase, Rational, UnevaluatedExpr, floor, log, sqrt
+
+PLACES = 6
+_DIGITS = 25
+_MAX_DIGITS = 400
+"""Digits that the evaluation of a difference may use; larger cancellations count as 0."""
+_POINTS = ((Rational(7, 5), Rational(11, 13)), (Rational(-19, 17), Rational(5, 23)))
+"""First value and increment for the variables, in the order of their names."""
+
+Comparison = Callable[..., bool]
+
+
+@lru_cache(maxsize=1)
+def exact_grader() -> ModuleType:
+    """Return a private copy of math_verify.grader whose number comparison is exact.
+
+    It is a copy because a user's reward function may call math-verify in the same process.
+    """
+    spec = importlib.util.find_spec("math_verify.grader")
+    assert spec is not None
+    assert spec.loader is not None
+    grader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grader)
+    for name in ("sympy_numeric_eq", "sympy_symbolic_eq"):
+        setattr(grader, name, _unless_distinct(getattr(grader, name)))
+    return grader
+
+
+def are_distinct(gold: object, answer: object) -> bool:
+    """Return whether two expressions have different values. False for anything without a value, such as a set."""
+    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase) and gold.shape == answer.shape:
+        return any(are_distinct(one, other) for one, other in zip(gold.flat(), answer.flat(), strict=True))
+    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
+        return False
+    if gold.has(UnevaluatedExpr) != answer.has(UnevaluatedExpr):
+        return False  # math-verify writes a percentage so, and lets 9% be 9
+    approximate = gold.has(Float) != answer.has(Float)
+    one, other = (_evaluated(side if approximate else _without_decimals(side)) for side in (gold, answer))
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    if not names:
+        return _differ(one, other, approximate)
+    at_points = ([expression.subs(point) for expression in (one, other)] for point in _values(names))
+    return all(_differ(left, right, approximate) for left, right in at_points)
+
+
+def _unless_distinct(equal: Comparison) -> Comparison:
+    def compare(gold: Basic | MatrixBase, answer: Basic | MatrixBase, *precision: int) -> bool:
+        return not are_distinct(gold, answer) and equal(gold, answer, *precision)
+
+    return compare
+
+
+def _values(names: list[Basic]) -> list[dict[Basic, Rational]]:
+    return [{name: start + index * step for index, name in enumerate(names)} for start, step in _POINTS]
+
+
+def _evaluated(expression: Expr) -> Expr:
+    done = expression.doit()
+    return done if isinstance(done, Expr) else expression
+
+
+def _without_decimals(expression: Expr) -> Expr:
+    exact = expression.replace(lambda part: isinstance(part, Float), lambda part: Rational(str(part)))
+    return exact if isinstance(exact, Expr) else expression
+
+
+def _differ(one: Expr, other: Expr, approximate: bool) -> bool:
+    difference = _magnitude(one - other)
+    if not difference:
+        return False
+    if not approximate:
+        return True
+    exact = _magnitude(other if one.has(Float) else one)
+    if exact is None:
+        return False
+    return not exact or bool(2 * difference > Rational(10) ** (min(0, _exponent(exact) + 1) - PLACES))
+
+
+def _exponent(value: Expr) -> int:
+    """Return e of the scientific form d * 10^e of a positive number."""
+    return int(floor(log(value, 10).evalf(_DIGITS)))
+
+
+def _magnitude(expression: Expr) -> Expr | None:
+    """Return the absolute value, 0 if no digit of it is certain, or None if it is not a number."""
+    if expression.is_zero:
+        return Rational(0)
+    parts = expression.evalf(_DIGITS, maxn=_MAX_DIGITS).as_real_imag()
+    if not all(isinstance(part, Float | Rational) for part in parts):
+        return None
+    certain = [part for part in parts if not (isinstance(part, Float) and part._prec <= 1)]
+    size = sqrt(sum(part**2 for part in certain)).evalf(_DIGITS)
+    return size if isinstance(size, Expr) else None

@@ -1,0 +1,63 @@
+r"""Finite sets written by operations: `\{1,2\}\cup\{3\}` is `\{1, 2, 3\}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+EMPTY = r"\emptyset"
+MAX_ELEMENTS = 12
+
+_OPERATOR = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
+_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}|\u2205")
+_EMPTY_OPERAND = re.compile(r"\\emptyset\s*")
+_BRACES = re.compile(r"\s*\\\{((?:[^{}\\]|\\[A-Za-z]+|\\[,;! ]|\{[^{}]*\})*)\\\}\s*")
+
+Equal = Callable[[str, str], bool]
+
+
+def plain_empty_sets(text: str) -> str:
+    r"""Write every empty set as \emptyset."""
+    return _EMPTY.sub(r"\\emptyset ", text).strip()
+
+
+def finite_set(text: str, elements: Callable[[str], list[str]], equal: Equal) -> str:
+    r"""Return the set `\{a, b\}` that operations on finite sets give, or the text if it is anything else.
+
+    Different operators have no agreed order, so a text with two of them stays as it is.
+    """
+    parts = _OPERATOR.split(text)
+    operands, operators = parts[::2], set(parts[1::2])
+    if len(operators) != 1 or len(operands) > MAX_ELEMENTS:
+        return text
+    sets = [_members(operand, elements) for operand in operands]
+    known = [members for members in sets if members is not None]
+    if len(known) < len(sets) or max(map(len, known)) > MAX_ELEMENTS:
+        return text
+    result = known[0]
+    for other in known[1:]:
+        result = _combined(operators.copy().pop(), result, other, equal)
+    members = _distinct(result, equal)
+    return rf"\{{{', '.join(members)}\}}" if members else EMPTY
+
+
+def _members(operand: str, elements: Callable[[str], list[str]]) -> list[str] | None:
+    if _EMPTY_OPERAND.fullmatch(operand.strip()):
+        return []
+    braces = _BRACES.fullmatch(operand)
+    return elements(operand.strip()) if braces else None
+
+
+def _combined(operator: str, one: Sequence[str], other: Sequence[str], equal: Equal) -> list[str]:
+    if operator == "cup":
+        return [*one, *other]
+    shared = operator == "cap"
+    return [member for member in one if any(equal(member, each) for each in other) == shared]
+
+
+def _distinct(members: Sequence[str], equal: Equal) -> list[str]:
+    kept: list[str] = []
+    for member in members:
+        if not any(equal(member, each) for each in kept):
+            kept.append(member)
+    return kept

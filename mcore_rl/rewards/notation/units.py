@@ -1,0 +1,155 @@
+r"""Units behind a number: `35\text{ m}^2`, `5\ \text{m/s}`, `5\,\mathrm{m}\cdot\mathrm{s}^{-1}`, `30 km/h`."""
+
+from __future__ import annotations
+
+import re
+
+from mcore_rl.rewards.numbers import DECIMAL, NOT_UNITS
+
+_NAMES = {
+    "cm": ("cm", "centimeter", "centimetre"),
+    "mm": ("mm", "millimeter", "millimetre"),
+    "km": ("km", "kilometer", "kilometre"),
+    "m": ("m", "meter", "metre"),
+    "in": ("in", "inch", "inche"),
+    "ft": ("ft", "foot", "feet"),
+    "yard": ("yd", "yard"),
+    "mile": ("mi", "mile"),
+    "kg": ("kg", "kilogram"),
+    "mg": ("mg", "milligram"),
+    "g": ("g", "gram"),
+    "pound": ("lb", "pound"),
+    "liter": ("l", "liter", "litre"),
+    "ml": ("ml", "milliliter", "millilitre"),
+    "hour": ("h", "hr", "hour"),
+    "minute": ("min", "minute"),
+    "second": ("s", "sec", "second"),
+    "day": ("day",),
+    "week": ("week",),
+    "month": ("month",),
+    "year": ("yr", "year"),
+    "dollar": ("dollar", "usd"),
+    "cent": ("cent",),
+    "newton": ("n", "newton"),
+    "joule": ("j", "joule"),
+    "watt": ("w", "watt"),
+    "volt": ("v", "volt"),
+    "degree": ("degree", "deg"),
+    "radian": ("radian", "rad"),
+}
+_CANONICAL = {name: unit for unit, names in _NAMES.items() for name in names}
+_SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour", "mps": "m / s"}
+_LETTERS = frozenset("msghlLJNWV")
+_DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "squared": 2, "cubed": 3}
+
+_TEXT_COMMAND = r"\\(?:text|textrm|mathrm|mbox|textbf|operatorname)\s*\{"
+_TEXT = re.compile(rf"{_TEXT_COMMAND}([^{{}}]*)\}}")
+_START = re.compile(rf"(?:\\[dt]?frac\s*\{{\s*)?{_TEXT_COMMAND}\s*[A-Za-z]")
+_INSIDE = r"((?:[^{}]|\{[^{}]*\})*)"
+_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{{_INSIDE}\}}\s*\{{{_INSIDE}\}}")
+_TIMES = re.compile(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|[*\u00b7\u22c5]")
+_TOKEN = re.compile(
+    r"(?P<power>\^\s*\{?\s*(?P<exponent>-?[1-9])\s*\}?)|(?P<raised>[\u00b2\u00b3])"
+    r"|(?P<word>[A-Za-z]+)\.?|(?P<divide>/)|(?P<times>[*()-])|(?P<space>\s+)|(?P<other>.)",
+    re.DOTALL,
+)
+_PLAIN = re.compile(
+    rf"(?P<body>[-+]?\s*(?:{DECIMAL}(?:/{DECIMAL})?|\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}))(?P<gap>\s*)(?P<unit>[A-Za-z].*)",
+    re.DOTALL,
+)
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    r"""An answer without its unit, and the unit: ("35", "m^2") for `35\text{ m}^2`. The unit is empty where there is
+    none, or none whose name another one could contradict (apples)."""
+    if text.isdecimal():
+        return text, ""
+    start = next((match.start() for match in _START.finditer(text) if _is_value(text[: match.start()])), None)
+    if start is not None:
+        unit = _parsed(text[start:], bare=False)
+        if unit is not None:
+            return text[:start].strip(), unit
+    plain = _PLAIN.fullmatch(text)
+    if plain is not None:
+        unit = _parsed(plain["unit"], bare=not plain["gap"])
+        if unit is not None and re.search(r"[/^\u00b2\u00b3]", plain["unit"]):
+            return plain["body"].strip(), unit
+    return text, _last_word(text)
+
+
+def _is_value(body: str) -> bool:
+    return bool(re.search(r"[0-9\\]", body))
+
+
+def _last_word(text: str) -> str:
+    """Return the unit of `5 cm`, whose word is a part of the answer still."""
+    words = text.split()
+    return (_parsed(words[-1], bare=False) or "") if len(words) == 2 and words[0][-1].isdigit() else ""
+
+
+def _parsed(text: str, *, bare: bool) -> str | None:
+    """Return the canonical unit, "" if one of its names is not known, or None if the text is no unit.
+
+    bare: the text touches a number, so that a single letter is a variable.
+    """
+    text = _TIMES.sub(" * ", _TEXT.sub(r" \1 ", _FRACTION.sub(r"\1 / \2", text)))
+    reader = _UnitReader(bare)
+    return reader.unit() if all(map(reader.take, _TOKEN.finditer(text))) else None
+
+
+class _UnitReader:
+    """Exponents of a product of units, read from left to right."""
+
+    def __init__(self, bare: bool) -> None:
+        self._bare = bare
+        self._exponents: dict[str, int] = {}
+        self._known = True
+        self._last = ""
+        self._sign, self._dimension = 1, 1
+
+    def take(self, token: re.Match[str]) -> bool:
+        """Read a token. Returns False if no unit holds it."""
+        word = token["word"]
+        if word is None:
+            if token["divide"]:
+                self._sign = -1
+            power = token["exponent"] or {"\u00b2": "2", "\u00b3": "3"}.get(token["raised"] or "")
+            return self._raise(int(power)) if power else not token["other"]
+        if word.lower() == "per":
+            self._sign = -1
+            return True
+        if word.lower() in _DIMENSIONS:
+            return self._change_dimension(word.lower())
+        return self._add(word)
+
+    def unit(self) -> str | None:
+        """Return the canonical name; None if nothing was read."""
+        if not self._last:
+            return None
+        named = sorted((name, power) for name, power in self._exponents.items() if power)
+        return " ".join(f"{name}^{power}" for name, power in named) if self._known else ""
+
+    def _raise(self, power: int) -> bool:
+        if not self._last:
+            return False
+        self._exponents[self._last] *= power
+        return True
+
+    def _change_dimension(self, word: str) -> bool:
+        if word.endswith("ed"):
+            return self._raise(_DIMENSIONS[word])
+        self._dimension = _DIMENSIONS[word]
+        return True
+
+    def _add(self, word: str) -> bool:
+        if (len(word) == 1 and (self._bare or word not in _LETTERS)) or word.lower() in NOT_UNITS:
+            return False
+        if word.lower() in _SPEEDS:
+            return all(map(self.take, _TOKEN.finditer(_SPEEDS[word.lower()])))
+        name = word.lower()
+        canonical = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or ""
+        self._known = self._known and bool(canonical)
+        self._last = canonical or name
+        self._exponents[self._last] = self._exponents.get(self._last, 0) + self._sign * self._dimension
+        self._sign, self._dimension = 1, 1
+        return True
