@@ -6,19 +6,26 @@ names it: a function crosses processes as its name, never as a reference into a 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
-import sys
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcore_rl.config.stand_ins import provide_verl_names
+from mcore_rl.config.user_files import describe, load_file, load_named, provide_user_files
 from mcore_rl.errors import ConfigError
+
+__all__ = [
+    "FORM",
+    "absolute_spec",
+    "check_call",
+    "describe",
+    "load_function",
+    "load_module",
+    "load_object",
+    "names_function",
+]
 
 FORM = "module_or_file.py:function"
 
@@ -58,8 +65,8 @@ def load_object(key: str, spec: str, instead: str = "") -> Any:
     if not source or not name.isidentifier():
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     told = f"{key}={spec}"
-    provide_verl_names()
-    module = _load_file(told, Path(source)) if source.endswith(".py") else _load_module(told, source)
+    provide_user_files()
+    module = load_file(told, Path(source)) if source.endswith(".py") else load_named(told, source)
     found = getattr(module, name, None)
     if found is None:
         raise ConfigError(f"{told}: {source} has no function {name}")
@@ -71,8 +78,8 @@ def load_module(key: str, path: str) -> ModuleType:
 
     Raises: ConfigError naming `key` and the cause.
     """
-    provide_verl_names()
-    return _load_file(f"{key}={path}", Path(path))
+    provide_user_files()
+    return load_file(f"{key}={path}", Path(path))
 
 
 def check_call(
@@ -93,39 +100,5 @@ def check_call(
         raise ConfigError(f"{told} cannot be called as {form}: {error}") from error
 
 
-def describe(error: BaseException) -> str:
-    """An exception on one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _load_file(told: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{told}: there is no file {path.absolute()}")
-    # The same name in every process, so that what the file defines (an exception that it raises) can be pickled.
-    name = f"mcore_rl_user_{path.stem}_{zlib.crc32(os.fsencode(os.path.abspath(path))):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
-    return module
-
-
-def _load_module(told: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        hint = "" if "/" not in name else " (a file's name must end in .py)"
-        raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error

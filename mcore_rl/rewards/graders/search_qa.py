@@ -22,7 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def grade_search_qa(response: str, ground_truth: Any) -> Score:
     """1, 0.25 or 0. ground_truth: {"target": one or more answers}, or those alone."""
     answer = last_answer(response)
-    if answer is None or _normal(answer) not in map(_normal, _targets(ground_truth)):
+    if answer is None or normal_form(answer) not in map(normal_form, _targets(ground_truth)):
         return Score(0.0, 0.0)
     guesses = max(response.count("<answer>"), response.count("</answer>")) > MAX_TAGS
     return Score(0.25 if guesses else 1.0, 1.0)
@@ -46,5 +46,6 @@ def _targets(ground_truth: Any) -> list[str]:
     return [str(each) for each in target] if several else [str(target)]
 
 
-def _normal(answer: str) -> str:
+def normal_form(answer: str) -> str:
+    """Return an answer in lower case, without punctuation, articles and surplus blanks."""
     return " ".join(_ARTICLE.sub(" ", answer.lower().translate(_PUNCTUATION)).split())

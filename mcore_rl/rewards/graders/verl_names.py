@@ -7,6 +7,7 @@ Source: the interface of verl.utils.reward_score as of 2026.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from mcore_rl.rewards.answers import last_box
@@ -16,11 +17,10 @@ from mcore_rl.rewards.graders.gsm8k import TAIL_CHARS, marked_number, plain, sam
 from mcore_rl.rewards.graders.math_dapo import MISSING_ANSWER, grade_math_dapo
 from mcore_rl.rewards.graders.prime_math import final_answer, grade_prime_math
 from mcore_rl.rewards.graders.search_qa import grade_search_qa, last_answer
-from mcore_rl.rewards.math_grader import reference_answer, same_answer
+from mcore_rl.rewards.graders.verl.minerva import BOX_TAIL_CHARS
+from mcore_rl.rewards.math_grader import is_correct, reference_answer, same_answer
 from mcore_rl.types import Score
 
-BOX_TAIL_CHARS = 100
-"""In which a box must stand where nothing else counts as an answer (strict_box_verify)."""
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
@@ -67,10 +67,28 @@ def score_math(solution_str: str, ground_truth: Any) -> float:
     return grade_math_boxed(solution_str, ground_truth).reward
 
 
-def score_math_dapo(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def score_math_verify(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+    """1 or 0, of the answer wherever it stands. timeout_score is not used: a comparison without end counts 0."""
+    return float(is_correct(model_output, ground_truth))
+
+
+def score_math_batch(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Any = None
+) -> list[float]:
+    """1 or 0 for each response, of the last box."""
+    return [score_math(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
+
+
+def score_math_dapo(
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
+) -> dict[str, Any]:
     """Score 1 or -1, `acc` and `pred`; with strict_box_verify a box at the very end counts and nothing else."""
     if strict_box_verify:
-        box = last_box(solution_str[-BOX_TAIL_CHARS:])
+        start = -BOX_TAIL_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - BOX_TAIL_CHARS
+        box = last_box(solution_str[start:])
         right = box is not None and same_answer(box, reference_answer(ground_truth))
         return {"score": 1.0 if right else -1.0, "acc": right, "pred": MISSING_ANSWER if box is None else box}
     graded = grade_math_dapo(solution_str, ground_truth)
@@ -81,6 +99,32 @@ def score_prime_math(model_output: str, ground_truth: Any) -> tuple[bool, bool, 
     """Whether the answer is right, whether it stands in a box, and the answer."""
     right = grade_prime_math(model_output, ground_truth).reward > 0
     return right, last_box(model_output) is not None, final_answer(model_output) or ""
+
+
+def match_answer(response: str) -> tuple[bool, str]:
+    """Whether a response has a box or a phrase such as `the answer is`, and the answer."""
+    answer = final_answer(response)
+    return answer is not None, response if answer is None else answer
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
+    """Whether two answers are the same by rewards.math_grader."""
+    return given_answer is not None and same_answer(given_answer, ground_truth)
+
+
+def math_equal(prediction: str, reference: str, *options: object, **more: object) -> bool:
+    """Whether two answers are the same, or numbers within 1e-4. verl's further options are not used."""
+    return bool(grade_prime_math(rf"\boxed{{{prediction}}}", reference).accuracy)
+
+
+def format_geometry3k(predict_str: str) -> float:
+    """1 for `<think>...</think>` before the box, else 0."""
+    return float(thinks_first(predict_str))
+
+
+def accuracy_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+    """1 for the right answer, in a box or as the whole text, else 0."""
+    return score_geometry3k(predict_str, ground_truth, use_boxed, format_score=0.0)
 
 
 def score_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:

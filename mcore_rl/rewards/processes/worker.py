@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import NAIVE, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.user_files import provide_user_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.parent_death import die_with
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
@@ -85,3 +86,5 @@ def _grade_batch(connection: Connection, guarded: Guarded, tasks: list[Task]) ->
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a process that a user's function has spawned with multiprocessing
+    provide_user_files()

@@ -1,0 +1,157 @@
+"""Files that users bring, as modules: each is loaded once in a process, and children that it spawns find it again."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from mcore_rl.config.stand_ins import MissingVerlName, provide_verl_names
+from mcore_rl.config.stand_ins.check import check_verl_names
+from mcore_rl.errors import ConfigError
+
+FILES_VARIABLE = "MCORE_RL_USER_FILES"
+"""Environment variable with the files of this process by module name, as JSON, for children that it spawns."""
+_PREFIX = "mcore_rl_user_"
+
+
+class _UserFiles(MetaPathFinder):
+    """Finds modules that a parent process loaded from files."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = _known_files().get(fullname) if fullname.startswith(_PREFIX) else None
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
+
+
+_FINDER = _UserFiles()
+
+
+def provide_user_files() -> None:
+    """Let a spawned process import what its parent loaded: it unpickles functions and classes by their module."""
+    provide_verl_names()
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
+    for file in _known_files().values():
+        _add_folder(Path(file).parent)
+
+
+def load_file(told: str, path: Path) -> ModuleType:
+    """Return the module of a file. Its folder becomes the last one that imports search, for the files beside it.
+
+    Raises: ConfigError that begins with `told`.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.is_file():
+        raise ConfigError(f"{told}: there is no file {path}")
+    check_verl_names(told, path)
+    before = set(sys.modules)
+    if _imports_relatively(path):
+        package = _package_of(path)
+        _add_folder(path.parents[len(package)])
+        module = _load_by_name(told, path, ".".join([*package, path.stem]))
+    else:
+        _add_folder(path.parent)
+        module = _load_alone(told, path)
+    _check_siblings(told, path.parent, set(sys.modules) - before)
+    return module
+
+
+def load_named(told: str, name: str) -> ModuleType:
+    """Return the module of a name.
+
+    Raises: ConfigError that begins with `told`.
+    """
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        hint = "" if "/" not in name else " (a file's name must end in .py)"
+        raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error
+    if module.__file__ is not None and not name.startswith("mcore_rl."):
+        check_verl_names(told, Path(module.__file__))
+    return module
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception on one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _load_alone(told: str, path: Path) -> ModuleType:
+    # The same name in every process, so that what the file defines (an exception that it raises) can be pickled.
+    name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    os.environ[FILES_VARIABLE] = json.dumps({**_known_files(), name: str(path)})
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
+    return module
+
+
+def _load_by_name(told: str, path: Path, name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
+    if module.__file__ is None or not path.samefile(module.__file__):
+        raise ConfigError(
+            f"{told}: {path} has relative imports and would be the module {name}, but that name belongs to "
+            f"{module.__file__}; rename the folder {path.parent.name}"
+        )
+    return module
+
+
+def _package_of(path: Path) -> list[str]:
+    """Return the package's name: the folder, and those above it as long as they hold an __init__.py."""
+    folder = path.parent
+    names = [folder.name]
+    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+        names.insert(0, folder.name)
+    return names
+
+
+def _imports_relatively(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return False  # its import reports that
+    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
+
+
+def _check_siblings(told: str, folder: Path, loaded: Iterable[str]) -> None:
+    """Check the names of verl in the files beside a file that it has imported."""
+    for name in sorted(loaded):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
+            check_verl_names(told, Path(file))
+
+
+def _known_files() -> dict[str, str]:
+    files: dict[str, str] = json.loads(os.environ.get(FILES_VARIABLE, "{}"))
+    return files
+
+
+def _add_folder(folder: Path) -> None:
+    """Append a folder to the module search path: at its end it hides no installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,42 @@
+"""Processes that a reward function starts by itself import its file and the files beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.types import Prompt
+
+SPAWNS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import beside_spawning
+
+@dataclass
+class Verdict:
+    score: float
+
+def work(text):
+    return Verdict(beside_spawning.length(text))
+
+def f(solution_str, **_):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("{method}")) as pool:
+        return pool.submit(work, solution_str).result().score
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_reward_function_starts_find_its_module(tmp_path: Path, method: str) -> None:
+    (tmp_path / "beside_spawning.py").write_text("def length(text): return float(len(text))\n")
+    (tmp_path / f"mine_{method}.py").write_text(SPAWNS.format(method=method))
+    config = RewardConfig(function=f"{tmp_path}/mine_{method}.py:f", workers=1, timeout_seconds=120.0)
+    with RewardManager(config, max_response_tokens=10) as manager:
+        manager.submit(0, Prompt(0, np.zeros(1, np.int32), "q", "d", "5", {}), "four", 1)
+        score = manager.collect([0])[0]
+    assert (score.error, score.reward) == (None, 4.0)
