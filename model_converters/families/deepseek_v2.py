@@ -24,7 +24,7 @@ from model_converters.families.parts.family import (
     embedding_rows,
     model_arguments,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, require, settled
+from model_converters.families.parts.hf_config import HFConfig, integer, require, settled, states_defaults
 from model_converters.families.parts.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
@@ -50,6 +50,7 @@ def _settled(config: HFConfig) -> HFConfig:
     return settled(config, _DEFAULTS, nullable=("q_lora_rank",))
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
@@ -62,6 +63,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)

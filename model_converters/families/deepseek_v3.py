@@ -20,7 +20,7 @@ from model_converters.families.parts.family import (
     embedding_rows,
     model_arguments,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
 from model_converters.families.parts.mla import (
     LATENT_NORM_EPSILON,
     REFUSED_BY_LATENT_ATTENTION,
@@ -49,6 +49,7 @@ def _settled(config: HFConfig) -> HFConfig:
     return settled(config, _DEFAULTS, nullable=("num_key_value_heads", "q_lora_rank"))
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = _settled(config)
     return [
@@ -65,6 +66,7 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = _settled(config)
     attention, experts = latent_sizes(config), expert_sizes(config)

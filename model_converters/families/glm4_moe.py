@@ -27,7 +27,7 @@ from model_converters.families.parts.family import (
     qk_norm_rows,
     qkv_bias_row,
 )
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled, states_defaults
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
 
@@ -55,6 +55,7 @@ def _sizes(config: HFConfig) -> AttentionSizes:
     return attention_sizes(config, bias_of_qkv_only=True)
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = _settled(config)
     return [
@@ -74,6 +75,7 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = _settled(config)
     experts = expert_sizes(config)

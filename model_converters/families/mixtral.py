@@ -22,7 +22,7 @@ from model_converters.families.parts.family import (
     model_arguments,
     softmax_routing,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' MixtralConfig has it.
@@ -43,6 +43,7 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_local_experts", "num_experts")
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = settled(config, _DEFAULTS)
     sizes = _sizes(config)
@@ -55,6 +56,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = settled(config, _DEFAULTS)
     num_experts = _num_experts(config)

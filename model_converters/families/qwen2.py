@@ -14,7 +14,7 @@ from model_converters.families.parts.family import (
     model_arguments,
     qkv_bias_row,
 )
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, settled
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, settled, states_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen2Config has it.
@@ -25,6 +25,7 @@ def _settled(config: HFConfig) -> HFConfig:
     return settled(config, _DEFAULTS, nullable=("num_key_value_heads",))
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = _settled(config)
     sizes = attention_sizes(config)
@@ -37,6 +38,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = _settled(config)
     transformer = dict(decoder_arguments(config, attention_sizes(config)), add_qkv_bias=True, qk_layernorm=False)

@@ -17,7 +17,7 @@ from model_converters.families.parts.family import (
     model_arguments,
     qk_norm_rows,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled
+from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen3Config has it: head_dim is that whatever hidden_size is.
@@ -33,6 +33,7 @@ def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
     return dict(decoder_arguments(config, sizes), add_qkv_bias=False, qk_layernorm=True)
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = _settled(config)
     sizes = attention_sizes(config)
@@ -45,6 +46,7 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = _settled(config)
     return model_arguments(config, qwen3_arguments(config, attention_sizes(config)))

@@ -15,7 +15,15 @@ from model_converters.families.parts.family import (
     qk_norm_rows,
     softmax_routing,
 )
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled, whole_numbers
+from model_converters.families.parts.hf_config import (
+    COMPUTED,
+    HFConfig,
+    flag,
+    integer,
+    settled,
+    states_defaults,
+    whole_numbers,
+)
 from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.mapping.table import Row
 
@@ -36,6 +44,7 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_experts", "num_local_experts")
 
 
+@states_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
     config = settled(config, _DEFAULTS)
     sizes = attention_sizes(config)
@@ -54,6 +63,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
+@states_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
     config = settled(config, _DEFAULTS)
     transformer = qwen3_arguments(config, attention_sizes(config))

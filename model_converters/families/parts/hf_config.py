@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +16,9 @@ from model_converters.errors import ConversionError
 from model_converters.inputs.strict_json import read_object
 
 HFConfig = Mapping[str, Any]
+Built = TypeVar("Built")
+Build = Callable[[HFConfig], Built]
+_ABSENT = "config.json has no "
 
 
 def read_hf_config(path: Path | str) -> dict[str, Any]:
@@ -37,16 +42,48 @@ COMPUTED = "its default"
 """As a default of `settled`: what the rest of the configuration gives."""
 
 
-def settled(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> dict[str, Any]:
-    """The configuration with what config.json leaves out as the family's class in transformers has it. A null is no
-    default: transformers refuses it, or reads something else into it (`nullable`: keys of which the caller knows what).
+class Settled(dict[str, Any]):
+    """A configuration with the defaults of transformers for absent fields. `defaults` has the default of every field
+    that has one, `absent` those that config.json does not have."""
+
+    def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
+        self.defaults = {key: default for key, default in defaults.items() if default != COMPUTED}
+        self.absent = {key: default for key, default in self.defaults.items() if key not in config}
+        super().__init__({**self.absent, **config})
+
+
+def settled(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> Settled:
+    """Add the defaults that the family's class in transformers has for absent fields. A null is no default:
+    transformers rejects it, or gives it another meaning (`nullable`: keys whose null the caller handles).
 
     Raises: ConversionError for any other null, by name.
     """
     for key, default in defaults.items():
         if key in config and config[key] is None and key not in nullable:
             raise ConversionError(f"config.json: {key} is null; set it, or remove it for {default}")
-    return {**{key: default for key, default in defaults.items() if default != COMPUTED}, **config}
+    return Settled(config, defaults)
+
+
+def states_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
+    """Decorate a function of config.json: its errors state which of the fields that they name are absent and have the
+    value of a default."""
+
+    def decorate(build: Build[Built]) -> Build[Built]:
+        @functools.wraps(build)
+        def built(config: HFConfig) -> Built:
+            try:
+                return build(config)
+            except ConversionError as error:
+                message, absent = str(error), Settled(config, defaults).absent
+                named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
+                if not named or message.startswith(_ABSENT):
+                    raise
+                notes = [f"{key} is absent; transformers' default is {json.dumps(absent[key])}" for key in named]
+                raise ConversionError(f"{message} ({', '.join(notes)})") from error
+
+        return built
+
+    return decorate
 
 
 def integer(config: HFConfig, *keys: str, default: int | None = None, least: int = 1) -> int:
@@ -139,15 +176,26 @@ def _full(key: str, inside: str) -> str:
 
 def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
     """Refuses, by name, a setting that changes the maths; one that is absent does not, nor do the values `expressed`.
+    Where transformers has a default for the absent field, that default is checked, and the message says so.
 
     Raises: ConversionError.
     """
     if key not in config:
         return
     value = config[key]
-    if not any(type(value) is type(known) and value == known for known in expressed):
-        allowed = " or ".join(["unset", *(json.dumps(known) for known in expressed if known is not None)][::-1])
-        raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
+    if any(type(value) is type(known) and value == known for known in expressed):
+        return
+    defaults = config.defaults if isinstance(config, Settled) else {}
+    values = [json.dumps(known) for known in expressed if known is not None or key in defaults]
+    if isinstance(config, Settled) and key in config.absent:
+        raise ConversionError(
+            f"{_ABSENT}{key}, and transformers' default {json.dumps(value)} is not supported: {why}; set "
+            f"{key} to {' or '.join(values)}"
+        )
+    # Without the field a default counts: leaving it out is advice only where the default is supported.
+    leave_out = key not in defaults or defaults[key] in expressed
+    allowed = " or ".join([*values, *(["unset"] if leave_out else [])])
+    raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
 
 
 def weights_dtype(config: HFConfig) -> torch.dtype:

@@ -1,0 +1,46 @@
+"""Errors about a field that config.json does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from model_converters.errors import ConversionError
+from model_converters.families import FAMILIES
+from tests.tiny_models import tiny_fields
+
+ABSENT = [
+    ("deepseek_v3", "num_key_value_heads", {}, "has no num_key_value_heads, .* default 128 .* to 4 or null"),
+    ("qwen2", "num_key_value_heads", {}, "num_key_value_heads is absent; transformers' default is 32"),
+    ("qwen3", "num_key_value_heads", {}, "num_key_value_heads is absent; transformers' default is 32"),
+    ("qwen3_moe", "num_key_value_heads", {"num_attention_heads": 6}, "transformers' default is 4"),
+    ("mixtral", "num_key_value_heads", {}, "num_key_value_heads is absent; transformers' default is 8"),
+    ("glm4_moe", "num_key_value_heads", {}, "num_key_value_heads is absent; transformers' default is 8"),
+    ("deepseek_v3", "n_group", {}, "n_group is absent; transformers' default is 8"),
+    ("deepseek_v3", "topk_group", {"n_group": 2}, "topk_group is absent; transformers' default is 4"),
+    ("glm4_moe", "topk_group", {"n_group": 4, "num_experts_per_tok": 4}, "transformers' default is 1"),
+    ("glm4_moe", "norm_topk_prob", {"num_experts_per_tok": 1}, "norm_topk_prob is absent; .* default is true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "key", "changes", "message"), ABSENT, ids=lambda value: str(value)[:30])
+def test_error_about_absent_field_states_transformers_default(
+    kind: str, key: str, changes: dict[str, Any], message: str
+) -> None:
+    fields = {name: value for name, value in (tiny_fields(kind) | changes).items() if name != key}
+    with pytest.raises(ConversionError, match=message):
+        FAMILIES[kind].model_arguments(fields)
+
+
+def test_error_about_present_field_mentions_no_default() -> None:
+    fields = tiny_fields("deepseek_v3") | {"num_key_value_heads": 2}
+    with pytest.raises(ConversionError, match=r"num_key_value_heads 2 is not supported, only 4 or null: ") as caught:
+        FAMILIES["deepseek_v3"].model_arguments(fields)
+    assert "absent" not in str(caught.value) and "unset" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [4, None])
+def test_latent_attention_accepts_as_many_groups_as_heads(value: int | None) -> None:
+    sizes = FAMILIES["deepseek_v3"].model_arguments(tiny_fields("deepseek_v3") | {"num_key_value_heads": value})
+    assert sizes.transformer["num_query_groups"] == 4
