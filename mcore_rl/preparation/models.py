@@ -28,6 +28,7 @@ from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import try_server
 from mcore_rl.spec.adapters import bound_adapters, check_adapter, check_peft_names
+from mcore_rl.spec.engine_model import check_engine_model
 from mcore_rl.spec.installed import look
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.model import ModelSpec, policy_config
@@ -153,7 +154,9 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
     score_reader(judge)
     if has_judge_engines(config):
         with role_keys(JUDGE_KEYS):
-            check_weights(as_policy(config))
+            view = as_policy(config)
+            check_engine_model(view, policy_config(view)[0])
+            check_weights(view)
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
         with role_keys(JUDGE_KEYS):
             tokenizer = load_tokenizer(path)

@@ -43,6 +43,7 @@ from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.spec.costs import sequence_cost
+from mcore_rl.spec.engine_model import overridden_fields
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
@@ -108,7 +109,7 @@ def prepare(config: Config) -> Prepared:
         check_reward_function(config.reward, SandboxRunner(config.sandbox))
         tools, notes = check_episode(config, tokenizer)
         prompts, reports, parts = _load_prompts(config, tokenizer, tools)
-        notes += parts.notes
+        notes += [*parts.notes, *overridden_fields(config, hf_config)]
         if reward_model is not None:
             inputs = RewardInputs(config)
             for name, loaded in prompts.items():

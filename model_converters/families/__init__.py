@@ -10,6 +10,7 @@ from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from model_converters.families.glm4_moe import GLM4_MOE
 from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
+from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
 from model_converters.families.parts.family import Family, ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen2 import QWEN2
@@ -17,7 +18,15 @@ from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.refused import REFUSED
 
-__all__ = ["FAMILIES", "Family", "ModelArguments", "family_for", "missing_engine_fields"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ModelArguments",
+    "check_for_engine",
+    "engine_overrides",
+    "family_for",
+    "missing_engine_fields",
+]
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
@@ -52,3 +61,24 @@ def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
     """
     fields = family_for(hf_config).engine_fields
     return {key: value for key, value in fields.items() if hf_config.get(key) is None}
+
+
+def engine_overrides(hf_config: HFConfig) -> dict[str, Any]:
+    """Fields of config.json that inference engines must see with other values to compute the model of transformers.
+
+    Raises: ConversionError as family_for.
+    """
+    family = family_for(hf_config)
+    overrides = missing_engine_fields(hf_config) | neutral_fields(family, hf_config) | family.engine_values(hf_config)
+    if hf_config.get("architectures") not in (None, [family.architecture]):
+        overrides["architectures"] = [family.architecture]
+    return overrides
+
+
+def check_for_engine(hf_config: HFConfig, engine: str) -> None:
+    """Reject a configuration from which the inference engine (vllm, sglang) computes another model than transformers,
+    whatever the overrides.
+
+    Raises: ConversionError naming the field.
+    """
+    refuse_for_engine(family_for(hf_config), hf_config, engine)

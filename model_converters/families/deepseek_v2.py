@@ -18,6 +18,7 @@ from model_converters.families.parts.experts import (
     sparse_pattern,
 )
 from model_converters.families.parts.family import (
+    VLLM,
     Family,
     ModelArguments,
     decoder_arguments,
@@ -26,12 +27,15 @@ from model_converters.families.parts.family import (
 )
 from model_converters.families.parts.hf_config import HFConfig, integer, require, settled, states_defaults
 from model_converters.families.parts.mla import (
+    ABSENT_FOR_ENGINES,
     LATENT_NORM_EPSILON,
+    OWN_FIELDS,
     REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
     latent_attention_arguments,
     latent_attention_rows,
     latent_sizes,
+    rotation_for_engines,
 )
 from model_converters.mapping.table import Row
 
@@ -97,10 +101,22 @@ def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     }
 
 
+def _engine_values(config: HFConfig) -> dict[str, Any]:
+    """transformers ignores the groups unless topk_method uses them; vLLM always chooses among groups."""
+    greedy = config.get("topk_method", "greedy") == "greedy"
+    groups = {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
+    return groups | rotation_for_engines(config)
+
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="DeepseekV2ForCausalLM",
+    engine_values=_engine_values,
+    unread_by_engines={"tie_word_embeddings": VLLM},
+    own_fields=OWN_FIELDS,
+    absent_for_engines=ABSENT_FOR_ENGINES,
     description=Description(
         models="DeepSeek-V2-Lite",
         covers="latent attention with or without q_lora_rank, yarn with mscale, softmax scores, shared experts, dense "

@@ -14,6 +14,7 @@ from model_converters.families.parts.experts import (
     sparse_pattern,
 )
 from model_converters.families.parts.family import (
+    VLLM,
     Family,
     ModelArguments,
     decoder_arguments,
@@ -22,12 +23,15 @@ from model_converters.families.parts.family import (
 )
 from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
 from model_converters.families.parts.mla import (
+    ABSENT_FOR_ENGINES,
     LATENT_NORM_EPSILON,
+    OWN_FIELDS,
     REFUSED_BY_LATENT_ATTENTION,
     as_attention_sizes,
     latent_attention_arguments,
     latent_attention_rows,
     latent_sizes,
+    rotation_for_engines,
 )
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
@@ -101,6 +105,11 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="DeepseekV3ForCausalLM",
+    engine_values=rotation_for_engines,
+    unread_by_engines={"tie_word_embeddings": VLLM},
+    own_fields=OWN_FIELDS,
+    absent_for_engines=ABSENT_FOR_ENGINES,
     description=Description(models="DeepSeek-V3, R1, Moonlight", covers=_COVERS, refused=_REFUSED, vllm_cpu="runs"),
     engine_fields=_ENGINE_FIELDS,
 )
@@ -108,6 +117,11 @@ KIMI_K2 = Family(
     "kimi_k2",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="DeepseekV3ForCausalLM",
+    engine_values=rotation_for_engines,
+    unread_by_engines={"tie_word_embeddings": VLLM},
+    own_fields=OWN_FIELDS,
+    absent_for_engines=ABSENT_FOR_ENGINES,
     description=Description(models="Kimi-K2", covers="all of deepseek_v3", refused=_REFUSED, vllm_cpu="runs"),
     engine_fields=_ENGINE_FIELDS,
     transformers_type="deepseek_v3",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model_converters.families.parts.description import Description
+from model_converters.families.parts.description import REFUSED_BY_ALL, Description
 from model_converters.families.parts.experts import (
     expert_sizes,
     mlp_and_expert_rows,
@@ -16,6 +16,8 @@ from model_converters.families.parts.experts import (
     sparse_pattern,
 )
 from model_converters.families.parts.family import (
+    SGLANG,
+    VLLM,
     AttentionSizes,
     Family,
     ModelArguments,
@@ -29,6 +31,7 @@ from model_converters.families.parts.family import (
 )
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled, states_defaults
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
+from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Glm4MoeConfig has it.
@@ -89,10 +92,20 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))
 
 
+def _engine_values(config: HFConfig) -> dict[str, Any]:
+    """With a null, transformers rotates whole heads and vLLM half of each."""
+    if config.get("partial_rotary_factor", 0.5) is not None:
+        return {}
+    return {"rope_parameters": {"partial_rotary_factor": 1.0, **rope_section(config)[1]}}
+
+
 GLM4_MOE = Family(
     "glm4_moe",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="Glm4MoeForCausalLM",
+    unread_by_engines={"tie_word_embeddings": VLLM | SGLANG, "moe_layer_freq": VLLM | SGLANG},
+    engine_values=_engine_values,
     description=Description(
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
         covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
@@ -101,6 +114,7 @@ GLM4_MOE = Family(
             "norm_topk_prob": False,
             "scoring_func": "softmax",
             "topk_method": "greedy",
+            **REFUSED_BY_ALL,
             "hidden_act": "gelu",
             "layer_types": ["sliding_attention"],
             "quantization_config": {"quant_method": "gptq"},

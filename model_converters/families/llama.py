@@ -44,6 +44,7 @@ LLAMA = Family(
     "llama",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="LlamaForCausalLM",
     description=Description(
         models="Llama 2, 3, 3.1 to 3.3",
         covers="grouped-query attention, llama3 rope scaling, tied or untied embeddings",

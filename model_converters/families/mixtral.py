@@ -10,6 +10,7 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.families.parts.family import (
+    SGLANG,
     AttentionSizes,
     ExpertNames,
     Family,
@@ -75,6 +76,9 @@ MIXTRAL = Family(
     "mixtral",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="MixtralForCausalLM",
+    unread_by_engines={"head_dim": SGLANG, "tie_word_embeddings": SGLANG},
+    own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Mixtral 8x7B, 8x22B",
         covers="grouped-query attention, softmax over the chosen experts; router_jitter_noise is not applied",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.families.parts.family import (
+    VLLM,
     Family,
     ModelArguments,
     attention_rows,
@@ -49,6 +50,9 @@ QWEN2 = Family(
     "qwen2",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="Qwen2ForCausalLM",
+    unread_by_engines={"head_dim": VLLM},
+    own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Qwen2, Qwen2.5",
         covers="grouped-query attention with biases on q, k and v, tied or untied embeddings",

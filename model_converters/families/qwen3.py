@@ -56,6 +56,8 @@ QWEN3 = Family(
     "qwen3",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="Qwen3ForCausalLM",
+    own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Qwen3 0.6B to 32B",
         covers="grouped-query attention with q and k norms, head_dim of its own, tied or untied embeddings",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.families.parts.family import (
+    SGLANG,
     Family,
     ModelArguments,
     attention_rows,
@@ -87,6 +88,9 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     rows=_rows,
     model_arguments=_model_arguments,
+    architecture="Qwen3MoeForCausalLM",
+    unread_by_engines={"tie_word_embeddings": SGLANG},
+    own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Qwen3-30B-A3B, Qwen3-235B-A22B",
         covers="Qwen3 attention, routed experts with or without norm_topk_prob, mlp_only_layers, decoder_sparse_step",

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+REFUSED_BY_ALL: dict[str, Any] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
+"""Fields that hf_config.refuse_unsupported rejects for every family."""
+
 REFUSED_BY_ATTENTION: dict[str, Any] = {
+    **REFUSED_BY_ALL,
     "attention_bias": True,
     "hidden_act": "gelu",
     "layer_types": ["sliding_attention"],

@@ -39,11 +39,20 @@ class ModelArguments:
     latent_norm_epsilon: float | None = None
 
 
+VLLM, SGLANG = frozenset({"vllm"}), frozenset({"sglang"})
+"""Values of Family.unread_by_engines."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
     supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
     writes nothing or null. `transformers_type`: under which model_type transformers has it, where that is another.
+
+    `architecture`: the class of transformers, by which inference engines select theirs. `own_fields`: fields of
+    parts.engine_fields.NEUTRAL that transformers uses for this family as engines do. `absent_for_engines`: fields that
+    change an engine's model by their presence. `unread_by_engines`: fields that the engines named do not read for this
+    family. `engine_values`: values for engines that depend on the configuration.
 
     Raises (both): ConversionError for a configuration that the family cannot represent.
     """
@@ -54,6 +63,11 @@ class Family:
     description: Description
     engine_fields: Mapping[str, Any] = field(default_factory=dict)
     transformers_type: str = ""
+    architecture: str = field(kw_only=True)
+    own_fields: frozenset[str] = frozenset()
+    absent_for_engines: frozenset[str] = frozenset()
+    unread_by_engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    engine_values: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,12 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
 
 def refuse_unsupported(config: HFConfig) -> None:
     """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations,
-    layers that differ from each other by their number."""
+    layers that differ from each other by their number, attention that is not causal or not over all tokens."""
     fp8_block(config)
+    require(config, "compression_config", None, {}, why="only FP8 e4m3 weights in blocks can be read")
+    require(config, "is_causal", True, why="attention is causal; transformers attends in both directions otherwise")
+    why = "inference engines attend by it to chunks of the text, and transformers and megatron to all tokens"
+    require(config, "dual_chunk_attention_config", None, why=why)
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")

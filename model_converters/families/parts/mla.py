@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts.description import REFUSED_BY_ALL
 from model_converters.families.parts.family import AttentionSizes, norm_row
 from model_converters.families.parts.hf_config import (
     HFConfig,
@@ -28,6 +29,7 @@ from model_converters.mapping.transforms import Heads, Same, Shape
 # transformers and DeepSeek's own code build these norms without the model's rms_norm_eps.
 LATENT_NORM_EPSILON = 1e-6
 REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
+    **REFUSED_BY_ALL,
     "attention_bias": True,
     "hidden_act": "gelu",
     "index_topk": 2048,
@@ -36,6 +38,10 @@ REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
     "rope_interleave": False,
 }
 """What latent_sizes refuses for every family that calls it; see Description.refused."""
+OWN_FIELDS = frozenset({"v_head_dim"})
+ABSENT_FOR_ENGINES = frozenset({"index_topk", "compress_ratios"})
+"""Fields of Family for every family with latent attention. vLLM builds sparse or compressed attention where these are
+present, null included."""
 _YARN_KEYS = {
     "rope_type",
     "type",
@@ -48,6 +54,7 @@ _YARN_KEYS = {
     "mscale_all_dim",
     "truncate",
 }
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,16 @@ def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
+
+
+def rotation_for_engines(config: HFConfig) -> dict[str, Any]:
+    """rope_parameters for inference engines. To transformers a null or a 0 of yarn's optional fields is the same as
+    absent; vLLM computes with the 0, and fails for the null."""
+    _, found = rope_section(config)
+    unset = [key for key in _YARN_OPTIONAL if key in found and not found[key]]
+    if found["rope_type"] != "yarn" or not unset:
+        return {}
+    return {"rope_parameters": {key: value for key, value in found.items() if key not in unset}}
 
 
 def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:

@@ -1,0 +1,173 @@
+"""Fields of config.json that vLLM or SGLang read and transformers does not use for a family: the engine of a run gets
+the value with which it computes the trained model, or the field is rejected by name.
+
+tests/contract/test_engine_fields.py lists the fields that the engines' sources read, and fails for one that is neither
+here nor used by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_converters.errors import ConversionError
+from model_converters.families.parts.family import Family
+from model_converters.families.parts.hf_config import HFConfig, integer, number
+from model_converters.families.parts.rotary import rope_section
+
+
+@dataclass(frozen=True)
+class Size:
+    """The neutral value is a size of the model, the argument `name` of megatron's TransformerConfig."""
+
+    name: str
+
+
+_WINDOWS = {
+    "sliding_window": None,
+    "sliding_window_size": None,
+    "window_size": None,
+    "attention_chunk_size": None,
+    "is_hybrid_swa": False,
+    "hybrid_layer_pattern": None,
+    "rswa_window": None,
+}
+_SCALES = {
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "scale_emb": 1.0,
+    "llama_4_scaling": None,
+    "head_dtype": None,
+    "enable_lm_head_fp32": False,
+    "enable_lm_head_output_fp32": False,
+}
+_PARAMETERS = {
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "shared_expert_intermediate_size": 0,
+    "use_ngram_embedding": False,
+}
+_SHAPES = {
+    "n_head_kv": Size("num_query_groups"),
+    "num_kv_heads": Size("num_query_groups"),
+    "multi_query": False,
+    "original_num_attention_heads": Size("num_attention_heads"),
+    "num_attention_heads_per_layer": None,
+    "hidden_size_per_head": None,
+    "v_head_dim": None,
+    "swa_head_dim": None,
+    "swa_v_head_dim": None,
+    "block_configs": None,
+    "loop_num": 1,
+    "num_loops": 1,
+    "hc_mult": 1,
+}
+_ROTATION = {
+    "rope_is_neox_style": True,
+    "rotary_pct": None,
+    "rotary_emb_fraction": None,
+    "rotary_emb_base": None,
+    "mrope_section": None,
+    "xdrope_section": None,
+}
+_KIND_OF_MODEL = {
+    "is_encoder_decoder": False,
+    "canvas_length": None,
+    "index_topk": None,
+    "compress_ratios": None,
+    "use_bidirectional_attention": False,
+    "is_mm_prefix_lm": False,
+}
+NEUTRAL: Mapping[str, Any] = {**_WINDOWS, **_SCALES, **_PARAMETERS, **_SHAPES, **_ROTATION, **_KIND_OF_MODEL}
+"""Field -> the value with which an engine that reads it computes what transformers computes. A family's `own_fields`
+are excluded."""
+
+SUBMODELS = (
+    *("text_config", "llm_config", "thinker_config", "vision_config", "audio_config", "sound_config"),
+    *("decoder", "generator", "text_encoder"),
+)
+"""Objects for a model inside of the model, from which an engine would read the other fields."""
+
+_ASSUMED: Mapping[str, Callable[[HFConfig], Any]] = {
+    "head_dim": lambda config: integer(config, "hidden_size") // integer(config, "num_attention_heads"),
+    "tie_word_embeddings": lambda config: False,
+    "moe_layer_freq": lambda config: 1,
+}
+"""Field -> the value with which an engine computes that does not read it."""
+
+_EPSILON = 1e-4
+"""With it log-probabilities of a tiny model differ by less than 1e-4 nats; DeepSeek has 1e-6, Moonlight 1e-5."""
+
+ROTATION_INSIDE = ("rope_dim", "use_fope", "mrope_section", "xdrope_section", "is_deepseek_v4")
+"""Fields of rope_parameters with which an engine rotates in another way, and which transformers does not use."""
+
+
+def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
+    """The fields of NEUTRAL that config.json has with another value, with their neutral value.
+
+    Raises: ConversionError for a configuration that the family cannot represent.
+    """
+    found = {}
+    for key in sorted((NEUTRAL.keys() & config.keys()) - family.own_fields - family.absent_for_engines):
+        value = NEUTRAL[key]
+        if isinstance(value, Size):
+            value = family.model_arguments(config).transformer[value.name]
+        if type(config[key]) is not type(value) or config[key] != value:
+            found[key] = value
+    return found
+
+
+def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
+    """Reject what no override mends: fields that only their absence turns off, and fields that `engine` does not read.
+
+    Raises: ConversionError.
+    """
+    _refuse_unread(family, config, engine)
+    _refuse_rotation(family, config)
+    for key in SUBMODELS:
+        if config.get(key) is not None:
+            raise ConversionError(
+                f"config.json: {key} is not supported: inference engines read the model from it, and transformers' "
+                f"{family.model_type} does not; remove it"
+            )
+    for key in sorted(family.absent_for_engines & config.keys()):
+        raise ConversionError(
+            f"config.json: {key} {config[key]!r} is not supported: inference engines build another attention where it "
+            "is present, whatever its value; remove it"
+        )
+
+
+def _refuse_unread(family: Family, config: HFConfig, engine: str) -> None:
+    for key, engines in family.unread_by_engines.items():
+        value, assumed = config.get(key), _ASSUMED[key](config)
+        if engine in engines and value is not None and value != assumed:
+            raise ConversionError(
+                f"config.json: {key} {json.dumps(value)} is not supported by {engine}, which computes "
+                f"{family.model_type} as if it were {json.dumps(assumed)}"
+            )
+    latent_epsilon, epsilon = family.model_arguments(config).latent_norm_epsilon, number(config, "rms_norm_eps", 0.0)
+    if latent_epsilon is not None and epsilon > _EPSILON:
+        raise ConversionError(
+            f"config.json: rms_norm_eps {epsilon} is not supported by {engine}, which uses it for the norms of latents "
+            f"too, where transformers has {latent_epsilon}; set it to at most {_EPSILON}"
+        )
+
+
+def _refuse_rotation(family: Family, config: HFConfig) -> None:
+    name, found = rope_section(config)
+    for key in ROTATION_INSIDE:
+        # The presence of mrope_section is enough for vLLM.
+        if found.get(key) or (key == "mrope_section" and key in found):
+            raise ConversionError(
+                f"config.json: {name}.{key} {found[key]!r} is not supported: inference engines rotate positions by it, "
+                f"and transformers' {family.model_type} does not; remove it"
+            )
+    if found.get("type", found["rope_type"]) != found["rope_type"]:
+        raise ConversionError(
+            f"config.json: {name}.rope_type {found['rope_type']!r} and {name}.type {found['type']!r} differ, and vLLM "
+            "does not start with both; remove one of them"
+        )

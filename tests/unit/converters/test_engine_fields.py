@@ -1,0 +1,125 @@
+"""Values of config.json for inference engines, and configurations that no engine computes as transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_converters.errors import ConversionError
+from model_converters.families import FAMILIES, check_for_engine, engine_overrides, missing_engine_fields
+from model_converters.families.parts.engine_fields import NEUTRAL, ROTATION_INSIDE, SUBMODELS
+from model_converters.families.refused import REFUSED
+from tests.engine_fields import OTHER_VALUES
+from tests.tiny_models import YARN, tiny_fields
+
+HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
+
+
+def fields_of(name: str, **changes: Any) -> dict[str, Any]:
+    family = FAMILIES[name]
+    fields = tiny_fields(family.transformers_type or name) | {"model_type": name}
+    if "head_dim" in family.unread_by_engines:
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    return fields | changes
+
+
+def added(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Overrides beside those of the family's plain configuration."""
+    plain = engine_overrides(fields_of(name))
+    return {key: value for key, value in engine_overrides(fields).items() if plain.get(key, ...) != value}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_field_that_only_engines_read_gets_its_neutral_value(name: str) -> None:
+    assert NEUTRAL.keys() == OTHER_VALUES.keys()
+    family, sizes = FAMILIES[name], {"n_head_kv", "num_kv_heads", "original_num_attention_heads"}
+    for key, value in OTHER_VALUES.items():
+        expected = {} if key in family.own_fields | family.absent_for_engines else {key: NEUTRAL[key]}
+        fields = fields_of(name, **{key: value})
+        if key in sizes and expected:
+            expected = {key: fields["num_attention_heads" if key.startswith("original") else "num_key_value_heads"]}
+        try:
+            assert added(name, fields) == expected
+        except ConversionError:
+            assert key in family.own_fields | family.absent_for_engines
+        if expected:
+            assert added(name, fields_of(name, **expected)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("glm4_moe", {"partial_rotary_factor": None}, {"partial_rotary_factor": 1.0}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": None}}, {"mscale": ...}),
+        ("kimi_k2", {"rope_parameters": YARN | {"beta_fast": None, "beta_slow": 0}}, {"beta_fast": ...}),
+        ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, {"mscale_all_dim": ...}),
+    ],
+)
+def test_rotation_that_engines_read_otherwise_is_overridden(
+    name: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = added(name, fields_of(name, **changes))
+    assert found.keys() == {"rope_parameters"}
+    for key, value in expected.items():
+        assert found["rope_parameters"].get(key, ...) == value
+    assert found["rope_parameters"]["rope_theta"] == 10000.0
+
+
+def test_groups_of_experts_that_greedy_routing_ignores_are_one_group() -> None:
+    groups = {"n_group": 4, "topk_group": 2}
+    greedy = engine_overrides(fields_of("deepseek_v2", topk_method="greedy", **groups))
+    assert (greedy["n_group"], greedy["topk_group"]) == (1, 1)
+    limited = engine_overrides(fields_of("deepseek_v2", topk_method="group_limited_greedy", **groups))
+    assert not groups.keys() & limited.keys()
+
+
+def test_architectures_of_another_class_are_replaced() -> None:
+    for name, family in FAMILIES.items():
+        architectures = [family.architecture]
+        assert added(name, fields_of(name, architectures=["MistralForCausalLM"])) == {"architectures": architectures}
+        assert added(name, fields_of(name, architectures=architectures)) == {}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_field_that_no_override_mends_is_rejected_by_name(name: str, engine: str) -> None:
+    check_for_engine(fields_of(name), engine)
+    rejected: list[dict[str, Any]] = [{key: {"num_hidden_layers": 2}} for key in SUBMODELS]
+    rejected += [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, key: 8}} for key in ROTATION_INSIDE]
+    rejected += [{key: None} for key in FAMILIES[name].absent_for_engines]
+    values = {"head_dim": 24, "tie_word_embeddings": True, "moe_layer_freq": 2}
+    rejected += [{key: values[key]} for key, engines in FAMILIES[name].unread_by_engines.items() if engine in engines]
+    for changes in rejected:
+        key = next(iter(changes.get("rope_parameters", changes).keys() - {"rope_type", "rope_theta"}))
+        with pytest.raises(ConversionError, match=rf"\b{key} .* not supported"):
+            check_for_engine(fields_of(name) | changes, engine)
+
+
+def test_two_types_of_rotation_that_differ_are_rejected() -> None:
+    rope = {"rope_type": "default", "type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ConversionError, match=r"\.rope_type 'default' and rope_parameters\.type 'linear'"):
+        check_for_engine(fields_of("llama", rope_parameters=rope), "vllm")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_that_is_not_causal_or_not_whole_is_rejected(name: str) -> None:
+    chunks = {"chunk_size": 262144, "local_size": 8192}
+    for change in ({"is_causal": False}, {"is_causal": None}, {"dual_chunk_attention_config": chunks}):
+        for build in (FAMILIES[name].rows, FAMILIES[name].model_arguments):
+            with pytest.raises(ConversionError, match=next(iter(change))):
+                build(fields_of(name, **change))
+    FAMILIES[name].model_arguments(fields_of(name, is_causal=True, dual_chunk_attention_config=None))
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
+@pytest.mark.parametrize("path", sorted(HUB.glob("*_config.json")), ids=lambda path: path.stem)
+def test_published_config_is_accepted_and_needs_no_neutral_value(path: Path) -> None:
+    config = json.loads(path.read_text())
+    if config["model_type"] in REFUSED or config["model_type"] not in FAMILIES:
+        pytest.skip("the family is not supported")
+    for engine in ("vllm", "sglang"):
+        check_for_engine(config, engine)
+    assert engine_overrides(config) == missing_engine_fields(config)
