@@ -12,6 +12,7 @@ from multiprocessing import Pipe
 
 from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
 from mcore_rl.errors import DataError, WorkerDiedError
+from mcore_rl.processes.tree import kill_tree, marked, new_mark
 
 _MODULE = "mcore_rl.data.tokenised.process"
 _SECONDS_TO_EXIT = 5.0
@@ -68,13 +69,14 @@ class _Reading:
 class _Process:
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
+        self._mark = new_mark()
         with theirs:
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(descriptor), str(os.getpid())],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=marked(_environment(), self._mark),
                 process_group=0,
             )
 
@@ -95,9 +97,7 @@ class _Process:
 
     def close(self) -> None:
         self._connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
+        kill_tree(self._process, self._mark)
 
     def _died(self) -> WorkerDiedError:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import EngineHosts
-from mcore_rl.engines.sglang.processes import start_rank
+from mcore_rl.engines.sglang.processes import end_ranks, start_rank
+from mcore_rl.processes.tree import new_mark
 
 
 def follow(
@@ -15,10 +16,10 @@ def follow(
 ) -> None:
     """As engines.vllm.follower.follow. What a rank needs to know the leader tells it."""
     address = f"{hosts.address}:{hosts.commands_port}"
-    ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
+    mark = new_mark()
+    ranks = [start_rank(rank, config.tp, address, hosts.key, mark) for rank in hosts.ranks(config.tp)]
     try:
         while all(process.poll() is None for process in ranks):
             time.sleep(0.2)
     finally:
-        for process in ranks:
-            process.kill()
+        end_ranks(ranks, mark)

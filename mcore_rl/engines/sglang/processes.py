@@ -29,6 +29,7 @@ from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE
 from mcore_rl.engines.sglang.settings import RankSettings, send_at_once
 from mcore_rl.errors import ConfigError, WorkerDiedError
+from mcore_rl.processes.tree import kill_tree, marked, new_mark
 
 ROOT = Path(__file__).parents[3]
 _MAX_SOCKET_PATH = 100
@@ -50,6 +51,7 @@ class RankProcesses:
         self._lost: str | None = None
         self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # of mode 0700
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._mark = new_mark()
         try:
             self._pipes = self._start(settings)
             self.vocab_size: int = self._answers("start", math.inf, refused=ConfigError)[0]
@@ -74,17 +76,14 @@ class RankProcesses:
         return self._answers(method, self.timeout_seconds)
 
     def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        end_ranks(self._processes, self._mark)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, settings: RankSettings) -> list[Connection]:
         address, meeting, key = self._meet()
         with self._listener(address, settings.num_ranks, key) as listener:
             for rank in self._hosts.ranks(settings.num_ranks):
-                self._processes.append(start_rank(rank, settings.num_ranks, address, key))
+                self._processes.append(start_rank(rank, settings.num_ranks, address, key, self._mark))
             listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
             pipes: dict[int, Connection] = {}
             while len(pipes) < settings.num_ranks:
@@ -154,8 +153,17 @@ class RankProcesses:
         raise WorkerDiedError(self._lost) from None
 
 
-def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
-    """A rank on this host, which asks for commands at `address`.
+def end_ranks(ranks: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
+    """Kills ranks with everything that they have started."""
+    for rank in ranks:
+        if rank.returncode is None:
+            rank.kill()
+    for rank in ranks:
+        kill_tree(rank, mark)
+
+
+def start_rank(rank: int, num_ranks: int, address: str, key: bytes, mark: str) -> subprocess.Popen[bytes]:
+    """Start a rank on this host, which asks for commands at `address`. mark: for end_ranks.
 
     Raises: ConfigError where SGLang is not on this host.
     """
@@ -167,7 +175,7 @@ def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> subproces
         )
     command = [str(python), "-m", "mcore_rl.engines.sglang.rank", address, str(rank)]
     environment = _environment(num_ranks) | {KEY_VARIABLE: key.hex()}
-    return subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno())
+    return subprocess.Popen(command, env=marked(environment, mark), stdout=sys.stderr.fileno())
 
 
 def _environment(num_ranks: int) -> dict[str, str]:

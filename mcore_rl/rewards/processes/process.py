@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from multiprocessing import Pipe
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.processes.tree import kill_tree, marked, new_mark
 from mcore_rl.rewards.processes.messages import Task
 
 
@@ -26,13 +26,14 @@ class GradingProcess:
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig, start_seconds: float) -> None:
         self.connection, theirs = Pipe()
+        self._mark = new_mark()
         with theirs:
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mcore_rl.rewards.processes.worker", str(descriptor), str(os.getpid())],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=marked(_environment(), self._mark),
                 process_group=0,
             )
         self.max_calls = 0
@@ -92,10 +93,8 @@ class GradingProcess:
 
     def kill(self) -> int:
         """Ends the process and whatever it started; its exit code as subprocess gives it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         self.connection.close()
-        return self._process.wait()
+        return kill_tree(self._process, self._mark)
 
 
 def _environment() -> dict[str, str]:

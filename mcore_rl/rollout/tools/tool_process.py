@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from mcore_rl.errors import ConfigError, McoreRLError, WorkerDiedError
+from mcore_rl.processes.tree import kill_tree, marked, new_mark
 from mcore_rl.rollout.tools import frames
 from mcore_rl.rollout.tools.interface import ToolAnswer, ToolError
 from mcore_rl.rollout.tools.process import (
@@ -53,12 +51,13 @@ class ToolProcess:
 
     def __init__(self, settings: ToolSettings, start_seconds: float) -> None:
         self._ours, theirs = socket.socketpair()
+        self._mark = new_mark()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mcore_rl.rollout.tools.process", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+                env=marked({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()}, self._mark),
                 process_group=0,
             )
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -155,7 +154,7 @@ class ToolProcess:
     def _lose(self, cause: str, refusal: McoreRLError | None = None) -> None:
         if self.lost.is_set():
             return
-        code = self._kill()
+        code = kill_tree(self._process, self._mark)
         self.cause = f"the tool process was lost: {cause or f'it ended with exit code {code}'}"
         self.lost.set()
         if self._writer is not None:
@@ -169,19 +168,6 @@ class ToolProcess:
             if not answer.done():
                 answer.set_exception(ToolError(self.cause))
         self._tasks[0].cancel()
-
-    def _kill(self) -> int:
-        """Ends the process and whatever it started, sessions of their own included; its exit code as subprocess gives
-        it. It stays a zombie until then, so that its group's number is not given away."""
-        children: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self._process.pid).children(recursive=True)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for child in children:
-            with contextlib.suppress(psutil.Error):  # psutil looks whether the number is still the same process's
-                child.kill()
-        return self._process.wait()
 
 
 def _path() -> str:

@@ -1,0 +1,141 @@
+"""Everything that a child process has started ends with it: other sessions, daemons, processes that ignore TERM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.data.tokenised.processes import _Process
+from mcore_rl.engines.sglang.processes import end_ranks, start_rank
+from mcore_rl.processes.tree import kill_tree, marked, new_mark
+from mcore_rl.rewards.functions import Sample
+from mcore_rl.rewards.processes.pool import GradingPool
+
+STARTS = {
+    "child": "subprocess.Popen(SLEEP)",
+    "session of its own": "subprocess.Popen(SLEEP, start_new_session=True)",
+    "empty environment": "subprocess.Popen(SLEEP, start_new_session=True, env={})",
+    "daemon": "os.fork() == 0 and (os.setsid(), os.fork() == 0 and os.execv(SLEEP[0], SLEEP), os._exit(0))",
+    "ignores TERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); subprocess.Popen(SLEEP, start_new_session=True)",
+    "shell in the background": "subprocess.run(['/bin/sh', '-c', 'setsid ' + ' '.join(SLEEP) + ' &'])",
+}
+
+
+def code(start: str, tag: str) -> str:
+    """Python that starts `sleep` with a duration by which it is found."""
+    return f"import os, signal, subprocess\nSLEEP = ['/bin/sleep', '{tag}']\n{start}\n"
+
+
+def running(tag: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["cmdline"] == ["/bin/sleep", tag] and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def await_running(tag: str) -> None:
+    deadline = time.monotonic() + 30
+    while not running(tag) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert running(tag)
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    tag = str(7_000_000 + time.time_ns() % 1_000_000)
+    yield tag
+    for pid in running(tag):
+        os.kill(pid, 9)
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_tree_of_a_living_child_is_killed(start: str, tag: str) -> None:
+    mark = new_mark()
+    program = code(start, tag) + "import time\ntime.sleep(1000)"
+    child = subprocess.Popen([sys.executable, "-c", program], env=marked(os.environ, mark), process_group=0)
+    await_running(tag)
+    assert kill_tree(child, mark) == -9
+    assert running(tag) == []
+
+
+@pytest.mark.parametrize("name", [name for name in STARTS if name != "empty environment"])
+def test_tree_of_a_child_that_has_ended_is_killed(name: str, tag: str) -> None:
+    mark = new_mark()
+    command = [sys.executable, "-c", code(STARTS[name], tag)]
+    child = subprocess.Popen(command, env=marked(os.environ, mark), process_group=0)
+    await_running(tag)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert kill_tree(child, mark) == 0
+    assert running(tag) == []
+
+
+def test_tree_of_another_mark_stays(tag: str) -> None:
+    mark = new_mark()
+    other = subprocess.Popen(["/bin/sleep", tag], env=marked(os.environ, new_mark()))
+    child = subprocess.Popen(["/bin/sleep", "1000"], env=marked(os.environ, mark))
+    kill_tree(child, mark)
+    assert running(tag) == [other.pid]
+    other.kill()
+    other.wait()
+
+
+def test_grading_pool_shut_down_leaves_no_process(tmp_path: Path, tag: str) -> None:
+    lines = "\n".join("    " + line for start in STARTS.values() for line in code(start, tag).splitlines())
+    (tmp_path / "graders.py").write_text(
+        f"def f(data_source, solution_str, ground_truth, extra_info=None):\n{lines}\n    return 1.0\n"
+    )
+    pool = GradingPool(RewardConfig(function=f"{tmp_path / 'graders.py'}:f", workers=1))
+    try:
+        pool.submit({0: Sample("x", "y", "z", {})})
+        assert pool.collect([0])[0].reward == 1.0
+        await_running(tag)
+    finally:
+        pool.shutdown()
+    assert running(tag) == []
+
+
+class Tokeniser:
+    """Stands in for a BlockTokeniser whose tokenizer starts processes."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+
+    def tokenise(self, block: object) -> object:
+        exec(self.program, {})
+        return block
+
+
+def test_tokenising_process_closed_leaves_no_process(tag: str) -> None:
+    process = _Process()
+    try:
+        process.send(Tokeniser(code(STARTS["daemon"], tag)))  # type: ignore[arg-type]
+        process.send(["block"])  # type: ignore[arg-type]
+        assert process.result() == ["block"]
+        await_running(tag)
+    finally:
+        process.close()
+    assert running(tag) == []
+
+
+def test_sglang_ranks_ended_leave_no_process(tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "{code(STARTS["daemon"], tag)}import time; time.sleep(99)"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("MCORE_RL_SGLANG_PYTHON", str(python))
+    mark = new_mark()
+    ranks = [start_rank(rank, 2, "address", b"key", mark) for rank in range(2)]
+    await_running(tag)
+    end_ranks(ranks, mark)
+    assert running(tag) == []
+    assert [rank.returncode for rank in ranks] == [-9, -9]
