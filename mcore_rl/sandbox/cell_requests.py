@@ -8,7 +8,7 @@ ones from running.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,18 @@ def _cell(line: str) -> dict[str, Any] | None:
     """A cell's result; None for what is none: the last line of a run that was ended, or what a cell has forged."""
     try:
         found = json.loads(line)
-        return {"stdout": str(found["stdout"]), "stderr": str(found["stderr"])} | {
-            name: list(found[name]) for name in ("display", "error")
+        display = [{str(kind): str(text) for kind, text in shown.items()} for shown in found["display"]]
+        return {
+            "stdout": str(found["stdout"]),
+            "stderr": str(found["stderr"]),
+            "display": display,
+            "error": [_error(each) for each in found["error"]],
         }
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _error(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Text only: a cell may have nested anything in it."""
+    lines = [str(line) for line in found["traceback"]]
+    return {"ename": str(found["ename"]), "evalue": str(found["evalue"]), "traceback": lines}

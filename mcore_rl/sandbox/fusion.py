@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
+from mcore_rl.sandbox.confinement.limits import MIB
 from mcore_rl.sandbox.confinement.start import KILLED
 from mcore_rl.sandbox.interface import Outcome, Program, Why
 
@@ -22,6 +23,11 @@ GATEWAY_TIMEOUT = 504
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0
 """Before the second attempt; each later one waits so much longer."""
+ANSWER_BYTES = 1 << 20
+"""Of an answer, for all but output and files."""
+BYTES_IN_JSON = 6
+"""At most, for one byte of output."""
+_PIECE_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
 """Beyond the time of compiler and program, for the answer to come."""
 
@@ -61,16 +67,31 @@ class FusionSandbox:
             request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
             try:
                 with self._opener.open(request, timeout=timeout) as response:
-                    return json.loads(response.read())  # type: ignore[no-any-return]
+                    return json.loads(self._body(response, timeout))  # type: ignore[no-any-return]
             except urllib.error.HTTPError as error:
                 with error:
                     words = error.read(1000).decode("utf-8", "replace").strip()
                 if error.code != GATEWAY_TIMEOUT or attempt == ATTEMPTS:
                     raise SandboxError(f"sandbox.url={self._config.url} answers {error.code}: {words}") from error
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
                 raise SandboxError(f"sandbox.url={self._config.url} cannot be asked: {error}") from error
             time.sleep(self._retry_seconds * attempt)
         raise AssertionError
+
+    def _body(self, response: http.client.HTTPResponse, seconds: float) -> bytes:
+        """The answer. Much of it was written by the program, so its size and its time are limited."""
+        limit = ANSWER_BYTES + BYTES_IN_JSON * (2 * (self._config.output_kib << 10) + self._config.tmp_mib * MIB)
+        body, deadline = bytearray(), time.monotonic() + seconds
+        while piece := response.read1(_PIECE_BYTES):
+            body += piece
+            if len(body) > limit:
+                raise SandboxError(
+                    f"sandbox.url={self._config.url} answers with more than the {limit} bytes that sandbox.output_kib "
+                    "and sandbox.tmp_mib allow"
+                )
+            if time.monotonic() > deadline:
+                raise SandboxError(f"sandbox.url={self._config.url} did not finish its answer in {seconds:g} seconds")
+        return bytes(body)
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:
@@ -90,6 +111,9 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
 def _stage(result: dict[str, Any], files: dict[str, bytes]) -> Outcome:
     why: Why = "timeout" if result["status"] == "TimeLimitExceeded" else "exit"
     code = result.get("return_code")
+    for name in ("stdout", "stderr"):
+        if not isinstance(result.get(name) or "", str):
+            raise TypeError(f"{name} is no text")
     return Outcome(
         why=why,
         return_code=KILLED if code is None else int(code),

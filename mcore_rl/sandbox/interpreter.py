@@ -168,7 +168,7 @@ class Interpreter(_Session):
         if answer is None:
             return CellOutcome(output, False, why)
         ok, limit = False, False
-        with suppress(ValueError, TypeError, AttributeError):  # forged by the cell
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # forged by the cell
             fields = json.loads(answer)
             ok, limit = fields.get("ok") is True, fields.get("why") == "output"
         return CellOutcome(output, ok and not limit, "output" if limit else "exit")

@@ -66,11 +66,20 @@ REFUSED = {
     "semget": (64, 190),
     "shmget": (29, 194),
 }
-CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
+CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+LAST_KNOWN = 462
+"""mseal of Linux 6.10. Calls that are younger than this list do not exist for code inside."""
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+STREAM, DATAGRAM = 1, 2
+DEFAULT_PROTOCOL, TCP, UDP = 0, 6, 17
+"""Other protocols of the internet families load kernel modules that programs do not need."""
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID and NET, in the first argument of clone."""
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # of struct seccomp_data; low half of the argument, little-endian
+_LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+# Offsets in struct seccomp_data; of arguments the low half, little-endian.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
+_TYPE_MASK = 0xF
+"""Without SOCK_CLOEXEC and SOCK_NONBLOCK."""
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _X32_BIT = 0x40000000
 
@@ -85,7 +94,8 @@ _ARCHITECTURES = {"x86_64": _Architecture(0, 0xC000003E), "aarch64": _Architectu
 
 
 def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
-    """The filter, an array of struct sock_filter. sockets: whether socket() is allowed (a network namespace is around).
+    """The filter, an array of struct sock_filter. sockets: whether socket() is allowed for unix sockets, TCP and UDP (a
+    network namespace is around). Pairs of unix sockets always are; every other family is refused.
 
     Raises: ConfigError on another architecture than x86-64 and aarch64.
     """
@@ -110,8 +120,13 @@ def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]
     yield _instruction(_RET, 0, 0, _KILL)
     for numbers in REFUSED.values():
         yield from refuse(numbers[architecture.column], errno.EPERM)
+    yield _instruction(_JGE, 0, 1, LAST_KNOWN + 1)
+    yield _instruction(_RET, 0, 0, _ERRNO | errno.ENOSYS)
     if not sockets:
         yield from refuse(SOCKET[architecture.column], errno.EPERM)
+    else:
+        yield from _only_for(SOCKET[architecture.column], _SOCKET_RULES)
+    yield from _only_for(SOCKETPAIR[architecture.column], _PAIR_RULES)
     # Its flags lie in memory, where a filter cannot look; libc goes on with clone where it does not exist.
     yield from refuse(CLONE3[architecture.column], errno.ENOSYS)
     yield _instruction(_JEQ, 0, 3, CLONE[architecture.column])
@@ -119,6 +134,38 @@ def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]
     yield _instruction(_JSET, 0, 1, NEW_NAMESPACES)
     yield _instruction(_RET, 0, 0, _ERRNO | errno.EPERM)
     yield _instruction(_RET, 0, 0, _ALLOW)
+
+
+def _only_for(number: int, rules: list[tuple[int, int, int, int]]) -> Iterator[bytes]:
+    """Rules of one call, each of which ends in a verdict."""
+    yield _instruction(_JEQ, 0, len(rules), number)
+    for rule in rules:
+        yield _instruction(*rule)
+
+
+_PAIR_RULES = [
+    (_LD, 0, 0, _FIRST_ARGUMENT),
+    (_JEQ, 0, 1, AF_UNIX),
+    (_RET, 0, 0, _ALLOW),
+    (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+]
+_SOCKET_RULES = [
+    (_LD, 0, 0, _FIRST_ARGUMENT),
+    (_JEQ, 12, 0, AF_UNIX),
+    (_JEQ, 2, 0, AF_INET),
+    (_JEQ, 1, 0, AF_INET6),
+    (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+    (_LD, 0, 0, _THIRD_ARGUMENT),
+    (_JEQ, 2, 0, DEFAULT_PROTOCOL),
+    (_JEQ, 1, 0, TCP),
+    (_JEQ, 0, 4, UDP),
+    (_LD, 0, 0, _SECOND_ARGUMENT),
+    (_AND, 0, 0, _TYPE_MASK),
+    (_JEQ, 2, 0, STREAM),
+    (_JEQ, 1, 0, DATAGRAM),
+    (_RET, 0, 0, _ERRNO | errno.EPROTONOSUPPORT),
+    (_RET, 0, 0, _ALLOW),
+]
 
 
 def _instruction(code: int, if_true: int, if_false: int, constant: int) -> bytes:

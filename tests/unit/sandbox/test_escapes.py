@@ -264,6 +264,37 @@ def test_no_network_can_be_reached(sandbox: LocalSandbox) -> None:
         )
 
 
+def test_socket_families_that_are_not_needed_are_refused(sandbox: LocalSandbox) -> None:
+    families = {name: int(getattr(socket, name)) for name in dir(socket) if name.startswith("AF_")}
+    needed = ("AF_UNIX", "AF_INET", "AF_INET6")
+    calls = {
+        f"{name} {kind} {function}": f"attempt(lambda: socket.{function}({number}, {kind}) and None)"
+        for name, number in families.items()
+        for kind in (1, 2, 3, 5)
+        for function in ("socket", "socketpair")
+        if name not in needed
+    }
+    calls |= {f"protocol {n}": f"attempt(lambda: socket.socket(2, 1, {n}) and None)" for n in (1, 33, 132, 136, 262)}
+    calls |= {
+        "pair of TCP": "attempt(lambda: socket.socketpair(2, 1) and None)",
+        "unknown call": "call(467, 0, 0, 0, 0)",
+    }
+    all_refused(answers(sandbox, "{" + ", ".join(f"{name!r}: {code}" for name, code in calls.items()) + "}"))
+
+
+def test_sockets_within_the_sandbox_still_work(sandbox: LocalSandbox) -> None:
+    code = (
+        "import asyncio, socket\na, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))\n"
+        "for family, address in ((2, ('127.0.0.1', 0)), (1, '/tmp/s')):\n"
+        "  s, c = socket.socket(family), socket.socket(family)\n"
+        "  s.bind(address); s.listen(); c.connect(s.getsockname())\n"
+        "  c.send(b'y'); print(s.accept()[0].recv(1))\n"
+        "u = socket.socket(2, 2); u.bind(('127.0.0.1', 0)); u.sendto(b'z', u.getsockname()); print(u.recv(1))\n"
+        "print(asyncio.run(asyncio.sleep(0, 'loop')))"
+    )
+    assert run(sandbox, code).stdout.split() == ["b'x'", "b'y'", "b'y'", "b'z'", "loop"]
+
+
 def test_setuid_programs_give_nothing(sandbox: LocalSandbox) -> None:
     code = (
         "import glob, os, subprocess\n"

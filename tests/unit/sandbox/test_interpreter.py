@@ -107,7 +107,7 @@ def test_a_child_that_comes_back_from_a_cell_answers_nothing(interpreter: Interp
     assert interpreter.cell("os.waitpid(pid, 0)[1]").output == "0\n"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}', "[" * 4000])
 def test_a_forged_answer_affects_its_own_episode_only(sandbox: LocalSandbox, line: str) -> None:
     forging, other = sandbox.interpreter(), sandbox.interpreter()
     try:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
+import socket
 import struct
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.sandbox.confinement.seccomp import CLONE, CLONE3, REFUSED, SOCKET, filter_program
+from mcore_rl.sandbox.confinement.seccomp import CLONE, CLONE3, LAST_KNOWN, REFUSED, SOCKET, SOCKETPAIR, filter_program
 
 HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+NO_FAMILY, NO_PROTOCOL = 0x50061, 0x5005D
 
 
-def verdict(program: bytes, number: int, architecture: int, first: int = 0) -> int:
+def verdict(program: bytes, number: int, architecture: int, *arguments: int) -> int:
     """What the kernel would do; classic BPF as its documentation has it."""
-    data = struct.pack("=iIQQ", number, architecture, 0, first)
+    data = struct.pack("=iIQ6Q", number, architecture, 0, *[*arguments, *[0] * 6][:6])
     steps, place, loaded = list(struct.iter_unpack("=HBBI", program)), 0, 0
     while True:
         code, if_true, if_false, k = steps[place]
@@ -27,6 +29,8 @@ def verdict(program: bytes, number: int, architecture: int, first: int = 0) -> i
             return k
         if code == 0x20:
             loaded = struct.unpack_from("=I", data, k)[0]
+        elif code == 0x54:
+            loaded &= k
         else:
             holds = {0x15: loaded == k, 0x35: loaded >= k, 0x45: bool(loaded & k)}[code]
             place += if_true if holds else if_false
@@ -37,7 +41,7 @@ def test_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> N
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed (linux-libc-dev)")
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
-    table = {**REFUSED, "clone": CLONE, "clone3": CLONE3, "socket": SOCKET}
+    table = {**REFUSED, "clone": CLONE, "clone3": CLONE3, "socket": SOCKET, "socketpair": SOCKETPAIR}
     known = {name: numbers[name] for name in table if name in numbers}
     assert len(known) > 45
     assert {name: str(table[name][column]) for name in known} == known
@@ -47,14 +51,34 @@ def test_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> N
 def test_each_call_gets_its_verdict(machine: str) -> None:
     column, program = list(AUDIT).index(machine), filter_program(sockets=True, machine=machine)
     refused = {numbers[column] for numbers in REFUSED.values()} | {CLONE3[column]}
-    for number in range(600):
-        expected = ALLOW if number not in refused else ENOSYS if number == CLONE3[column] else EPERM
+    for number in set(range(600)) - {SOCKET[column], SOCKETPAIR[column]}:
+        missing = number == CLONE3[column] or number > LAST_KNOWN
+        expected = ENOSYS if missing else EPERM if number in refused else ALLOW
         assert verdict(program, number, AUDIT[machine]) == expected, number
     assert verdict(program, CLONE[column], AUDIT[machine], 0x11) == ALLOW
     assert verdict(program, CLONE[column], AUDIT[machine], 0x10000011) == EPERM
     assert verdict(program, 0x40000001, AUDIT[machine]) == KILL
     assert verdict(program, 1, 0x40000003) == KILL
     assert verdict(filter_program(sockets=False, machine=machine), SOCKET[column], AUDIT[machine]) == EPERM
+
+
+@pytest.mark.parametrize("machine", AUDIT)
+def test_socket_of_every_family_has_its_verdict(machine: str) -> None:
+    column, program = list(AUDIT).index(machine), filter_program(sockets=True, machine=machine)
+
+    def errno_of(number: tuple[int, int], *arguments: int) -> int:
+        return verdict(program, number[column], AUDIT[machine], *arguments)
+
+    for family in range(64):
+        known = family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+        assert errno_of(SOCKET, family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) == (ALLOW if known else NO_FAMILY)
+        assert errno_of(SOCKETPAIR, family, 1) == (ALLOW if family == socket.AF_UNIX else NO_FAMILY)
+        assert errno_of(SOCKET, family | 1 << 32, 1) == errno_of(SOCKET, family, 1)  # the kernel reads 32 bits
+    for kind in range(16):
+        for protocol in range(300):
+            allowed = kind in (1, 2) and protocol in (0, 6, 17)
+            assert errno_of(SOCKET, socket.AF_INET, kind | 0x800, protocol) == (ALLOW if allowed else NO_PROTOCOL)
+    assert errno_of(SOCKET, socket.AF_UNIX, socket.SOCK_SEQPACKET) == ALLOW
 
 
 def test_other_architectures_are_refused() -> None:

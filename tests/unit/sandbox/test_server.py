@@ -243,12 +243,41 @@ def test_a_gateway_timeout_alone_is_asked_again(scripted: HTTPServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"{}", b'{"status": "Success"}', b'{"status": "Failed", "run_result": 3}']
+    "body",
+    [
+        *(b"", b"{", b"[]", b"{}", b'{"status": "Success"}', b'{"status": "Failed", "run_result": 3}', b"[" * 100_000),
+        b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": [[]]}}',
+        b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}, "files": {"x": [1]}}',
+    ],
 )
 def test_an_answer_of_another_form_is_an_error(scripted: HTTPServer, body: bytes) -> None:
     Scripted.answers = [(200, body)]
     with pytest.raises(SandboxError, match=r"sandbox\.url=.* (answers in another form|cannot be asked)"):
         FusionSandbox(SandboxConfig(url=url(scripted))).run(Program(""))
+
+
+def test_fusion_answer_beyond_its_limits_is_an_error(scripted: HTTPServer) -> None:
+    Scripted.answers = [(200, b" " * (16 << 20))]
+    with pytest.raises(SandboxError, match=r"more than the \d+ bytes that sandbox\.output_kib"):
+        FusionSandbox(SandboxConfig(url=url(scripted), tmp_mib=1)).run(Program(""))
+
+
+def test_forged_cells_of_any_shape_are_dropped_or_text(server: HTTPServer) -> None:
+    deep = "[" * 900 + "]" * 900
+    lines = [
+        '{"stdout": "a", "stderr": "", "display": ' + deep + ', "error": []}',
+        '{"stdout": "b", "stderr": "", "display": [], "error": [' + deep + "]}",
+        '{"stdout": ' + "[" * 50_000 + "}",
+        '{"stdout": "c", "stderr": 1e999, "display": [{"x": ' + deep + '}], "error": []}',
+    ]
+    writes = "    try: os.write(fd, line.encode() + b'\\n')\n    except OSError: pass"
+    cell = f"import os\nfor line in {lines!r}:\n  for fd in range(3, 9):\n{writes}"
+    code, answer = post(server, {"cells": [cell]}, "/run_jupyter")
+    assert code == 200
+    assert all(
+        isinstance(text, str) for found in answer["cells"] for shown in found["display"] for text in shown.values()
+    )
+    assert {found["stdout"] for found in answer["cells"]} <= {"", "c"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
