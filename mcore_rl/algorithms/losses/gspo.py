@@ -4,6 +4,10 @@
     s_it  = sg[s_i] exp(logp_it - sg[logp_it])                 worth s_i, with the gradient of token t alone
     L_it  = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
+A negative advantage has no upper bound in this objective, so a response that has become far more probable would give a
+gradient of A s_i: 5e8 A at log s_i = 20, beside which clip_grad leaves nothing of all other responses. log s_i is
+therefore bounded to +-20 nats, as every ratio of these losses, and a response beyond has a value but no gradient.
+
 Source: arXiv 2507.18071, equations 7 (s_i), 13 and 14 (GSPO-token, which is GSPO where a response has one advantage);
 bounds of 3e-4 and 4e-4: section 5.1. The paper aggregates by seq-mean-token-mean.
 Shapes: [B, T], one whole response per row.
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
 from mcore_rl.algorithms.losses.sequences import row_means, sequence_metrics
-from mcore_rl.algorithms.losses.surrogate import bounded_exp, check_bounds
+from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, bounded_exp, check_bounds
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class GSPO:
         ratio = bounded_exp(of_row).to(logp.dtype)[:, None]
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
-        loss = _with_gradient_of(logp, -advantages * ratio)
+        within = of_row.abs() <= MAX_LOG_RATIO
+        loss = _with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
         bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PolicyLossResult(
             torch.where(low | high, bounded, loss),

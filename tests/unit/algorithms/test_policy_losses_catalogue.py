@@ -241,6 +241,28 @@ def test_gspo_counts_responses_not_tokens():
     assert metrics["ppo_kl"].count == 14
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "clip_cov", "decoupled_ppo"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("drift", [-500.0, -30.0, -20.5, -19.5, 19.5, 20.5, 30.0, 500.0])
+def test_far_ratio_has_the_gradient_of_its_bounded_value(name, drift, dtype):
+    """The reference is autograd of max(-A r, -A clip(r)) in float64, with r = exp(clamp(log ratio, -20, 20))."""
+    advantages = torch.tensor([[2.0, 2.0], [-1.5, -1.5]], dtype=dtype)
+    zero = torch.zeros(2, 2, dtype=dtype)
+    given = {"old_logp": zero, "rollout_logp": zero, "logp": zero + drift, "advantages": advantages}
+    given |= {"mask": torch.ones(2, 2, dtype=dtype)}
+    if name != "decoupled_ppo":
+        del given["rollout_logp"]
+    options = {} if name == "gmpo" else {"clip_low": 0.1, "clip_high": 0.2}
+    _, gradient = evaluate(name, given, options, torch.ones(2, 2, dtype=dtype))
+    logp = given["logp"].double().requires_grad_()
+    ratio = logp.clamp(-20, 20).exp()
+    low, high = (math.exp(-0.4), math.exp(0.4)) if name == "gmpo" else (0.9, 1.2)
+    scaled = -advantages.double()
+    torch.max(scaled * ratio, scaled * ratio.clamp(low, high)).sum().backward()
+    torch.testing.assert_close(gradient.double(), logp.grad, rtol=1e-5, atol=1e-30)
+    assert abs(drift) < 20 or not gradient.any()
+
+
 def test_gspo_clips_the_response_as_a_whole():
     """Token ratios far out of bounds whose geometric mean is 1 keep their gradient; drifting together they lose it."""
     zero, one = torch.zeros(2, 2), torch.ones(2, 2)
