@@ -205,5 +205,7 @@ def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
     if not prompts:
         return []
     rows = rows_to_try(config.reward, prompts["train"].data_sources)
-    warnings = [try_reward_function(config.reward, prompts["train"][row]) for row in rows]
+    warnings = [
+        try_reward_function(config.reward, prompts["train"][row], multi_turn=has_turns(config.rollout)) for row in rows
+    ]
     return [warning for warning in warnings if warning is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -31,11 +32,18 @@ TAKEN = frozenset((*METRICS, *FIELDS))
 """Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""
 
 
+class NotApplicable(Score):
+    """The result None: the function does not apply to the response. An error, unless another function applies."""
+
+
 def score_of(result: Any) -> Score:
     """A Score from what a user's function returned: a number, or a dict with `score`, perhaps `acc`, and parts.
 
-    A result that is neither, or is not finite, becomes Score.error.
+    A result that is neither, or is not finite, becomes Score.error. None, or a dict with the score None, becomes
+    NotApplicable.
     """
+    if result is None or (isinstance(result, Mapping) and "score" in result and result["score"] is None):
+        return NotApplicable(0.0, 0.0, "the reward function returned None instead of a finite number or a dict")
     if not isinstance(result, Mapping):
         reward = _number(result)
         if reward is None:
@@ -57,7 +65,7 @@ def score_of(result: Any) -> Score:
 def scores_of(results: Any, count: int) -> list[Score]:
     """Scores from what a function of a batch returned for `count` responses. Where that is no sequence of as many, all
     of them are errors."""
-    values = results.tolist() if hasattr(results, "tolist") else results
+    values = list(results) if hasattr(results, "tolist") and getattr(results, "ndim", 1) else results
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [failed(f"the reward function returned {_shown(results)} instead of a list of {count} results")] * count
     if len(values) != count:
@@ -83,25 +91,38 @@ def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
 
 def _as_text(value: Any) -> str:
     """Any value, shortened, and without lone surrogates, which no file in UTF-8 can hold."""
-    try:
-        text = value if isinstance(value, str) else repr(value)
-    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
-        return f"<{type(value).__name__}>"
+    text = value if isinstance(value, str) else _repr(value)
     return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+
+
 def _number(value: Any) -> float | None:
-    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
-        value = value.item()  # numpy scalars and 0-dimensional arrays
-    if not isinstance(value, Real):
+    """Return a finite number; None for anything else. Arrays and tensors of one element count as that element."""
+    value = _element(value)
+    if not isinstance(value, Real | Decimal):
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):  # a huge integer; a signalling NaN
         return None
     return number if math.isfinite(number) else None
 
 
+def _element(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if isinstance(value, Real) or not callable(item):
+        return value
+    try:
+        return item()
+    except Exception:  # several elements; each library has its own error
+        return value
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80]}" if value is not None else "None"
+    return "None" if value is None else f"{type(value).__name__} {_repr(value)[:80]}"

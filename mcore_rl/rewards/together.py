@@ -4,7 +4,7 @@ last engine has written its own, in one of the engines' processes."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from mcore_rl.data.records import add_fields
 from mcore_rl.data.trajectories import split_rows
 from mcore_rl.data.transcripts import PromptSource, TextDecoder, transcripts
 from mcore_rl.ports import Rewarder
-from mcore_rl.types import Prompt, Score, TrajectoryBuffers
+from mcore_rl.types import Prompt, Score, TrajectoryBuffers, extra_of_turns
 
 
 class NotYet:
@@ -70,7 +70,8 @@ class Together:
         keys = range(len(read))
         lengths = np.diff(trajectories.token_offsets) - trajectories.prompt_tokens
         for key, transcript, tokens in zip(keys, read, lengths.tolist(), strict=True):
-            self.rewarder.submit(key, transcript.prompt, transcript.response, tokens, task=keys)
+            prompt = replace(transcript.prompt, extra_info={**transcript.prompt.extra_info, **extra_of_turns()})
+            self.rewarder.submit(key, prompt, transcript.response, tokens, task=keys)
         by_key = self.rewarder.collect(keys)
         left = iter(keys)
         scores = [[by_key[next(left)] for _ in task.prompt_rows] for task in given]

@@ -20,7 +20,7 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
-from mcore_rl.types.episodes import NOT_SAMPLED, EpisodeOutcome, Trajectory
+from mcore_rl.types.episodes import NOT_SAMPLED, EpisodeOutcome, Trajectory, extra_of_turns
 from mcore_rl.types.gap import LogpGap
 from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
@@ -78,5 +78,6 @@ __all__ = [
     "Total",
     "Trajectory",
     "TrajectoryBuffers",
+    "extra_of_turns",
     "merge_metrics",
 ]

@@ -31,6 +31,11 @@ class Trajectory:
     routed_experts: np.ndarray | None = None
 
 
+def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, Any]:
+    """Return the fields that every response adds to the extra_info of graders: its turns and its tools' rewards."""
+    return {"num_turns": num_turns, "tool_rewards": list(tool_rewards)}
+
+
 @dataclass(frozen=True)
 class EpisodeOutcome:
     """How an episode ended. Its trajectories share its reward: what graders say of `text`, all that the model said, or

@@ -12,7 +12,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
 from mcore_rl.rewards.graders.catalogue import RUN_CODE, build, grader_of, without_grader
 from mcore_rl.rewards.graders.code import CodeRunner
-from mcore_rl.rewards.results import TAKEN, failed
+from mcore_rl.rewards.results import TAKEN, NotApplicable, failed
 from mcore_rl.types import Score
 
 KEY = "reward.function"
@@ -137,14 +137,18 @@ def _weighted(config: RewardConfig, runner: CodeRunner | None) -> Rule:
     accurate = names.index(config.accuracy_of) if config.accuracy_of is not None else 0
 
     def joined(scores: Sequence[Score]) -> Score:
-        for name, score in zip(names, scores, strict=True):
-            if score.error is not None:
-                return failed(f"{name}: {score.error}", score.traceback)
+        applicable = [i for i, score in enumerate(scores) if not isinstance(score, NotApplicable)]
+        for i in applicable:
+            if scores[i].error is not None:
+                return failed(f"{names[i]}: {scores[i].error}", scores[i].traceback)
+        if not applicable:
+            return failed("no function of reward.weighted applies to the response: each of them returned None")
         parts: dict[str, float | str] = {}
-        for name, score in zip(names, scores, strict=True):
-            parts |= {name: score.reward, **{f"{name}_{part}": value for part, value in score.parts.items()}}
-        reward = sum(weight * score.reward for weight, score in zip(weights, scores, strict=True))
-        return Score(reward, scores[accurate].accuracy, parts=parts)
+        for i in applicable:
+            parts |= {names[i]: scores[i].reward}
+            parts |= {f"{names[i]}_{part}": value for part, value in scores[i].parts.items()}
+        reward = sum(weights[i] * scores[i].reward for i in applicable)
+        return Score(reward, scores[accurate if accurate in applicable else applicable[0]].accuracy, parts=parts)
 
     def grade(sample: Sample) -> Score | Awaitable[Score]:
         return then(_together([rule.grade(sample) for rule in rules]), joined)

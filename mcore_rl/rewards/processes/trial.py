@@ -13,7 +13,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import grader_of
 from mcore_rl.rewards.processes.pool import GradingPool
-from mcore_rl.types import Prompt, Score
+from mcore_rl.types import Prompt, Score, extra_of_turns
 
 BATCH_SIZE = 2
 """Responses that a function of batches is tried on: one compares nothing."""
@@ -28,9 +28,12 @@ def rows_to_try(config: RewardConfig, data_sources: Sequence[str]) -> list[int]:
     return sorted(first.values())
 
 
-def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
+def try_reward_function(config: RewardConfig, prompt: Prompt, *, multi_turn: bool = False) -> str | None:
     """Calls it as the run will, in a grading process and with its time limit, on a prompt of data.train: with the
     ground truth as the response, which a correct function is least likely to fail on; where it does, with an empty one.
+
+    extra_info has what a run adds to it: num_turns and tool_rewards, and with `multi_turn` also
+    episode_rewards_of_tools.
 
     Returns a warning if only the empty response could be graded; a run counts such a response as 0.
     Raises: ConfigError with the function's own traceback if neither could.
@@ -38,6 +41,8 @@ def try_reward_function(config: RewardConfig, prompt: Prompt) -> str | None:
     specs = [entry.function for entry in config.entries] + list(config.functions.values())
     if not any(map(names_function, specs)):
         return None
+    added = {**extra_of_turns(), **({"episode_rewards_of_tools": {}} if multi_turn else {})}
+    prompt = replace(prompt, extra_info={**prompt.extra_info, **added})
     pool = GradingPool(replace(config, workers=1))
     try:
         count = BATCH_SIZE if config.manager == BATCH else 1

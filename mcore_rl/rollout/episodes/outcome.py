@@ -13,7 +13,7 @@ import numpy as np
 from mcore_rl.errors import DataError
 from mcore_rl.rollout.episodes.sequences import TokenSequence
 from mcore_rl.rollout.episodes.session import Sampled, Session
-from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, Trajectory
+from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, Trajectory, extra_of_turns
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
 
@@ -83,7 +83,7 @@ def _outcome(
         tool_calls=session.num_tool_calls,
         tool_errors=session.num_tool_errors,
         seconds=dict(session.seconds),
-        extra={"num_turns": session.num_turns, "tool_rewards": list(session.tool_rewards)},
+        extra=extra_of_turns(session.num_turns, session.tool_rewards),
         messages=session.transcript(),
         parts={**of_tools, **result.parts},
     )

@@ -10,7 +10,7 @@ from typing import Protocol
 from mcore_rl.data.transcripts import TextDecoder
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.loop import Choose
-from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory
+from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory, extra_of_turns
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class SingleTurnPlayer:
             (trajectory,),
             self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True),
             completion.finish_reason,
+            extra=extra_of_turns(),
             taken_over=0 if before is None else len(before.completion.token_ids),
         )
 

@@ -100,3 +100,22 @@ def test_of_rows_that_choose_their_graders_each_function_of_the_users_is_tried(t
         ConfigError, match=r"by_data_source cannot grade the first prompt of data\.train with data_source"
     ):
         try_reward_function(config, other)
+
+
+TURNS = """
+def by_turns(solution_str, extra_info, **_):
+    return 1.0 / extra_info["num_turns"] + sum(extra_info["tool_rewards"]) + extra_info["level"]
+
+def by_tools(extra_info, **_):
+    return float(sum(extra_info["episode_rewards_of_tools"].values()))
+"""
+
+
+@pytest.mark.parametrize(("name", "multi_turn"), [("by_turns", False), ("by_turns", True), ("by_tools", True)])
+def test_the_trial_passes_the_extra_info_of_a_run(tmp_path, name, multi_turn):
+    (tmp_path / "turns.py").write_text(TURNS)
+    config = RewardConfig(function=f"{tmp_path}/turns.py:{name}")
+    prompt = Prompt(0, np.zeros(1, np.int32), "q", "sums", "5", {"level": 3})
+    assert try_reward_function(config, prompt, multi_turn=multi_turn) is None
+    with pytest.raises(ConfigError, match="KeyError: 'episode_rewards_of_tools'"):
+        try_reward_function(RewardConfig(function=f"{tmp_path}/turns.py:by_tools"), prompt)

@@ -24,8 +24,14 @@ async def polite(solution_str, **_):
         raise LookupError("no manners")
     return "please" in solution_str
 
+def broken(**_):
+    return "x"
+
 def nothing(**_):
     return None
+
+def only_long(solution_str, **_):
+    return {"score": None} if len(solution_str) < 5 else 2.0
 """
 
 
@@ -74,9 +80,31 @@ def test_async_and_plain_ones_go_together_in_a_grading_process(entry):
 
 
 def test_an_error_of_one_is_an_error_of_all_and_says_whose(entry):
-    score = graded(RewardConfig(weighted=[WeightedFunctionConfig("math"), entry("nothing")]), "5")
-    assert score.error == "nothing: the reward function returned None instead of a finite number or a dict"
+    score = graded(RewardConfig(weighted=[WeightedFunctionConfig("math"), entry("broken")]), "5")
+    assert score.error == "broken: the reward function returned str 'x' instead of a finite number or a dict"
     assert score.reward == 0.0
+
+
+def test_a_function_that_returns_none_is_left_out_of_the_sum(entry):
+    functions = [entry("only_long", weight=0.5), WeightedFunctionConfig("math", 2.0, "right")]
+    short, long = (graded(RewardConfig(weighted=functions), text) for text in ("5", "It is 5."))
+    assert (short.error, short.reward, short.accuracy, short.parts) == (None, 2.0, 1.0, {"right": 1.0})
+    assert (long.reward, long.accuracy, long.parts) == (3.0, 2.0, {"only_long": 2.0, "right": 1.0})
+
+
+def test_accuracy_is_the_first_applicable_if_the_named_one_is_not(entry):
+    functions = [WeightedFunctionConfig("math", name="right"), entry("nothing")]
+    assert graded(RewardConfig(weighted=functions, accuracy_of="nothing"), "5").accuracy == 1.0
+
+
+def test_none_from_every_function_is_an_error(entry):
+    score = graded(RewardConfig(weighted=[entry("nothing"), entry("only_long")]), "5")
+    assert score.error == "no function of reward.weighted applies to the response: each of them returned None"
+
+
+def test_none_from_the_only_function_is_an_error(entry):
+    score = graded(RewardConfig(function=entry("nothing").function), "5")
+    assert score.error == "the reward function returned None instead of a finite number or a dict"
 
 
 @pytest.mark.parametrize(
