@@ -16,6 +16,7 @@ from model_converters.dcp.logits import Compare
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config, weights_dtype
+from model_converters.families.parts.mtp import Copies, without_mtp
 from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("show", help="print the bound weight table: every row, its ranks and slices")
     show.add_argument("--config", type=_path, required=True, help="config.json, or the HF directory that holds it")
     show.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    show.add_argument("--drop-mtp", action="store_true", help=_DROP_MTP)
     add_layout_flags(show)
     show.set_defaults(verb=show_verb)
     families = verbs.add_parser("families", help="list the model families: what is covered, what is refused")
@@ -67,6 +69,7 @@ def _add_to_mcore(verbs: Any) -> None:
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
     verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="the checkpoint; must not exist")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter to merge into the weights")
+    _add_mtp_flags(verb)
     verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
     verb.add_argument(
         "--logits",
@@ -94,9 +97,24 @@ def _add_verify(verbs: Any) -> None:
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory")
     verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="the directory that holds .metadata")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter that was merged into the weights")
+    _add_mtp_flags(verb)
     verb.add_argument("--logits", action="store_true", help="run both models in float32 on random tokens as well")
     verb.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     verb.set_defaults(verb=verify_verb)
+
+
+_DROP_MTP = "leave multi-token prediction out"
+
+
+def _add_mtp_flags(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--drop-mtp", action="store_true", help=_DROP_MTP)
+    verb.add_argument(
+        "--mtp-copies",
+        choices=get_args(Copies),
+        default="equal",
+        help="copies of embedding and head beside multi-token prediction: equal rejects a copy that differs from the "
+        "model's own tensor (default), main reads the model's own",
+    )
 
 
 def _positive(text: str) -> float:
@@ -147,7 +165,16 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 def to_mcore_verb(parsed: argparse.Namespace) -> int:
     max_file_bytes = int(parsed.max_file_gib * 2**30)
     layout = layout_from(parsed)
-    to_mcore(parsed.hf, parsed.out, layout, lora=parsed.lora, max_file_bytes=max_file_bytes, logits=parsed.logits)
+    to_mcore(
+        parsed.hf,
+        parsed.out,
+        layout,
+        lora=parsed.lora,
+        drop_mtp=parsed.drop_mtp,
+        mtp_copies=parsed.mtp_copies,
+        max_file_bytes=max_file_bytes,
+        logits=parsed.logits,
+    )
     print(f"wrote {parsed.out}")
     return 0
 
@@ -160,7 +187,14 @@ def to_hf_verb(parsed: argparse.Namespace) -> int:
 
 
 def verify_verb(parsed: argparse.Namespace) -> int:
-    certificate = verify(parsed.hf, parsed.ckpt, lora=parsed.lora, logits=parsed.logits)
+    certificate = verify(
+        parsed.hf,
+        parsed.ckpt,
+        lora=parsed.lora,
+        drop_mtp=parsed.drop_mtp,
+        mtp_copies=parsed.mtp_copies,
+        logits=parsed.logits,
+    )
     if parsed.json:
         print(json.dumps(certificate.as_json()))
     else:
@@ -171,6 +205,8 @@ def verify_verb(parsed: argparse.Namespace) -> int:
 
 def show_verb(parsed: argparse.Namespace) -> int:
     config = read_hf_config(parsed.config)
+    if parsed.drop_mtp:
+        config = without_mtp(config)
     family_for(config).model_arguments(config)  # a setting that no model is built from is refused before its table
     bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +35,16 @@ from mcore_rl.spec.installed import look
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.model import ModelSpec, policy_config
 from model_converters.errors import ConversionError
-from model_converters.families.parts.mtp import num_mtp_layers, settle_mtp
+from model_converters.families.parts.mtp import num_mtp_layers, settle_copies, settle_mtp
 from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.load import check_copies
+from model_converters.hf.side_files import side_files
 from model_converters.hf.value_head import settle_value_head, value_model_config
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
+
+logger = logging.getLogger(__name__)
 
 
 def check_implementation(config: Config, spec: ModelSpec) -> None:
@@ -88,19 +94,25 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
 
 
 def check_weights(config: Config) -> int:
-    """Number of parameters in the HF directory (0 with random_init). Reads headers only; every tensor that the model
-    needs must be there, whole, and none besides."""
+    """Number of parameters in the HF directory (0 with random_init). Reads headers, and tensors that are stored twice;
+    every tensor that the model needs must be there, whole, and none besides."""
     key, keep = role_key("actor.mtp_loss_coefficient"), config.actor.mtp_loss_coefficient > 0
     none = f"{key}={config.actor.mtp_loss_coefficient}, but there are no multi-token-prediction layers; set {key} to 0"
     try:
+        side_files(Path(config.model.hf_path))
         if config.model.random_init:
             return 0
         with HFCheckpoint(config.model.hf_path) as checkpoint:
             hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
             if keep and not num_mtp_layers(hf_config):
                 raise ConversionError(none)
-            bound = bind(checkpoint.family.rows(hf_config), hf_config, torch.float32)
+            bound, _ = settle_copies(
+                bind(checkpoint.family.rows(hf_config), hf_config, torch.float32), checkpoint.shapes
+            )
             check_complete(bound, checkpoint.shapes, dropped=dropped)
+            check_copies(checkpoint, bound)
+            for note in checkpoint.unlisted.notes:
+                logger.warning("%s=%s: %s", role_key("model.hf_path"), config.model.hf_path, note)
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
     except ConversionError as error:
         raise ConfigError(

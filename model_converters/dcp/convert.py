@@ -25,15 +25,16 @@ from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.model import McoreCheckpoint, plan_bytes
 from model_converters.dcp.partial import PartialCheckpoint, Span
 from model_converters.dcp.reader import DcpReader
+from model_converters.dcp.source_record import read_record, write_record
 from model_converters.dcp.verify import Certificate, compare
 from model_converters.dcp.writer import PlannedFile, plan_files, plan_metadata, space_needed, write_file, write_metadata
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
-from model_converters.families.parts.mtp import settle_mtp, without_mtp
-from model_converters.hf.fp8_export import encoded, fp8_plans
+from model_converters.families.parts.mtp import Copies, settle_copies, settle_mtp, without_mtp
+from model_converters.hf.fp8_export import Fp8Export
 from model_converters.hf.io import HFCheckpoint, HFWriter
-from model_converters.hf.load import check_redundant
+from model_converters.hf.load import check_copies
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
@@ -51,13 +52,16 @@ def to_mcore(
     layout: TrainLayout,
     *,
     lora: Path | None = None,
+    drop_mtp: bool = False,
+    mtp_copies: Copies = "equal",
     max_file_bytes: int = MAX_FILE_BYTES,
     logits: Compare = "never",
 ) -> None:
     """Writes the HF directory `hf` as a distributed checkpoint `out`, as the ranks of `layout` would, one after the
     other; tensors keep their dtype, FP8 ones become what they stand for. In memory is one tensor of one rank at a time.
 
-    lora: directory of a PEFT adapter that is merged into the weights. logits: whether a few tokens go through
+    lora: directory of a PEFT adapter that is merged into the weights. drop_mtp: leave multi-token prediction out.
+    mtp_copies: see mtp.settle_copies. logits: whether a few tokens go through
     transformers' model of `hf` and megatron's of the checkpoint, which is let go if they differ; "auto": where both fit
     into memory.
 
@@ -70,7 +74,7 @@ def to_mcore(
         _check_config("--hf", hf, source.config)
         side_files(hf)
         compared = is_compared(source, logits, lora)
-        conversion = _plan(source, layout, max_file_bytes)
+        conversion = _plan(source, layout, max_file_bytes, keep_mtp=not drop_mtp, mtp_copies=mtp_copies)
         partial = PartialCheckpoint(out)
         spans = partial.open(_identity(conversion, lora, max_file_bytes))
         _check_space(partial, conversion.files, spans)
@@ -78,6 +82,7 @@ def to_mcore(
             _write(partial, conversion, spans)
             write_metadata(partial.directory, conversion.metadata, conversion.files, spans)
             copy_side_files(hf, partial.directory / HF_FOLDER, conversion.config)
+            write_record(partial.directory, source, _bound(conversion.config))
             _write_format_files(partial.directory)
             if compared:
                 require_same_logits(hf, partial.directory, conversion.config)
@@ -114,22 +119,30 @@ class _Conversion:
     metadata: Metadata
 
 
-def _plan(source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int) -> _Conversion:
+def _plan(
+    source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int, *, keep_mtp: bool, mtp_copies: Copies
+) -> _Conversion:
     """Everything that can be wrong with the input is found here, before anything is written."""
-    config, dropped = settle_mtp(source.config, source.shapes)
-    bound = _bound(config)
-    check_complete(bound, source.shapes, dropped=dropped)
-    loads = load_plan(bound, TrainLayout(1), 0)
-    for load in loads:
-        for name in load.copies:
-            if name in source.shapes:
-                check_redundant(source, name, load)
+    config, dropped = settle_mtp(source.config, source.shapes, keep=keep_mtp)
+    bound, dropped_copies = settle_copies(_bound(config), source.shapes, mtp_copies)
+    check_complete(bound, source.shapes, dropped=(*dropped, *dropped_copies))
+    check_copies(source, bound)
+    _print_notes(source, dropped, dropped_copies)
     source.close()  # it opens again; the pages that were compared go
     load_plan(bound, layout, 0)  # refuses a layout that does not divide the model
     dtypes = stored_dtypes(source, bound)
     states = rank_states(config, layout)
     files = [f for rank, state in enumerate(states) for f in plan_files(rank, state, dtypes, max_file_bytes)]
     return _Conversion(source, config, bound, layout, dtypes, states, files, plan_metadata(files))
+
+
+def _print_notes(source: HFCheckpoint, dropped: Sequence[str], dropped_copies: Sequence[str]) -> None:
+    notes = list(source.unlisted.notes)
+    if dropped:
+        notes.append(f"{len(dropped)} tensors of multi-token prediction are left out")
+    notes += [f"{name} is left out: the model's own tensor takes its place" for name in dropped_copies]
+    for note in notes:
+        print(f"{source.directory}: {note}", file=sys.stderr)
 
 
 def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, Any]:
@@ -139,6 +152,7 @@ def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -
         "source": _fingerprint(conversion.source.directory),
         "adapter": _fingerprint(lora) if lora is not None else None,
         "layout": asdict(conversion.layout),
+        "config": conversion.config,
         "files": {"max_bytes": max_file_bytes, "planned": planned},
     }
 
@@ -229,20 +243,26 @@ def to_hf(
     side_files(described)
     checkpoint = open_checkpoint(ckpt, config)
     checkpoint.require_complete()
-    sources = checkpoint.plans
-    plans = fp8_plans(sources, _bound(checkpoint.config)) if fp8 else sources
+    record = read_record(ckpt)
+    # The record may only leave out copies.
+    sources = [plan for plan in checkpoint.plans if plan.hf_name not in record.absent & checkpoint.repeated]
+    scales = {name: stored.dtype for name, stored in record.scales.items()}
+    export = Fp8Export(checkpoint.config, _bound(checkpoint.config), scales, record.scales_of)
+    plans = export.plans(sources) if fp8 else sources
     by_name = {plan.hf_name: plan for plan in plans}
     with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, sources))) as progress:
         writer.begin(plans)
         for source in sources:
-            _export(writer, by_name, source.hf_name, checkpoint)
+            _export(writer, by_name, source.hf_name, checkpoint, export)
             progress.advance(plan_bytes(source))
         writer.finish(described, checkpoint.config)
 
 
-def _export(writer: HFWriter, plans: Mapping[str, TensorPlan], name: str, checkpoint: McoreCheckpoint) -> None:
+def _export(
+    writer: HFWriter, plans: Mapping[str, TensorPlan], name: str, checkpoint: McoreCheckpoint, export: Fp8Export
+) -> None:
     """A function of its own, so that no tensor lives on while the next one is read."""
-    for plan, piece, tensor in encoded(plans, name, checkpoint.read(name)):
+    for plan, piece, tensor in export.encoded(plans, name, checkpoint.read(name)):
         writer.write(plan, piece, tensor)
 
 
@@ -282,10 +302,18 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
     return McoreCheckpoint(config, _bound(config), best[1], DcpReader(ckpt, metadata))
 
 
-def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = False) -> Certificate:
+def verify(
+    hf: Path,
+    ckpt: Path,
+    *,
+    lora: Path | None = None,
+    drop_mtp: bool = False,
+    mtp_copies: Copies = "equal",
+    logits: bool = False,
+) -> Certificate:
     """Compares every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint, and what
     the config.json of both describe; with `logits` also what the two models compute, each by its own config.json, when
-    every tensor is there.
+    every tensor is there. Tensors that `drop_mtp` and `mtp_copies` leave out of a conversion are not compared.
 
     Raises: ConversionError when either side is no model at all.
     """
@@ -297,7 +325,11 @@ def verify(hf: Path, ckpt: Path, *, lora: Path | None = None, logits: bool = Fal
         config = read_hf_config(own) if own.is_dir() else source.config
         _check_config("--ckpt", own, config)
         checkpoint = open_checkpoint(ckpt, config)
-        certificate = compare(source, checkpoint)
+        source.unlisted.check_copies()
+        settled, dropped = settle_mtp(source.config, source.shapes, keep=not drop_mtp)
+        _, dropped_copies = settle_copies(_bound(settled), source.shapes, mtp_copies)
+        _print_notes(source, dropped, dropped_copies)
+        certificate = compare(source, checkpoint, dropped={*dropped, *dropped_copies})
     if not logits or certificate.missing:
         return certificate
     return replace(certificate, logits=compare_logits(hf, ckpt, checkpoint.config))

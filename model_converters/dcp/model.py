@@ -38,7 +38,7 @@ class McoreCheckpoint:
     `chunks` say where a model keeps its tensors in a checkpoint: those of one rank that holds them all. `plans` are
     the HF tensors that can be read, each one piece, in the order of the table; `problems` maps the others to why not;
     `unknown` lists stored tensors that are neither the model's nor a trainer's; `redundant` maps HF names that an HF
-    directory may have as well to those that hold the same values.
+    directory may have as well to those that hold the same values; `repeated` are those of `plans` that it may lack.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class McoreCheckpoint:
                 for part in range(len(row.hf)):
                     self._add(row, part, by_mcore.get(row.mcore, []))
         self.redundant = {name: row.hf[0] for row in bound for name in row.row.redundant}
+        self.repeated = {row.hf[0] for row in bound if row.row.repeats}
         known = {chunk.key for chunk in chunks}
         self.unknown = sorted(key for key in reader.shapes if key not in known and not _TRAINER_STATE.match(key))
         self.shapes: dict[str, Shape] = {plan.hf_name: plan.shape for plan in self.plans}

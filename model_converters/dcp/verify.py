@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,19 +125,24 @@ def _value(config: HFConfig, key: str) -> str:
     return json.dumps(config[key]) if key in config else "absent"
 
 
-def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint) -> Certificate:
-    """Reads both sides tensor by tensor.
+def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collection[str] = ()) -> Certificate:
+    """Reads both sides tensor by tensor; `dropped` are tensors of the HF directory that are not compared.
 
     Raises: ConversionError when the HF directory cannot be read.
     """
     mismatched = dict.fromkeys(checkpoint.unknown, "is in the checkpoint, and has no row in the weight table")
     mismatched |= {name: f"cannot be read: {problem}" for name, problem in checkpoint.problems.items()}
-    wanted = [name for name in source.shapes if name not in checkpoint.problems]
+    wanted = [name for name in source.shapes if name not in checkpoint.problems and name not in dropped]
     stored_names = {name: checkpoint.redundant.get(name, name) for name in wanted}
     mismatched |= {
         name: "is only in the HF directory" for name in wanted if stored_names[name] not in checkpoint.shapes
     }
-    mismatched |= {name: "is only in the checkpoint" for name in checkpoint.shapes if name not in source.shapes}
+    # A copy that the HF directory lacks is no tensor of the checkpoint's own.
+    mismatched |= {
+        name: "is only in the checkpoint"
+        for name in checkpoint.shapes
+        if name not in source.shapes and name not in checkpoint.repeated
+    }
     missing = frozenset(mismatched)
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
@@ -179,7 +184,8 @@ def _same(
     first, second = pool.map(_checksum, ([wanted], [stored]))
     if first == second:
         return first, False
-    if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block):
+    powers = source.config.get("quantization_config", {}).get("scale_fmt") == "ue8m0" if source.block else False
+    if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block, power_of_two=powers):
         return second, True
     different = int((_bits(wanted) != _bits(stored)).any(1).sum())
     raise _DifferenceError(f"differs in {different} of {wanted.numel()} elements: {first} and {second}")

@@ -1,7 +1,8 @@
 """LoRA adapters in PEFT's format, merged while the base is read: W + scale * B A.
 
-scale is alpha / r, or alpha / sqrt(r) with rsLoRA; rank_pattern and alpha_pattern name exceptions.
-Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key).
+scale is alpha / r, or alpha / sqrt(r) with rsLoRA; rank_pattern and alpha_pattern name exceptions. Modules of
+modules_to_save were trained whole: their tensors replace those of the base.
+Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key), utils/save_and_load.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from model_converters.errors import ConversionError, listing
+from model_converters.hf.directory.saved_modules import saved_tensors
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
 from model_converters.hf.shards import StoredTensor, read_header
@@ -33,30 +35,34 @@ _FREE = set(
     layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core
     peft_version qalora_group_size revision runtime_config target_modules task_type""".split()
 )
-_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
 # Of the ways to initialise A and B, those that leave the base weights as they were.
 _BASE_KEPT = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class LoraAdapter:
-    """The updates of an adapter directory, by the name of the base tensor that they change.
+    """The updates of an adapter directory, and the tensors that replace others (`replaced`), by the name of the base
+    tensor that they change.
 
-    `shapes` are those of the base model's tensors.
+    `shapes` are those of the base model's tensors; `tied`: its head is its embedding.
     Raises: ConversionError, ONE, naming every field and tensor that cannot be merged, or does not fit the base.
     """
 
-    def __init__(self, directory: Path | str, shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, directory: Path | str, shapes: Mapping[str, Shape], *, tied: bool = False) -> None:
         self.directory = Path(directory)
         self.config = _read_config(self.directory / CONFIG_NAME)
         weights = self.directory / WEIGHTS_NAME
         if not weights.is_file():
             raise ConversionError(f"{weights} does not exist; save the adapter with safe_serialization=True")
-        pairs, problems = _pairs(read_header(weights))
-        problems = _unsupported(self.config) + problems
+        header = read_header(weights)
+        saved = saved_tensors(header, self.config.get("modules_to_save"))
+        pairs, problems = _pairs({name: stored for name, stored in header.items() if name not in saved.sources})
+        problems = _unsupported(self.config) + saved.problems(shapes, pairs, tied=tied) + problems
+        self.replaced = saved.tensors
         self._patterns = {field: _compiled(self.config, field, problems) for field in ("rank_pattern", "alpha_pattern")}
         for module, sides in pairs.items():
             problems += self._misfits(module, sides, shapes.get(f"{module}.weight"))
-        if not pairs and not problems:
+        if not pairs and not self.replaced and not problems:
             problems.append("it holds no tensor")
         if problems:
             raise ConversionError(f"{self.directory}: this adapter cannot be merged: {listing(problems)}")

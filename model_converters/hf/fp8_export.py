@@ -2,15 +2,17 @@
 
 A block must be seen whole to be quantised, so these tensors are written in one piece each, joined by the caller:
 
-    targets = fp8_plans(plans, bound)          by_name = {plan.hf_name: plan for plan in targets}
+    export = Fp8Export(config, bound, scales)
+    targets = export.plans(plans)              by_name = {plan.hf_name: plan for plan in targets}
     writer.begin(targets)
-    for every HF tensor:  for plan, piece, part in encoded(by_name, name, tensor): writer.write(plan, piece, part)
+    for every HF tensor:
+        for plan, piece, part in export.encoded(by_name, name, tensor): writer.write(plan, piece, part)
     writer.finish(source)                      # quantization_config appears, or disappears, by itself
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +23,82 @@ from model_converters.mapping.placement import Piece, TensorPlan
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
+_SCALE_FORMAT = "scale_fmt"
 
-def fp8_plans(plans: Sequence[TensorPlan], bound: Sequence[BoundRow]) -> list[TensorPlan]:
-    """The plans with the weights of rows marked `fp8` as FP8 codes, each followed by its scales.
 
-    Both are of one piece, which stands for the whole joined tensor. Check completeness before: the table has no scales.
+class Fp8Export:
+    """The choice of quantised weights and of their scales.
+
+    A model that came in FP8 (`config` has its quantization_config) keeps the block size and the format of scales. With
+    the record of that release (`scales`: weight -> dtype of its scales) it also keeps which weights are quantised, and
+    every unchanged block has the same bytes. Of other models the weights of rows marked `fp8` are quantised, in blocks
+    of 128 x 128.
     """
-    names = {name for row in bound if row.row.fp8 for name in row.hf}
-    result = []
-    for plan in plans:
-        if plan.hf_name not in names:
-            result.append(plan)
-            continue
-        result.append(_whole(plan, plan.hf_name, plan.shape, FP8))
-        scales = scale_shape(plan.shape, EXPORT_BLOCK)
-        result.append(_whole(plan, plan.hf_name + SCALE_SUFFIX, scales, torch.float32))
-    return result
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        bound: Sequence[BoundRow],
+        scales: Mapping[str, torch.dtype] | None = None,
+        scales_of: Callable[[str], torch.Tensor | None] = lambda name: None,
+    ) -> None:
+        self.block, self.power_of_two = _block_of(config), _has_powers(config)
+        self._dtypes, self._scales_of = dict(scales or {}), scales_of
+        self._names = set(self._dtypes) or {name for row in bound if row.row.fp8 for name in row.hf}
+
+    def plans(self, plans: Sequence[TensorPlan]) -> list[TensorPlan]:
+        """The plans with the weights that are quantised as FP8 codes, each followed by its scales.
+
+        Both are of one piece, which stands for the whole joined tensor. Check completeness before: the table has no
+        scales.
+        """
+        result = []
+        for plan in plans:
+            if plan.hf_name not in self._names:
+                result.append(plan)
+                continue
+            result.append(_whole(plan, plan.hf_name, plan.shape, FP8))
+            shape = scale_shape(plan.shape, self.block)
+            dtype = self._dtypes.get(plan.hf_name, torch.float32)
+            result.append(_whole(plan, plan.hf_name + SCALE_SUFFIX, shape, dtype))
+        return result
+
+    def encoded(
+        self, plans: Mapping[str, TensorPlan], name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[TensorPlan, Piece, torch.Tensor]]:
+        """Arguments of HFWriter.write for one whole HF tensor: itself or, where it is planned in FP8, codes and scales.
+
+        Raises: ConversionError naming the tensor when it cannot be quantised.
+        """
+        plan = plans[name]
+        if plan.dtype != FP8:
+            for piece in plan.pieces:
+                yield plan, piece, tensor.narrow(piece.dim, piece.start, piece.length) if tensor.dim() else tensor
+            return
+        scale_plan = plans[name + SCALE_SUFFIX]
+        try:
+            codes, scales = quantise(
+                tensor,
+                self.block,
+                power_of_two=self.power_of_two or scale_plan.dtype == torch.float8_e8m0fnu,
+                scale_dtype=scale_plan.dtype,
+                known=self._scales_of(name),
+            )
+        except ConversionError as error:
+            raise ConversionError(f"{name}: {error}") from None
+        yield plan, plan.pieces[0], codes
+        yield scale_plan, scale_plan.pieces[0], scales
+
+
+def _block_of(config: Mapping[str, Any]) -> Block:
+    """The block size of the release, where it was FP8."""
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    return (block[0], block[1]) if block else EXPORT_BLOCK
+
+
+def _has_powers(config: Mapping[str, Any]) -> bool:
+    """Whether scales of the release are powers of two."""
+    return (config.get("quantization_config") or {}).get(_SCALE_FORMAT) == "ue8m0"
 
 
 def _whole(plan: TensorPlan, name: str, shape: Shape, dtype: torch.dtype) -> TensorPlan:
@@ -44,39 +106,27 @@ def _whole(plan: TensorPlan, name: str, shape: Shape, dtype: torch.dtype) -> Ten
     return TensorPlan(name, shape, dtype, plan.group, (piece,))
 
 
-def encoded(
-    plans: Mapping[str, TensorPlan], name: str, tensor: torch.Tensor
-) -> Iterator[tuple[TensorPlan, Piece, torch.Tensor]]:
-    """What HFWriter.write takes for one whole HF tensor: itself or, when it is planned in FP8, its codes and scales.
-
-    Raises: ConversionError naming the tensor when it cannot be quantised.
-    """
-    plan = plans[name]
-    if plan.dtype != FP8:
-        for piece in plan.pieces:
-            yield plan, piece, tensor.narrow(piece.dim, piece.start, piece.length) if tensor.dim() else tensor
-        return
-    try:
-        codes, scales = quantise(tensor)
-    except ConversionError as error:
-        raise ConversionError(f"{name}: {error}") from None
-    yield plan, plan.pieces[0], codes
-    scale_plan = plans[name + SCALE_SUFFIX]
-    yield scale_plan, scale_plan.pieces[0], scales
-
-
 def is_quantised_from(
-    tensor: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, block: Block = EXPORT_BLOCK
+    tensor: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    block: Block = EXPORT_BLOCK,
+    *,
+    power_of_two: bool = False,
 ) -> bool:
-    """Whether codes and scales are, bit for bit, what quantise() makes of `tensor`.
+    """Whether codes and scales are, bit for bit, what quantise() makes of `tensor`, or stand for exactly its values.
 
     This is what can be certified of an FP8 export: its values differ from the weights by the rounding, the bytes do
     not differ from what that rounding gives.
     """
     if scales is None or codes.dtype != FP8 or codes.shape != tensor.shape:
         return False
-    own_codes, own_scales = quantise(tensor, block)
-    return torch.equal(own_codes.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(own_scales, scales)
+    own_codes, own_scales = quantise(tensor, block, power_of_two=power_of_two, scale_dtype=scales.dtype, known=scales)
+    return _same_bytes(own_codes, codes) and _same_bytes(own_scales, scales)
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))
 
 
 def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> dict[str, Any]:
@@ -95,7 +145,8 @@ def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> d
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": list(EXPORT_BLOCK),
+            **({_SCALE_FORMAT: "ue8m0"} if _has_powers(config) else {}),
+            "weight_block_size": list(_block_of(config)),
             "modules_to_not_convert": [name.removesuffix(".weight") for name in unquantised],
         }
     return kept

@@ -11,11 +11,14 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import Family, family_for
-from model_converters.families.parts.hf_config import fp8_block, read_hf_config, weights_dtype
+from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
+from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.buffers import check_frequencies, split_buffers
 from model_converters.hf.computed import ComputedTensor
+from model_converters.hf.directory.fused_experts import refuse_fused_experts
 from model_converters.hf.directory.index import read_headers
+from model_converters.hf.directory.unlisted import find_unlisted
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import Block
 from model_converters.hf.scales import split_scales
@@ -33,21 +36,27 @@ class HFCheckpoint:
     read on demand, slice by slice. FP8 weights appear as what they stand for: their scales are no tensors of `shapes`,
     and every read dequantises, in float32, rounded once to the dtype of the target. With `lora`, the directory of a
     PEFT adapter, reads give the merged weights: base + scale * B A, likewise. Saved rotary frequencies are no tensors
-    of `shapes` either: they are compared with what config.json gives.
+    of `shapes` either: they are compared with what config.json gives. `unlisted` names weight files that are not read.
 
     Raises: ConversionError naming the file: config.json missing or of an unsupported model_type or quantisation, no
-    weights, a shard missing or truncated, an index that does not fit its shards, FP8 weights and scales that do not
-    fit each other, an adapter that does not fit the model, rotary frequencies of another configuration.
+    weights, a shard missing or truncated, an index that does not fit its shards, unlisted files with other tensors,
+    FP8 weights and scales that do not fit each other, an adapter that does not fit the model, rotary frequencies of
+    another configuration.
     """
 
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
         self.config: dict[str, Any] = read_hf_config(self.directory)
         self.family, self.block = self._describe()
-        tensors, buffers = split_buffers(read_headers(self.directory))
+        listed = read_headers(self.directory)
+        self.unlisted = find_unlisted(self.directory, listed)
+        refuse_tensors(listed, self.directory)
+        refuse_fused_experts(listed, self.directory)
+        tensors, buffers = split_buffers(listed)
         self._stored, self._scales = split_scales(tensors, self.block, self.directory)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
-        adapter = LoraAdapter(lora, self.shapes) if lora is not None else None
+        self._replaced: dict[str, torch.dtype] = {}
+        adapter = self._adapter(lora) if lora is not None else None
         self._computed = self._find_computed(adapter)
         self._files = TensorFiles()
         self._maps: dict[Path, mmap.mmap] = {}
@@ -70,6 +79,15 @@ class HFCheckpoint:
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
 
+    def _adapter(self, directory: Path | str) -> LoraAdapter:
+        """The adapter, after its whole tensors have taken the place of the base's; these keep the base's dtype."""
+        adapter = LoraAdapter(directory, self.shapes, tied=flag(self.config, "tie_word_embeddings"))
+        for name in adapter.replaced:
+            self._replaced[name] = self.dtype(name)
+        self._stored |= adapter.replaced
+        self._scales = {name: scales for name, scales in self._scales.items() if name not in adapter.replaced}
+        return adapter
+
     def _find_computed(self, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
         updates = adapter.updates if adapter is not None else {}
         return {
@@ -91,6 +109,8 @@ class HFCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         """That of the values: for FP8 weights what config.json calls the model's dtype."""
         stored = self._find(name)
+        if name in self._replaced:
+            return self._replaced[name]
         return weights_dtype(self.config) if name in self._scales else stored.dtype
 
     def position(self, name: str) -> tuple[str, int]:
@@ -102,6 +122,15 @@ class HFCheckpoint:
         """What the files hold, neither dequantised nor merged: (tensor, scales of its FP8 blocks or None)."""
         scales = self._scales.get(name)
         return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """Weights that the files hold in FP8."""
+        return tuple(self._scales)
+
+    def stored_scales(self, name: str) -> torch.Tensor:
+        """The scales of an FP8 weight, as the files hold them."""
+        return self._files.read(name, self._scales[name])
 
     def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
         """A slice as a view of the mapped file: private memory, nothing is read before it is used.
@@ -122,7 +151,7 @@ class HFCheckpoint:
             self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         count = prod(stored.shape)
         whole = torch.frombuffer(self._maps[stored.file], dtype=stored.dtype, count=count, offset=stored.offset)
-        whole = whole.view(stored.shape)
+        whole = whole.view(stored.shape).to(self.dtype(name))
         if length is None or not stored.shape:
             return whole
         return whole.narrow(dim, start, length)

@@ -46,6 +46,18 @@ def load_tensors(
         checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
 
 
+def check_copies(checkpoint: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
+    """Reads every tensor that is stored twice, and both copies of weight files that are not listed.
+
+    Raises: ConversionError naming one that differs.
+    """
+    for load in load_plan(bound, TrainLayout(1), 0):
+        for name in load.copies:
+            if name in checkpoint.shapes:
+                check_redundant(checkpoint, name, load)
+    checkpoint.unlisted.check_copies()
+
+
 def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
     """Raises: ConversionError when a tensor that is stored a second time differs from the one that is read."""
     for own_name, piece in load.sources:
@@ -53,5 +65,8 @@ def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) ->
         if not torch.equal(source, other):
             why = "config.json says that they are tied; set tie_word_embeddings to false or remove the tensor"
             if hf_name not in load.bound.row.redundant:
-                why = "multi-token prediction shares one tensor with the model"
+                why = (
+                    "multi-token prediction shares one tensor with the model; --mtp-copies main converts with the "
+                    "model's own, --drop-mtp without the layer (of a run: actor.mtp_loss_coefficient=0)"
+                )
             raise ConversionError(f"{checkpoint.directory}: {hf_name} differs from {own_name}, but {why}")

@@ -12,8 +12,9 @@ which is all below 1e-35:
 - Of another writer's tensor the codes come back wherever the largest code of the block is 448, because the values
   moved by less than 2u and the codes are 2^-5 apart or more. The scale becomes that of the rounded maximum, at most u
   away, so a value can move by one unit in the last place of bfloat16; once only, the next round trip is exact.
-- Blocks whose largest code is below 448, such as those with power-of-two scales (scale_fmt ue8m0), are rescaled, and
-  their values are rounded anew.
+- Blocks whose largest code is below 448, such as those with power-of-two scales (scale_fmt ue8m0), would be rescaled,
+  and their values rounded anew. Conversions record the scales of their source (dcp/source_record.py), and a block that
+  these represent exactly keeps them: an unchanged block has the same bytes again, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -44,29 +45,64 @@ def scale_shape(shape: Shape, block: Block) -> Shape:
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
-def quantise(tensor: torch.Tensor, block: Block = EXPORT_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(
+    tensor: torch.Tensor,
+    block: Block = EXPORT_BLOCK,
+    *,
+    power_of_two: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
+    known: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) of a whole weight [M, N]; a row of blocks at a time, so that the temporaries stay small.
 
-    scale = max |x| of the block / 448 (1 for a block of zeros), code = x / scale rounded to the nearest e4m3.
+    scale = max |x| of the block / 448 (1 for a block of zeros), with `power_of_two` the next power of two (scale_fmt
+    ue8m0); code = x / scale rounded to the nearest e4m3. `known` are scales [blocks down, blocks across] that another
+    writer chose: a block that they represent without any error keeps its own.
+
     Raises: ConversionError when the tensor is not a matrix or holds NaN or infinity.
+    Source: DeepGEMM deep_gemm/utils/math.py per_block_cast_to_fp8 (use_ue8m0).
     """
     if tensor.dim() != 2:
         raise ConversionError(f"a tensor of shape {tuple(tensor.shape)} cannot be quantised in blocks")
     rows, columns = tensor.shape
     codes = torch.empty(rows, columns, dtype=FP8)
     scales = torch.ones(scale_shape((rows, columns), block))
+    if known is not None and known.shape != scales.shape:
+        known = None
     buffer, magnitudes = torch.empty(2, min(block[0], rows), columns)
     for index in range(scales.shape[0]):
-        first = index * block[0]
-        values = buffer[: rows - first].copy_(tensor[first : first + block[0]])
+        band = slice(index * block[0], (index + 1) * block[0])
+        values = buffer[: rows - band.start].copy_(tensor[band])
         amax = _column_block_maxima(torch.abs(values, out=magnitudes[: len(values)]), block[1])
         if not torch.isfinite(amax).all():
             raise ConversionError("a tensor with NaN or infinity cannot be quantised")
-        # Below the smallest normal number amax / 448 would lose bits, or be 0.
-        scales[index] = torch.where(amax > 0, (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE), 1.0)
+        scales[index] = _scales_of(amax, power_of_two).to(scale_dtype)
+        if known is not None:
+            exact = _represents(known[index].float(), values, tensor[band], block[1])
+            scales[index] = torch.where(exact, known[index].float(), scales[index])
         values.div_(_spread(scales[index : index + 1], block[1], 0, columns))
-        codes[first : first + block[0]] = values.clamp_(-FP8_MAX, FP8_MAX)
-    return codes, scales
+        codes[band] = values.clamp_(-FP8_MAX, FP8_MAX)
+    return codes, scales.to(scale_dtype)
+
+
+def _scales_of(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    # Below the smallest normal number amax / 448 would lose bits, or be 0.
+    scales = (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE)
+    if power_of_two:
+        mantissas, exponents = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+    return torch.where(amax > 0, scales, 1.0)
+
+
+def _represents(scales: torch.Tensor, values: torch.Tensor, tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """For every block of a band, whether codes with these scales stand for exactly its values.
+
+    Shapes: scales [blocks across]; values (float32) and tensor [rows, N] -> [blocks across].
+    """
+    spread = _spread(scales[None], width, 0, values.shape[1])
+    codes = (values / spread).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    wrong = (codes.float().mul_(spread).to(tensor.dtype) != tensor).float()
+    return _column_block_maxima(wrong, width) == 0
 
 
 def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:

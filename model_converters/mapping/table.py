@@ -27,7 +27,8 @@ class Row:
     stage the last one holds its own copy, which is loaded but never exported. `redundant` HF names may be in a
     checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
     quantised blocks. `repeats` names an HF tensor that this row's must equal: another row has the same mcore tensor,
-    which is loaded through whichever of the two its rank holds, and written to both.
+    which is loaded through whichever of the two its rank holds, and written to both. A checkpoint may lack this row's
+    tensor (see mtp.settle_copies).
     """
 
     mcore: str

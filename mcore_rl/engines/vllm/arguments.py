@@ -35,7 +35,8 @@ def set_environment(timeout_seconds: float) -> None:
 def model_arguments(model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool) -> dict[str, Any]:
     """EngineArgs of the model; load_weights False: random weights."""
     arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
-    arguments["load_format"] = "auto" if load_weights else "dummy"
+    # "auto" would read consolidated*.safetensors, where there are some, in the place of what the index lists.
+    arguments["load_format"] = "hf" if load_weights else "dummy"
     arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights)
     return arguments
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts.quantization import CURE, method_of, refuse_files, refuse_nested
 from model_converters.inputs.strict_json import read_object
 
 HFConfig = Mapping[str, Any]
@@ -31,6 +32,7 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
         path = path / "config.json"
     try:
         config = read_object(path)
+        refuse_files(path.parent)
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist; a model directory needs its config.json") from None
     if not isinstance(config.get("model_type"), str):
@@ -223,13 +225,12 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
 
     Raises: ConversionError for every other kind of quantisation, by name.
     """
+    refuse_nested(config)
     quantised = section(config, "quantization_config")
     if not quantised:
         return None
-    method = quantised.get("quant_method", "unknown")
-    refused = f"config.json: quantization_config ({method})"
-    cure = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
-    if method != "fp8":
+    refused, cure = f"config.json: quantization_config ({method_of(quantised)})", CURE
+    if quantised.get("quant_method") != "fp8":
         raise ConversionError(f"{refused} is not supported; {cure}")
     for key, value in quantised.items():
         if key in _FP8_FIELDS and value not in _FP8_FIELDS[key]:

@@ -15,17 +15,20 @@ Source: megatron.core.transformer.multi_token_prediction (0.16.1); the tensor na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.family import embedding_rows, norm_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer
-from model_converters.mapping.table import Row
+from model_converters.mapping.table import BoundRow, Row
 from model_converters.mapping.transforms import Same
 
 _KEY = "num_nextn_predict_layers"
+Copies = Literal["equal", "main"]
+"""Treatment of copies of embedding and head that differ from the model's own tensors, which megatron-core shares with
+multi-token prediction. equal: reject them. main: read the model's own."""
 
 
 def num_mtp_layers(config: HFConfig) -> int:
@@ -44,14 +47,46 @@ def settle_mtp(
     """Decides on multi-token prediction: it stays when the checkpoint has its tensors and the caller wants them.
 
     Returns: the configuration whose table fits, and the checkpoint's tensors that are dropped on purpose, for
-    check_complete. A checkpoint that has some of the tensors keeps them all: what lacks is then found missing.
+    check_complete. A checkpoint that has some of the tensors keeps them all: what lacks is then found missing. With
+    num_nextn_predict_layers 0 the layers of the checkpoint are dropped.
     """
-    first = integer(config, "num_hidden_layers")
-    prefixes = tuple(f"model.layers.{first + depth}." for depth in range(num_mtp_layers(config)))
-    found = tuple(name for name in hf_names if prefixes and name.startswith(prefixes))
-    if found and keep:
+    first, names = integer(config, "num_hidden_layers"), list(hf_names)
+    count = num_mtp_layers(config)
+    if not count and config.get(_KEY) == 0:
+        count = _num_stored(names, first)
+    prefixes = tuple(f"model.layers.{first + depth}." for depth in range(count))
+    found = tuple(name for name in names if prefixes and name.startswith(prefixes))
+    if found and keep and num_mtp_layers(config):
         return dict(config), ()
     return without_mtp(config), found
+
+
+def _num_stored(names: Sequence[str], first: int) -> int:
+    """Layers from `first` on that have the projection which only multi-token prediction has; an ordinary layer that
+    config.json does not count is not among them."""
+    projected = {name.removesuffix(".eh_proj.weight") for name in names if name.endswith(".eh_proj.weight")}
+    depth = 0
+    while f"model.layers.{first + depth}" in projected:
+        depth += 1
+    return depth
+
+
+def settle_copies(
+    bound: Sequence[BoundRow], hf_names: Collection[str], copies: Copies = "equal"
+) -> tuple[list[BoundRow], tuple[str, ...]]:
+    """Decides on the second copies of embedding and head beside multi-token prediction. GLM-4.6 has none. A copy that
+    is absent, or with `copies` "main" every copy, is replaced by the model's own tensor.
+
+    Returns: the table that the checkpoint fills, and the copies that are dropped on purpose, for check_complete.
+    """
+    replaced = [row.hf[0] for row in bound if row.row.repeats and (copies == "main" or row.hf[0] not in hf_names)]
+    settled = [_own_tensor(row) if row.hf[0] in replaced else row for row in bound]
+    return settled, tuple(name for name in replaced if name in hf_names)
+
+
+def _own_tensor(bound: BoundRow) -> BoundRow:
+    hf = (bound.row.repeats,)
+    return replace(bound, row=replace(bound.row, hf=hf, copy_of_embedding=True), hf=hf)
 
 
 def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
@@ -62,7 +97,8 @@ def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
     count = num_mtp_layers(config)
     if count and flag(config, "tie_word_embeddings"):
         raise ConversionError(
-            f"config.json: tie_word_embeddings with {_KEY} {count} is not supported; set {_KEY} to 0 to drop the layers"
+            f"config.json: tie_word_embeddings with {_KEY} {count} is not supported; set {_KEY} to 0 to drop the "
+            "layers (conversions: --drop-mtp)"
         )
     first = integer(config, "num_hidden_layers")
     return [row for depth in range(count) for row in _rows_of_depth(config, layer_rows, depth, first + depth)]

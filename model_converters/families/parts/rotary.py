@@ -26,6 +26,20 @@ class Rotary:
 # megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DEFAULT_BASE = 10_000.0
+_FIELDS = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+    *_LLAMA3,
+}
 # transformers moves this field of config.json into the object of these types, over what the object says itself.
 _MOVED, _TYPES_OF_MOVED = "original_max_position_embeddings", ("llama3", "yarn")
 
@@ -65,13 +79,27 @@ def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: 
     rope_type = found["rope_type"]
     if rope_type not in known:
         names = " and ".join(repr(known_type) for known_type in known)
-        raise ConversionError(f"config.json: rope type {rope_type!r} is not supported, only {names}")
+        raise ConversionError(
+            f"config.json: {name}.{_type_key(found)}: rope type {rope_type!r} is not supported, only {names}"
+        )
+    _refuse_unknown_fields(found, name)
     fraction = number(found, "partial_rotary_factor", 1.0, inside=name, positive=True)
     if fraction > 1 or (fraction != 1 and not partial):
         allowed = "at most 1" if partial else "1"
         raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only {allowed}")
     theta = number(found, "rope_theta", inside=name, positive=True)
     return Rotary(theta, _llama3_factor(found, name) if rope_type == "llama3" else None, fraction)
+
+
+def _type_key(found: Mapping[str, Any]) -> str:
+    return "type" if found.get("type") == found["rope_type"] else "rope_type"
+
+
+def _refuse_unknown_fields(found: Mapping[str, Any], name: str) -> None:
+    """Raises: ConversionError for a field of another variant, which transformers ignores and an engine may read."""
+    for key, value in found.items():
+        if key not in _FIELDS and value is not None:
+            raise ConversionError(f"config.json: {name}.{key} {value!r} is not supported; remove it")
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int) -> torch.Tensor:

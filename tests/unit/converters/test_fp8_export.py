@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.hf.fp8_export import encoded, exported_config, fp8_plans, is_quantised_from
+from model_converters.hf.fp8_export import Fp8Export, exported_config, is_quantised_from
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.quant import FP8, quantise, scale_shape
 from model_converters.mapping.layout import TrainLayout
@@ -36,11 +36,12 @@ def export(source, target, *, fp8):
     with HFCheckpoint(source) as checkpoint, HFWriter(target, max_shard_bytes=2**18) as writer:
         bound, plans = plans_of(checkpoint.config)
         names = [plan.hf_name for plan in plans]
-        plans = fp8_plans(plans, bound) if fp8 else plans
+        chosen = Fp8Export(checkpoint.config, bound)
+        plans = chosen.plans(plans) if fp8 else plans
         by_name = {plan.hf_name: plan for plan in plans}
         writer.begin(plans)
         for name in names:
-            for item in encoded(by_name, name, checkpoint.read(name).bfloat16()):
+            for item in chosen.encoded(by_name, name, checkpoint.read(name).bfloat16()):
                 writer.write(*item)
         writer.finish(source)
     return target
@@ -109,7 +110,7 @@ def test_config_json_says_what_the_tensors_are():
     bound, plans = plans_of(config | {"quantization_config": None})
     plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"torch_dtype": "bfloat16"}
     assert exported_config(config, plans) == plain
-    quantised = exported_config(config, fp8_plans(plans, bound))
+    quantised = exported_config(config, Fp8Export(config, bound).plans(plans))
     described = quantised.pop("quantization_config")
     assert quantised == plain
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
@@ -125,7 +126,8 @@ def test_config_json_says_what_the_tensors_are():
 def test_the_weights_of_a_row_that_is_cut_are_planned_whole():
     config = tiny_fields("qwen3_moe")
     bound = bind(family_for(config).rows(config), config, torch.bfloat16)
-    plans = {plan.hf_name: plan for plan in fp8_plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)), bound)}
+    chosen = Fp8Export(config, bound)
+    plans = {plan.hf_name: plan for plan in chosen.plans(export_plan(bound, TrainLayout(4, tp=2, ep=2)))}
     name = "model.layers.0.self_attn.o_proj.weight"
     assert plans[name].shape == (32, 64)
     (piece,) = plans[name].pieces
@@ -138,14 +140,15 @@ def test_the_weights_of_a_row_that_is_cut_are_planned_whole():
 def test_a_weight_that_was_not_quantised_is_refused_by_the_writer(tmp_path):
     config = tiny_fields("qwen3")
     bound, plans = plans_of(config)
-    by_name = {plan.hf_name: plan for plan in fp8_plans(plans, bound)}
+    chosen = Fp8Export(config, bound)
+    by_name = {plan.hf_name: plan for plan in chosen.plans(plans)}
     name = "model.layers.0.mlp.up_proj.weight"
     with HFWriter(tmp_path / "out") as writer:
         writer.begin(list(by_name.values()))
         with pytest.raises(ConversionError, match=f"{name} is planned in FP8; quantise it"):
             writer.write(by_name[name], by_name[name].pieces[0], torch.ones(48, 32))
         with pytest.raises(ConversionError, match=f"{name}: a tensor with NaN"):
-            list(encoded(by_name, name, torch.full((48, 32), float("nan"))))
+            list(chosen.encoded(by_name, name, torch.full((48, 32), float("nan"))))
         writer.abort()
 
 
@@ -166,7 +169,7 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 def test_the_published_fp8_model_leaves_the_same_modules_unquantised():
     config = json.loads((HUB / "Qwen--Qwen3-30B-A3B-FP8_config.json").read_text())
     bound, plans = plans_of(config)
-    ours = exported_config(config, fp8_plans(plans, bound))["quantization_config"]
+    ours = exported_config(config, Fp8Export(config, bound).plans(plans))["quantization_config"]
     theirs = config["quantization_config"]
     # They also list norms, which are no linear layers, and we the embedding, which is none.
     kept = {name for name in theirs["modules_to_not_convert"] if not name.endswith("norm")}

@@ -168,12 +168,91 @@ def test_slices_have_the_bits_of_the_whole(wide, name, dim, data):
     assert torch.equal(out, wanted)
 
 
+SAVED = {
+    "head and embedding": ["lm_head", "embed_tokens"],
+    "norms": ["norm", "input_layernorm"],
+    "module with others inside": ["mlp"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SAVED)
+def test_saved_modules_replace_the_bases_as_in_peft(case, dtype, tmp_path):
+    """The adapter is in float32; PEFT keeps the dtype of the base."""
+    tiny_model("qwen3").to(dtype).save_pretrained(tmp_path / "hf")
+    options = peft.LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=SAVED[case])
+    model = peft.get_peft_model(tiny_model("qwen3"), options)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    base = tiny_model("qwen3").to(dtype)
+    original = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    with HFCheckpoint(tmp_path / "hf", lora=tmp_path / "adapter") as checkpoint:
+        assert set(checkpoint.shapes) == set(merged)
+        for name, wanted in merged.items():
+            assert checkpoint.dtype(name) == wanted.dtype == dtype
+            assert torch.equal(checkpoint.read(name), wanted), name
+            assert torch.equal(checkpoint.view(name, 0, 1, 2), wanted[1:3])
+        changed = {name for name, wanted in merged.items() if not torch.equal(wanted, original[name])}
+    assert 2 <= len(changed) < len(merged)
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"lm_head.weight": (24, 12)}, "lm_head.weight alone would part the tied embedding and head"),
+        ({"model.embed_tokens.weight": (24, 12)}, "embed_tokens.weight alone would part the tied embedding and head"),
+        ({"model.embed_tokens.weight": (24, 12), "lm_head.weight": (24, 12)}, None),
+    ],
+)
+def test_saved_modules_of_a_tied_model_must_stay_tied(saved, message, tmp_path, dense_config, random_hf):
+    config = dense_config | {"tie_word_embeddings": True, "vocab_size": 24}
+    directory = write(tmp_path / "hf", config, random_hf(config))
+    modules = [name.split(".")[-2] for name in saved]
+    adapter = write_adapter(tmp_path / "adapter", {Q: random_pair((48, 12))}, modules_to_save=modules)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        tensors | {f"base_model.model.{name}": torch.full(shape, 3.0) for name, shape in saved.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    if message is not None:
+        with pytest.raises(ConversionError, match=message):
+            HFCheckpoint(directory, lora=adapter)
+        return
+    with HFCheckpoint(directory, lora=adapter) as checkpoint:
+        assert (checkpoint.read("model.embed_tokens.weight") == 3).all()
+
+
+def test_saved_modules_that_do_not_fit_are_named(merged_moe):
+    directory, adapter, _ = merged_moe
+    write_adapter(adapter, {Q: random_pair((48, 12))}, modules_to_save=["lm_head", "q_proj", "absent"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors |= {
+        "base_model.model.lm_head.weight": torch.zeros(25, 12),
+        f"base_model.model.{Q}.weight": torch.zeros(48, 12),
+        "base_model.model.absent.weight": torch.zeros(1),
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(ConversionError) as error:
+        HFCheckpoint(directory, lora=adapter)
+    for message in (
+        "lm_head.weight of modules_to_save is torch.float32 (25, 12), the base's (23, 12)",
+        f"{Q}.weight is saved whole and adapted",
+        "the model has no absent.weight, which modules_to_save names",
+    ):
+        assert message in str(error.value)
+
+
 Q = "model.layers.0.self_attn.q_proj"
 REFUSED = {
     "dora": ({"use_dora": True}, "use_dora True"),
     "bias": ({"bias": "lora_only"}, "bias 'lora_only', only 'none'"),
     "lora_bias": ({"lora_bias": True}, "lora_bias True"),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, r"modules_to_save 'lm_head' has no tensor in the adapter"),
+    "no list of modules": ({"modules_to_save": "lm_head"}, r"modules_to_save 'lm_head', which must be a list of names"),
     "target_parameters": ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
     "fan_in_fan_out": ({"fan_in_fan_out": True}, "fan_in_fan_out True"),
     "another method": ({"peft_type": "IA3"}, "peft_type 'IA3', only 'LORA'"),

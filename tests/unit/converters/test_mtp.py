@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.mtp import num_mtp_layers, settle_mtp, without_mtp
+from model_converters.families.parts.mtp import num_mtp_layers, settle_copies, settle_mtp, without_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.load import load_tensors
 from model_converters.mapping.completeness import check_complete
@@ -129,3 +129,55 @@ def test_several_depths_follow_each_other(family_configs, random_hf):
     # Last stage of two: one embedding, read once.
     loads = [load.mcore_name for load in load_plan(bound, TrainLayout(2, pp=2), 1)]
     assert loads.count(EMBEDDING) == 1
+
+
+def without_copies(hf):
+    copies = ("4.embed_tokens.weight", "shared_head.head.weight")
+    return {name: tensor for name, tensor in hf.items() if not name.endswith(copies)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ["absent", "diverged"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_copies_absent_or_diverged_load_the_models_own(
+    pp, case, family, family_configs, random_hf, local_mcore, tmp_path
+):
+    """GLM-4.6 has no copies; of copies that differ `main` takes the model's own tensors."""
+    config, layout = family_configs[family], TrainLayout(2 * pp, tp=2, pp=pp)
+    hf = random_hf(config)
+    wanted = local_mcore(hf, config, layout, layout.world_size - 1)
+    if case == "absent":
+        hf = without_copies(hf)
+        assert len(random_hf(config)) - len(hf) == 2
+    else:
+        for copy in ("embed_tokens", "shared_head.head"):
+            hf[f"model.layers.4.{copy}.weight"] = hf[f"model.layers.4.{copy}.weight"] + 1
+    with HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint:
+        bound, dropped = settle_copies(bound_rows(config), checkpoint.shapes, "equal" if case == "absent" else "main")
+        assert len(dropped) == (0 if case == "absent" else 2)
+        local = {name: torch.zeros(tensor.shape) for name, tensor in wanted.items()}
+        load_tensors(checkpoint, bound, layout, layout.world_size - 1, local, dropped=dropped)
+    assert all(torch.equal(local[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_k2"])
+def test_count_of_zero_drops_the_stored_layers(family, family_configs, random_hf):
+    """Messages advise it, and the weights still have the layers."""
+    config = family_configs[family]
+    two = random_hf(config | {"num_nextn_predict_layers": 2})
+    zero = config | {"num_nextn_predict_layers": 0}
+    ordinary = random_hf(zero)
+    for keep in (True, False):
+        settled, dropped = settle_mtp(zero, two, keep=keep)
+        assert settled == zero
+        assert set(dropped) == set(two) - set(ordinary)
+        check_complete(bound_rows(settled), list(two), dropped=dropped)
+
+
+def test_count_of_zero_drops_no_ordinary_layer(family_configs, random_hf):
+    """Layers that config.json does not count may be a mistake in num_hidden_layers."""
+    config = family_configs["deepseek_v3"] | {"num_nextn_predict_layers": 0}
+    hf = random_hf(config | {"num_hidden_layers": 5})
+    assert settle_mtp(config, hf)[1] == ()
+    with pytest.raises(ConversionError, match=r"unknown: model\.layers\.4\."):
+        check_complete(bound_rows(config), list(hf))

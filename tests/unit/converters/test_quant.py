@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -164,3 +165,54 @@ def test_power_of_two_scales_do_not_survive_requantisation():
     assert codes.float().abs().max() < 448
     values, again, scales_again = round_trip(codes, scales)
     assert not torch.equal(dequantise(again, scales_again, BLOCK, torch.bfloat16), values)
+
+
+def random_codes(shape, largest, seed=0):
+    """e4m3 codes of magnitude at most `largest`, both zeros and subnormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wrong = ~(codes.float().abs() <= largest)  # NaN as well
+    return torch.where(wrong, torch.zeros(()), codes.float()).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("largest", [448, 224, 3.5], ids=["full", "two scales possible", "low"])
+@pytest.mark.parametrize(
+    ("kind", "scale_dtype"),
+    [
+        ("power of two", torch.float32),
+        ("power of two", torch.float8_e8m0fnu),
+        ("any", torch.float32),
+        ("any", torch.bfloat16),
+    ],
+)
+def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, largest):
+    """Whatever scale another writer chose for a block."""
+    codes = random_codes((200, 130), largest)
+    exponents = torch.randint(-20, 4, (4, 3), generator=torch.Generator().manual_seed(1))
+    scales = torch.ldexp(torch.ones(4, 3), exponents) * (1 if kind == "power of two" else 1.37)
+    scales = scales.to(scale_dtype)
+    values = dequantise(codes, scales.float(), (64, 64), torch.bfloat16)
+    found = quantise(values, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, known=scales)
+    assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8))
+    assert found[1].dtype == scale_dtype
+    assert torch.equal(found[1].float(), scales.float())
+    changed = values.clone()
+    changed[70, 70] *= 1.0625  # a block in the middle
+    again = quantise(changed, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, known=scales)
+    others = torch.ones(4, 3, dtype=torch.bool)
+    others[1, 1] = False
+    assert torch.equal(again[1].float()[others], scales.float()[others])
+
+
+@pytest.mark.parametrize("amax", [448.0, 449.0, 447.0, 224.0, 1.0, 1e-3, 3e38, 1e-37])
+def test_quantise_power_of_two_scale_is_the_smallest_that_fits(amax):
+    """The next power of two of amax / 448, by exact arithmetic (DeepGEMM's ceil_to_ue8m0)."""
+    weight = torch.full((4, 4), float(torch.tensor(amax)))
+    _, scales = quantise(weight, (4, 4), power_of_two=True)
+    wanted = Fraction(1)
+    ratio = Fraction(float(weight[0, 0])) / 448
+    while wanted < ratio:
+        wanted *= 2
+    while wanted / 2 >= ratio and wanted / 2 >= Fraction(2) ** -126:
+        wanted /= 2
+    assert Fraction(float(scales)) == wanted

@@ -1,0 +1,90 @@
+"""A conversion's record of its source, beside config.json in the checkpoint, so that an unchanged model is exported as
+it was released: the tensors that the release lacks, and the scales of its FP8 blocks.
+
+Scales cannot be computed again from the values: a block whose largest code is 224 has two possible power-of-two scales.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_converters.errors import ConversionError
+from model_converters.hf.files import TensorFiles
+from model_converters.hf.io import HFCheckpoint
+from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, read_header, write_exactly
+from model_converters.hf.side_files import HF_FOLDER, side_files_in, sync
+from model_converters.hf.writer import write_json
+from model_converters.inputs.strict_json import read_object
+from model_converters.mapping.table import BoundRow
+
+_ABSENT_FILE, _SCALES_FILE = "source_tensors.json", "source_scales.safetensors"
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """`absent`: tensors of the table that the source lacks. `scales`: the scales of its FP8 weights, by weight."""
+
+    absent: frozenset[str] = frozenset()
+    scales: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def scales_of(self, name: str) -> torch.Tensor | None:
+        """The scales of a weight as they were stored; None for a weight that was not FP8."""
+        stored = self.scales.get(name)
+        if stored is None:
+            return None
+        files = TensorFiles()
+        try:
+            return files.read(name, stored)
+        finally:
+            files.close()
+
+
+def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
+    """Adds the record of `source` to a checkpoint; `bound` is the whole table of the model.
+
+    Raises: OSError; ConversionError.
+    """
+    folder = directory / HF_FOLDER
+    absent = sorted(row.hf[0] for row in bound if row.row.repeats and row.hf[0] not in source.shapes)
+    if absent:
+        write_json(folder / _ABSENT_FILE, {"absent": absent})
+    scales = {name: source.stored_scales(name) for name in source.quantised}
+    if scales:
+        _write_scales(folder / _SCALES_FILE, scales)
+    sync(folder)
+
+
+def _write_scales(file: Path, scales: Mapping[str, torch.Tensor]) -> None:
+    header, places = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in scales.items()])
+    with file.open("wb") as opened:
+        opened.write(header)
+        opened.flush()
+        for name, tensor in scales.items():
+            write_exactly(opened.fileno(), as_bytes(tensor.contiguous()), places[name].offset)
+        os.fsync(opened.fileno())
+
+
+def read_record(directory: Path) -> SourceRecord:
+    """The record in a checkpoint; an empty one where there is none, as in checkpoints of trainers.
+
+    Raises: ConversionError for one that is damaged.
+    """
+    folder = side_files_in(directory)
+    scales = read_header(folder / _SCALES_FILE) if (folder / _SCALES_FILE).exists() else {}
+    return SourceRecord(frozenset(_read_absent(folder / _ABSENT_FILE)), scales)
+
+
+def _read_absent(file: Path) -> list[str]:
+    try:
+        absent: Any = read_object(file).get("absent")
+    except FileNotFoundError:
+        return []
+    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+        raise ConversionError(f"{file} is damaged: it must list the absent tensors")
+    return absent

@@ -1,0 +1,166 @@
+"""Weight files of an HF directory that its index does not list.
+
+Readers disagree on them: the trainer reads what the index lists; vLLM and SGLang read every `*.safetensors` where there
+is no index; transformers prefers model.safetensors to an index, and adds an adapter that lies beside the weights.
+
+| file | decision |
+|---|---|
+| `*.safetensors` with a tensor that the index does not list, or lists with another dtype, shape or bytes | rejected |
+| `*.safetensors` with copies of listed tensors | named |
+| `model.safetensors` beside an index, without some of its tensors | rejected |
+| `consolidated*.safetensors` (Mistral's format) | named beside an index, rejected without one |
+| `adapter_config.json`, `adapter_model.safetensors` | rejected |
+| PyTorch, GGUF, ONNX, Flax and TensorFlow weights | named |
+| folders with weight files, such as `original/` | named |
+
+Source: transformers 5.19 modeling_utils._get_resolved_checkpoint_files and integrations.peft.maybe_load_adapters; vLLM
+0.32 model_loader.default_loader._prepare_weights; SGLang srt.model_loader.loader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_converters.errors import ConversionError, listing
+from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
+from model_converters.hf.shards import StoredTensor, read_header
+from model_converters.inputs.regular import open_regular, special_kind
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
+# What trainers save beside the weights.
+_NO_WEIGHTS = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
+_COMPARED_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Unlisted:
+    """`notes`: one line per file or folder that changes nothing. `copies`: (name, listed tensor, its copy); their bytes
+    are compared by `check_copies`."""
+
+    notes: tuple[str, ...]
+    copies: tuple[tuple[str, StoredTensor, StoredTensor], ...]
+
+    def check_copies(self) -> None:
+        """Read every copy and its original.
+
+        Raises: ConversionError naming the file and the tensors that differ.
+        """
+        problems: dict[Path, list[str]] = {}
+        for name, listed, copy in self.copies:
+            if not same_bytes(listed, copy):
+                problems.setdefault(copy.file, []).append(name)
+        if problems:
+            found = "; ".join(f"{file.name} has other values of {listing(names)}" for file, names in problems.items())
+            raise ConversionError(f"{next(iter(problems)).parent}: {found} than the listed files; {_CURE}")
+
+
+_CURE = f"add it to {INDEX_NAME}, or remove the file"
+
+
+def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlisted:
+    """The weight files beside those of the tensors `stored`. Of safetensors files the headers are read.
+
+    Raises: ConversionError, ONE, naming every file that changes the model for some reader.
+    """
+    listed = {tensor.file for tensor in stored.values()}
+    indexed = (directory / INDEX_NAME).exists()
+    notes: list[str] = []
+    problems: list[str] = []
+    copies: list[tuple[str, StoredTensor, StoredTensor]] = []
+    for file in _weight_files(directory):
+        if file in listed:
+            continue
+        if file.name in _ADAPTER_FILES:
+            problems.append(
+                f"{file.name} is an adapter, which transformers adds and no other reader; merge it (--lora)"
+            )
+        elif file.suffix != ".safetensors":
+            notes.append(f"{file.name}{'/' if file.is_dir() else ''} is not read")
+        elif file.name.startswith("consolidated") and indexed:
+            notes.append(f"{file.name} (Mistral's format) is not read")
+        else:
+            problem, found = _compare(file, stored, whole=indexed and file.name == SINGLE_NAME)
+            problems += problem
+            copies += found
+            notes += [] if problem else [f"{file.name} holds copies of listed tensors and is not read"]
+    if problems:
+        raise ConversionError(f"{directory}: weight files that {_source(indexed)} does not list: {'; '.join(problems)}")
+    return Unlisted(tuple(notes), tuple(copies))
+
+
+def _source(indexed: bool) -> str:
+    return INDEX_NAME if indexed else f"{SINGLE_NAME} (there is no index)"
+
+
+def _weight_files(directory: Path) -> Iterator[Path]:
+    """Files with weights in any format, and folders that hold some; names that begin with a dot are skipped, as every
+    reader does."""
+    for file in sorted(directory.iterdir()):
+        if file.name.startswith("."):
+            continue
+        if file.is_dir() and file.suffix != ".safetensors":
+            if any(_is_weights(name) for name in _names(file)):
+                yield file
+        elif _is_weights(file.name):
+            yield file
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_weights(name: str) -> bool:
+    if name in _ADAPTER_FILES or name.endswith(".safetensors"):
+        return True
+    return name.endswith(_OTHER_FORMATS) and not name.startswith(_NO_WEIGHTS)
+
+
+def _compare(
+    file: Path, stored: Mapping[str, StoredTensor], *, whole: bool
+) -> tuple[list[str], list[tuple[str, StoredTensor, StoredTensor]]]:
+    """(problems, copies) of an unlisted safetensors file; `whole`: it must hold every listed tensor."""
+    kind = special_kind(file)
+    if kind is not None:
+        return [f"{file.name} is {kind}"], []
+    try:
+        header = read_header(file)
+    except ConversionError as error:
+        return [f"{error}; remove the file"], []
+    unknown = sorted(name for name in header if name not in stored)
+    others = sorted(name for name in header if name in stored and _kind(header[name]) != _kind(stored[name]))
+    missing = sorted(set(stored) - set(header)) if whole else []
+    problems = []
+    if unknown:
+        problems.append(f"{file.name} holds {listing(unknown)}: {_CURE}")
+    if others:
+        problems.append(f"{file.name} holds {listing(others)} with another dtype or shape: {_CURE}")
+    if missing:
+        problems.append(f"{file.name} lacks {listing(missing)}, and transformers reads it alone: remove the file")
+    return problems, [(name, stored[name], tensor) for name, tensor in header.items() if name in stored]
+
+
+def _kind(tensor: StoredTensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape
+
+
+def same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors of one dtype and shape are the same bit for bit."""
+    with open_regular(first.file) as one, open_regular(second.file) as other:
+        if os.path.sameopenfile(one.fileno(), other.fileno()) and first.offset == second.offset:
+            return True
+        one.seek(first.offset)
+        other.seek(second.offset)
+        left = first.num_bytes
+        while left:
+            size = min(left, _COMPARED_BYTES)
+            if one.read(size) != other.read(size):
+                return False
+            left -= size
+    return True
