@@ -63,7 +63,10 @@ class RunDirLostError(McoreRLError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint of which a file is missing or holds other bytes than were written; the message names it."""
+    """A checkpoint of which a file is missing or holds other bytes than were written; the message names it. Exit code
+    2: the user removes it."""
+
+    exit_code = 2
 
 
 class OffloadedError(McoreRLError):

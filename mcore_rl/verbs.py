@@ -89,12 +89,14 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_run_dir, remove_partial_checkpoints
+    from mcore_rl.trainer.checkpoints import check_newest
     from mcore_rl.trainer.loop import train as train_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.supervised import train_supervised
 
     prepared = prepare(config)
     changed = make_run_dir(config, prepared.checkpoint_bytes, take_lock)
+    check_newest(Path(config.run.dir))
     log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
         start_up.say(str(line))
@@ -153,6 +155,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import open_run_dir
+    from mcore_rl.trainer.checkpoints import check_newest
     from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.validation import part_accuracies
@@ -162,6 +165,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
     directory = open_run_dir(config)
     take_lock()
+    check_newest(Path(config.run.dir))
     (directory / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
     with assemble(config, prepared, start_up.say) as run:

@@ -14,9 +14,16 @@ from typing import Any
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.ports import PendingSave
-from mcore_rl.trainer.proof import PROOF_FILE, Proof, check_file, read_proof, write_proof
+from mcore_rl.trainer.proof import (
+    PROOF_FILE,
+    STATE_FILE,
+    Proof,
+    check_content,
+    check_file,
+    read_proof,
+    write_proof,
+)
 
-STATE_FILE = "state.json"
 ACCURACY = "accuracy"
 """In the state: val/accuracy at the step, None where it was not validated."""
 _NAME = re.compile(r"step_(\d+)")
@@ -183,6 +190,22 @@ def newest_step(run_dir: Path) -> int | None:
     """
     newest = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
     return None if newest is None else newest[0]
+
+
+def check_newest(run_dir: Path) -> None:
+    """Looks for damage in the checkpoint that a start in this run directory goes on from, before a process starts.
+
+    Raises: as Checkpoints.latest.
+    """
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
+    newest = checkpoints.latest()
+    if newest is None:
+        return
+    step, path = newest
+    try:
+        check_content(path, read_proof(path))
+    except DamagedCheckpointError as error:
+        raise checkpoints.with_remedy(error, step) from None
 
 
 def _sync(path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 import pytest
+import torch
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
-from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer import proof as proof_module
+from mcore_rl.trainer.checkpoints import Checkpoints, check_newest
 from mcore_rl.types import SavedFile, SavedState
 
 WEIGHTS = b"x" * 10
@@ -157,6 +162,17 @@ def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints
         (lambda path: (path / "weights.bin").write_bytes(b"x"), "weights.bin has 1 of 10 bytes"),
         (lambda path: (path / "complete.json").write_text("{"), "complete.json cannot be read"),
         (lambda path: (path / "complete.json").write_text("[]"), "complete.json cannot be read"),
+        (lambda path: (path / "complete.json").write_text("[" * 100_000), "complete.json cannot be read"),
+        (lambda path: (path / "complete.json").write_bytes(b'{"a": "\xe9"}'), "complete.json cannot be read"),
+        (lambda path: (path / "complete.json").write_text('{"files": {}}'), r"does not list state\.json"),
+        (lambda path: rewrite(path, '"bytes": 10', '"bytes": "x"'), "another checksum than was saved"),
+        (lambda path: rewrite(path, '"bytes": 10', '"bytes": 1e999'), "another checksum than was saved"),
+        (lambda path: rewrite(path, '"world_size": 2', '"world_size": 4'), "another checksum than was saved"),
+        (lambda path: rewrite(path, "weights.bin", "weights.bim"), "another checksum than was saved"),
+        (lambda path: rewrite(path, "weights.bin", "../weights.bin", resealed=True), r"it lists \.\./weights\.bin"),
+        (lambda path: rewrite(path, '"files"', '"filed"', resealed=True), "complete.json cannot be read"),
+        (lambda path: ((path / "complete.json").unlink(), (path / "complete.json").mkdir()), "no regular file"),
+        (lambda path: ((path / "complete.json").unlink(), os.mkfifo(path / "complete.json")), "no regular file"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_what_to_do(
@@ -172,6 +188,65 @@ def test_a_damaged_checkpoint_is_refused_with_what_to_do(
     damage(checkpoints.directory / "step_1")
     with pytest.raises(DamagedCheckpointError, match=r"there is no older one: remove step_2 to start over"):
         checkpoints.latest()
+
+
+def rewrite(checkpoint: Path, old: str, new: str, *, resealed: bool = False) -> None:
+    """Changes complete.json; resealed: without the checksum, as proofs of earlier versions are."""
+    proof = checkpoint / "complete.json"
+    text = proof.read_text().replace(old, new, 1)
+    assert text != proof.read_text()
+    proof.write_text(re.sub(r',\s*"crc32": "[0-9a-f]{8}"\s*}\s*$', "}", text) if resealed else text)
+
+
+def test_read_proof_of_an_earlier_version_is_accepted(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, {}, start)
+    proof = checkpoints.directory / "step_1" / "complete.json"
+    written = json.loads(proof.read_text())
+    del written["crc32"]
+    proof.write_text(json.dumps(written))
+    assert (checkpoints.latest() or (0,))[0] == 1
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "state.json"])
+def test_check_newest_finds_changed_bytes_before_the_start(checkpoints: Checkpoints, name: str) -> None:
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, start)
+    check_newest(checkpoints.directory.parent)
+    path = checkpoints.directory / "step_2" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(DamagedCheckpointError, match=f"step_2 is damaged: {name} has another checksum") as caught:
+        check_newest(checkpoints.directory.parent)
+    assert str(caught.value).endswith("; step_1 is complete: remove step_2 to resume from it")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("damage", ["first", "last", "middle"])
+def test_check_newest_reads_both_ends_of_large_files(
+    checkpoints: Checkpoints, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle is compared by the ranks, which read it anyway."""
+    blocks = io.BytesIO()
+    for seed in range(2):
+        torch.save(torch.full((1000,), seed), blocks)
+    data = blocks.getvalue()
+
+    class Writer(Ranks):
+        def result(self) -> SavedState:
+            (self.directory / "__0_0.distcp").write_bytes(data)
+            return SavedState((SavedFile("__0_0.distcp", len(data), crc32(data)),), {})
+
+    checkpoints.save(1, {}, lambda directory: Writer(Path(directory)))
+    monkeypatch.setattr(proof_module, "CHECKED_BYTES", 0)
+    monkeypatch.setattr(proof_module, "_SMALL_BYTES", 100)
+    check_newest(checkpoints.directory.parent)
+    place = {"first": 0, "last": len(data) - 4096, "middle": len(data) // 4}[damage]
+    zeroed = data[:place] + bytes(4096) + data[place + 4096 :]
+    (checkpoints.directory / "step_1" / "__0_0.distcp").write_bytes(zeroed)
+    if damage == "middle":
+        check_newest(checkpoints.directory.parent)
+        return
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp begins or ends with other bytes than a block"):
+        check_newest(checkpoints.directory.parent)
 
 
 def test_a_directory_without_a_proof_is_no_checkpoint(
