@@ -26,17 +26,48 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
         trained=buffers.trained[responses],
         routed_experts=None if experts is None else experts[tokens],
         turn_rewards=None if buffers.turn_rewards is None else buffers.turn_rewards[responses],
+        temperatures=_taken(buffers.temperatures, responses),
     )
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     """All trajectories of one or more buffers, one after the other. All have experts, or none has; so with turns."""
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
+    temperatures = _joined_temperatures(parts)
+    del columns["temperatures"]
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
     for name in ("token_offsets", "response_offsets"):
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = offsets_of(lengths)
-    return TrajectoryBuffers(**joined)
+    return TrajectoryBuffers(**joined, temperatures=temperatures)
+
+
+def one_if_equal(temperatures: np.ndarray) -> np.ndarray | None:
+    """Temperatures in their shortest form (see TrajectoryBuffers). NaN is left out of the comparison: a token that was
+    not sampled has no temperature. Shapes: [T] -> [T] or []; None if none is known."""
+    known = temperatures[~np.isnan(temperatures)]
+    if not len(known):
+        return None
+    return known[0].reshape(()) if (known == known[0]).all() else temperatures
+
+
+def _taken(temperatures: np.ndarray | None, responses: np.ndarray) -> np.ndarray | None:
+    return temperatures if temperatures is None or not temperatures.ndim else temperatures[responses]
+
+
+def _joined_temperatures(parts: Sequence[TrajectoryBuffers]) -> np.ndarray | None:
+    """Parts without temperatures have NaN beside parts with some."""
+    given = [part.temperatures for part in parts]
+    if all(each is None for each in given):
+        return None
+    scalars = [each for each in given if each is not None and not each.ndim]
+    if len(scalars) == len(given) and all(each == scalars[0] for each in scalars):
+        return scalars[0]
+    columns = [
+        np.broadcast_to(np.float32(np.nan) if each is None else each, len(part.logp_rollout))
+        for each, part in zip(given, parts, strict=True)
+    ]
+    return np.concatenate(columns).astype(np.float32, copy=False)
 
 
 def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[TrajectoryBuffers]:

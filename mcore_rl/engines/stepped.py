@@ -222,9 +222,15 @@ def _begun(request: GenerationRequest) -> Running:
 def _joined(entry: Running, reason: str, routing: np.ndarray | None) -> Completion:
     """Experts of tokens that were drawn before the request was submitted are those of then: weights may have changed,
     and its prefix may have been computed again."""
-    before = entry.request.partial.routed_experts if entry.request.partial is not None else None
+    partial = entry.request.partial
+    before = partial.routed_experts if partial is not None else None
     if routing is not None and before is not None:
         routing = np.concatenate([before, routing[len(before) :]])
+    temperatures = None
+    if partial is not None and partial.temperatures is not None:
+        added = len(entry.token_ids) - len(partial.token_ids)
+        new = np.full(added, entry.request.sampling.temperature, np.float32)
+        temperatures = np.concatenate([partial.temperatures, new])
     return Completion(
         entry.request.request_id,
         np.array(entry.token_ids, np.int32),
@@ -232,4 +238,5 @@ def _joined(entry: Running, reason: str, routing: np.ndarray | None) -> Completi
         reason,
         np.array(entry.versions, np.int32),
         routing,
+        temperatures,
     )

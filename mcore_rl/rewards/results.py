@@ -26,7 +26,7 @@ FIELDS = (
         "versions",
         "submitted_version",
     ),
-    *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards"),
+    *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards", "temperatures"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))
 """Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""

@@ -7,6 +7,10 @@ what belongs to them.
     STEP     version, count                          numbers, tokens, log-probabilities: one of each per token
     END      number, index of its reason
     RELEASE  number, 0                               nobody is to take it over
+    TEMPERATURE  number, place of a token            float32: sampling temperature from that token of the response on
+
+Files of earlier versions have no TEMPERATURE. Their tokens count as sampled at the temperature of the request that
+continues them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import itertools
 import os
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +28,7 @@ import numpy as np
 
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
-BEGIN, STEP, END, RELEASE = 1, 2, 3, 4
+BEGIN, STEP, END, RELEASE, TEMPERATURE = 1, 2, 3, 4, 5
 REASONS = ("stop", "length")
 HEAD = 3
 WORD = 4
@@ -65,8 +70,12 @@ class Journal:
         words = array("i")
         for request in requests:
             number = self._running[request.request_id] = self._append_begin(words, request.request_id, request.seed)
+            place = 0
             if request.partial is not None:
                 _append_response(words, number, request.partial)
+                _append_temperature_runs(words, number, request.partial.temperatures)
+                place = len(request.partial.token_ids) if request.partial.temperatures is not None else 0
+            _append_temperature(words, number, place, request.sampling.temperature)
         self._write(words)
 
     def take_over(self, responses: Sequence[Drawn]) -> None:
@@ -78,6 +87,7 @@ class Journal:
             assert reason is not None, f"{name} has not ended"
             number = self._append_begin(words, name, drawn.seed)
             _append_response(words, number, drawn.completion)
+            _append_temperature_runs(words, number, drawn.completion.temperatures)
             self._append_end(words, name, number, reason)
         self._write(words)
 
@@ -217,6 +227,9 @@ def read_journal(path: Path) -> dict[str, Drawn]:
     kept[released] = -1
     names = dict(zip(numbers.tolist(), contents.names(), strict=True))
     reasons = dict(zip(contents.numbers(END).tolist(), contents.seconds(END).tolist(), strict=True))
+    runs: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+    for number, place, bits in contents.temperatures().tolist():
+        runs[number].append((place, float(np.int32(bits).view(np.float32))))
     drawn = np.concatenate(list(contents.tokens(kept)), axis=1)
     drawn = drawn[:, np.argsort(drawn[0], kind="stable")]
     starts = np.flatnonzero(np.diff(drawn[0], prepend=-1))
@@ -224,7 +237,10 @@ def read_journal(path: Path) -> dict[str, Drawn]:
     for number, response in zip(drawn[0, starts].tolist(), np.split(drawn, starts[1:], axis=1), strict=False):
         _, tokens, logp, versions = response.copy()
         (name, seed), reason = names[number], REASONS[reasons[number]] if number in reasons else None
-        completion = Completion(name, tokens, logp.view(np.float32), reason or "abort", versions)
+        temperatures = _temperatures(runs.get(number, ()), len(tokens))
+        completion = Completion(
+            name, tokens, logp.view(np.float32), reason or "abort", versions, temperatures=temperatures
+        )
         responses[name] = Drawn(seed, completion, reason)
     return responses
 
@@ -240,7 +256,7 @@ class _Contents:
     def of(cls, path: Path) -> _Contents:
         """Raises: OSError."""
         words = np.fromfile(path, dtype=np.int32)
-        places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE)}
+        places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE, TEMPERATURE)}
         view, at = words.data, 0  # whose items are found faster than the array's
         while at < len(view) and at + 1 + view[at] <= len(view):
             at, end = at + 1, at + 1 + view[at]
@@ -252,6 +268,8 @@ class _Contents:
                     at += 3 * view[at - 1]
                 elif kind == BEGIN:
                     at += 2 - (-view[at - 1] // WORD)
+                elif kind == TEMPERATURE:
+                    at += 1
         return cls(words, {kind: np.frombuffer(of_kind, np.int64) for kind, of_kind in places.items()})
 
     def numbers(self, kind: int) -> np.ndarray:
@@ -261,6 +279,11 @@ class _Contents:
     def seconds(self, kind: int) -> np.ndarray:
         """What follows these. Shapes: int32 [E]."""
         return self.words[self.places[kind] + 2]
+
+    def temperatures(self) -> np.ndarray:
+        """Request's number, place and bits of the temperature, in the order in which they were written. Shapes: int32
+        [E, 3]."""
+        return self.words[self.places[TEMPERATURE][:, None] + np.arange(1, HEAD + 1)]
 
     def begins(self) -> Iterator[np.ndarray]:
         for at, num_bytes in zip(self.places[BEGIN].tolist(), self.seconds(BEGIN).tolist(), strict=True):
@@ -295,7 +318,11 @@ def _anew(contents: _Contents, numbers: np.ndarray) -> Iterator[np.ndarray]:
     begins = [entry.copy() for entry in itertools.compress(contents.begins(), live.tolist())]
     for entry in begins:
         entry[1] = numbers[entry[1]]
-    yield _framed(*begins)
+    temperatures = contents.temperatures()
+    temperatures[:, 0] = numbers[temperatures[:, 0]]
+    temperatures = temperatures[temperatures[:, 0] >= 0]
+    kinds = np.full((len(temperatures), 1), TEMPERATURE, np.int32)
+    yield _framed(*begins, np.concatenate([kinds, temperatures], axis=1).ravel())
     for block in contents.tokens(numbers):
         for run in np.split(block, np.flatnonzero(np.diff(block[3])) + 1, axis=1):
             if run.size:
@@ -338,3 +365,27 @@ def _append_response(words: array[int], number: int, response: Completion) -> No
         words.extend([number] * (last - first))
         words.extend(response.token_ids[first:last].tolist())
         words.frombytes(np.asarray(response.logp[first:last], np.float32).tobytes())
+
+
+def _append_temperature(words: array[int], number: int, place: int, temperature: float) -> None:
+    words.extend((TEMPERATURE, number, place))
+    words.frombytes(np.float32(temperature).tobytes())
+
+
+def _append_temperature_runs(words: array[int], number: int, temperatures: np.ndarray | None) -> None:
+    """One for each run of tokens with the same temperature."""
+    if temperatures is None or not len(temperatures):
+        return
+    cuts = np.flatnonzero(np.diff(temperatures)) + 1
+    for place in [0, *cuts.tolist()]:
+        _append_temperature(words, number, place, float(temperatures[place]))
+
+
+def _temperatures(runs: Sequence[tuple[int, float]], num_tokens: int) -> np.ndarray | None:
+    """Temperature of each token of a response; None where none is known. Shapes: float32 [num_tokens]."""
+    if not runs:
+        return None
+    temperatures = np.empty(num_tokens, np.float32)
+    for place, temperature in runs:
+        temperatures[place:] = temperature
+    return temperatures

@@ -13,7 +13,7 @@ import numpy as np
 
 from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.rollout.episodes.single_turn import Attempt
-from mcore_rl.rollout.trajectories import version_spans
+from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
 
 CUT = ("length", "turns", "tool_calls", "seconds")
@@ -134,6 +134,8 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int,
     }
     if trajectory.trained is not None:
         record |= {"messages": list(outcome.messages), "mask": trajectory.trained.tolist()}
+    if trajectory.temperatures is not None:
+        record["temperatures"] = temperature_spans(trajectory.temperatures)
     if trajectory.rewards is not None and trajectory.rewards.any():
         places = np.flatnonzero(trajectory.rewards).tolist()
         record["turn_rewards"] = [[place, float(trajectory.rewards[place])] for place in places]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from mcore_rl.data.trajectories import offsets_of
+from mcore_rl.data.trajectories import offsets_of, one_if_equal
 from mcore_rl.errors import McoreRLError
 from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
 
@@ -34,6 +36,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
         trained=_filled([t.trained for t in trajectories], response_tokens, 1, np.uint8),
         routed_experts=_routed_experts(trajectories, names),
         turn_rewards=_filled([t.rewards for t in trajectories], response_tokens, 0, np.float32) if has_turns else None,
+        temperatures=one_if_equal(_filled([t.temperatures for t in trajectories], response_tokens, np.nan, np.float32)),
     )
 
 
@@ -44,7 +47,17 @@ def version_spans(versions: np.ndarray) -> list[list[int]]:
     return [[int(versions[start]), start, end] for start, end in spans if versions[start] != NOT_SAMPLED]
 
 
-def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: int, dtype: type) -> np.ndarray:
+def temperature_spans(temperatures: np.ndarray) -> list[list[float]]:
+    """[temperature, start, end) of consecutive tokens with one sampling temperature. Shapes: temperatures [T]."""
+    cuts = np.flatnonzero(temperatures[1:] != temperatures[:-1]) + 1 if len(temperatures) else np.empty(0, np.int64)
+    edges = [0, *cuts.tolist(), len(temperatures)]
+    spans = [
+        (float(str(temperatures[first])), first, last) for first, last in itertools.pairwise(edges) if first < last
+    ]
+    return [[value, first, last] for value, first, last in spans if not math.isnan(value)]
+
+
+def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: float, dtype: type) -> np.ndarray:
     """All of `given`, with `value` throughout in the place of those that are None."""
     pairs = zip(given, lengths, strict=True)
     return _concatenate([np.full(length, value) if part is None else part for part, length in pairs], dtype)

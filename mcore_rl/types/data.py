@@ -92,6 +92,7 @@ class Completion:
     engine chose for every token of prompt and response but the last, where it was asked to say.
     Units: logp in nats.
     finish_reason is "stop", "length" or "abort".
+    temperatures float32 [T]: the sampling temperature of each token; None: all have the request's.
     """
 
     request_id: str
@@ -100,6 +101,13 @@ class Completion:
     finish_reason: str
     versions: np.ndarray
     routed_experts: np.ndarray | None = None
+    temperatures: np.ndarray | None = None
+
+    def sampled_at(self, temperature: float) -> np.ndarray:
+        """Sampling temperature of each token, float32 [T]; `temperature` is the request's."""
+        if self.temperatures is not None:
+            return self.temperatures
+        return np.full(len(self.token_ids), temperature, np.float32)
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,9 @@ class TrajectoryBuffers:
     logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
     routed_experts uint8 or int16 [sum S, layers with experts, k], None where the engine was not asked for them;
     turn_rewards float32 [sum T], a part of the responses' rewards, at the last token of each turn, None where there are
-    no turns.
+    no turns;
+    temperatures float32 [sum T], the sampling temperature of each token, or a scalar [] if all tokens have the same.
+    NaN, and None for all tokens: not recorded (files of earlier versions, target texts), which means the run's.
     """
 
     tokens: np.ndarray
@@ -136,6 +146,7 @@ class TrajectoryBuffers:
     trained: np.ndarray
     routed_experts: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
+    temperatures: np.ndarray | None = None
 
 
 BuffersRef = NewType("BuffersRef", object)

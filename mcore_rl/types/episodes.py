@@ -18,7 +18,8 @@ class Trajectory:
 
     Shapes: prompt_ids int32 [P]; token_ids int32, logp float32 (0 where not sampled), versions int32 (NOT_SAMPLED
     there): [T], the first and the last of them sampled; trained uint8 [T], None: all; rewards float32 [T], of turns, at
-    the last token of each, None: there are no turns; routed_experts as Completion's, [P + T - 1, layers, k].
+    the last token of each, None: there are no turns; routed_experts as Completion's, [P + T - 1, layers, k];
+    temperatures float32 [T], the sampling temperature of each token (NaN where not sampled), None: not recorded.
     Units: logp in nats.
     """
 
@@ -29,6 +30,7 @@ class Trajectory:
     trained: np.ndarray | None = None
     rewards: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    temperatures: np.ndarray | None = None
 
 
 def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import Config
+from mcore_rl.data.trajectories import one_if_equal
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from tests.tiny_models import VOCABULARY, checkpoint_tensors
 
@@ -18,7 +19,8 @@ PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
 RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
 FIRST_CHUNK = 5  # samples 0..4 lie in chunk 0, the rest in chunk 1
 UPDATES = ([0, 2, 4, 6, 8], [1, 3, 5, 7])
-TEMPERATURE = 0.8
+TEMPERATURE, SECOND_TEMPERATURE = 0.8, 1.25
+"""Of the run; of the samples in the second chunk."""
 ENTROPY_COEFFICIENT = 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
 
@@ -47,6 +49,14 @@ VERSION = 5
 def versions(sample: int) -> np.ndarray:
     """Up to three versions older than the weights that the updates start from, and never all of one age."""
     return (VERSION - np.random.default_rng(400 + sample).integers(0, 4, RESPONSES[sample])).astype(np.int32)
+
+
+def temperatures(sample: int) -> np.ndarray:
+    """Another one for every token; NaN is the run's. The second chunk has one for all its tokens."""
+    if sample >= FIRST_CHUNK:
+        return np.full(RESPONSES[sample], SECOND_TEMPERATURE, np.float32)
+    mixed = np.random.default_rng(500 + sample).uniform(0.3, 1.6, RESPONSES[sample]).astype(np.float32)
+    return np.where(np.arange(RESPONSES[sample]) % 4 == 0, np.float32(np.nan), mixed)
 
 
 def advantages() -> np.ndarray:
@@ -118,12 +128,15 @@ def reference_model(directory: str | Path) -> torch.nn.Module:
 
 
 def reference_logp(
-    model: torch.nn.Module, sample: int, temperature: float = TEMPERATURE
+    model: torch.nn.Module, sample: int, temperature: float | None = None, *, unrecorded: float = TEMPERATURE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each trained token, from the unpacked sequence."""
+    """Log-probability and entropy of each trained token, from the unpacked sequence, at one temperature or, None, at
+    that of each token; `unrecorded` is that of tokens without."""
     tokens = torch.from_numpy(sequence(sample).astype(np.int64))
     positions = PROMPTS[sample] + np.flatnonzero(trained(sample))
-    log_p = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)[positions - 1]
+    sampled_at = torch.from_numpy(temperatures(sample)[trained(sample) > 0]).double().nan_to_num(unrecorded)
+    divisor = sampled_at[:, None] if temperature is None else temperature
+    log_p = torch.log_softmax(model(tokens[None]).logits[0][positions - 1] / divisor, -1)
     return log_p.gather(1, tokens[positions][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -195,4 +208,5 @@ def _buffers(samples: range) -> TrajectoryBuffers:
         logp_rollout=np.concatenate([logp_rollout(sample) for sample in samples]),
         versions=np.concatenate([versions(sample) for sample in samples]),
         trained=np.concatenate([trained(sample) for sample in samples]),
+        temperatures=one_if_equal(np.concatenate([temperatures(sample) for sample in samples])),
     )

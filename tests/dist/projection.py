@@ -27,11 +27,18 @@ def upstream(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(TOKENS, generator=generator).to(device), torch.randn(TOKENS, generator=generator).to(device)
 
 
-def reference(dtype: torch.dtype, temperature: float) -> Results:
+def per_token(temperature: float | None, device: str = "cpu") -> float | torch.Tensor:
+    """The temperature, or for None another one for each token."""
+    return torch.linspace(0.3, 2.0, TOKENS, device=device) if temperature is None else temperature
+
+
+def reference(dtype: torch.dtype, temperature: float | None) -> Results:
     """torch's log_softmax in float64, on the CPU, of operands rounded to `dtype`."""
     hidden, weight, targets = inputs(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    divisor = per_token(temperature)
+    divisor = divisor.double()[:, None] if isinstance(divisor, torch.Tensor) else divisor
+    log_p = torch.log_softmax(hidden @ weight.t() / divisor, -1)
     logp = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     grad_logp, grad_entropy = upstream()
@@ -40,13 +47,19 @@ def reference(dtype: torch.dtype, temperature: float) -> Results:
 
 
 def fused(
-    dtype: torch.dtype, temperature: float, chunk: int, shard: slice, group: object = None, *, device: str = "cpu"
+    dtype: torch.dtype,
+    temperature: float | None,
+    chunk: int,
+    shard: slice,
+    group: object = None,
+    *,
+    device: str = "cpu",
 ) -> Results:
     """Ours, with the rows `shard` of the weight."""
     hidden, weight, targets = inputs(dtype, device)
     hidden, weight = hidden.requires_grad_(), weight[shard].contiguous().requires_grad_()
     logp, entropy = linear_logp_entropy(
-        hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, group=group
+        hidden, weight, targets, temperature=per_token(temperature, device), chunk_tokens=chunk, group=group
     )
     grad_logp, grad_entropy = upstream(device)
     ((logp * grad_logp).sum() + (entropy * grad_entropy).sum()).backward()

@@ -12,7 +12,8 @@ from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from tests.dist.launch import launch
 from tests.dist.projection import HIDDEN, TOKENS, VOCABULARY, assert_close, fused, inputs, reference
 
-TEMPERATURES = (1.0, 0.7)
+TEMPERATURES = (1.0, 0.7, None)
+"""None: another one for each token."""
 # Relative to the largest entry: a float32 logit of 60 is off by up to 4e-6, and that is the relative error of its
 # probability. bfloat16 operands (the reference sees the rounded ones) add only the rounding of the gradients returned.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -22,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(("chunk", "tile"), [(1024, 1 << 19), (8, 8 * 50), (5, 1)])
 def test_values_and_gradients_equal_log_softmax_for_any_tiling(
-    dtype: torch.dtype, temperature: float, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
     ours = fused(dtype, temperature, chunk, slice(None))

@@ -106,7 +106,7 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, f
             for update in policy_batch.UPDATES
             for sample in update
         }
-        plain = {s: policy_batch.reference_logp(model, s, temperature=1.0)[0] for s in policy_batch.UPDATES[0]}
+        plain = {s: policy_batch.reference_logp(model, s, unrecorded=1.0)[0] for s in policy_batch.UPDATES[0]}
     metrics = [_differences(old)]
     for index, samples in enumerate(policy_batch.UPDATES):
         optimizer.zero_grad()

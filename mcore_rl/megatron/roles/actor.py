@@ -89,8 +89,8 @@ class MegatronActor:
         return self.trained.memory
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
-        """How far the policy's log-probabilities, at temperature 1, are from those that came with the samples; nothing
-        is kept of it."""
+        """Compare the policy's log-probabilities with those that came with the samples, at the temperature of each
+        token, 1 where none is recorded. Keeps nothing of it."""
         self.memory.load("params")
         plain = replace(self.objective, temperature=1.0)
 

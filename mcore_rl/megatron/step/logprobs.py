@@ -24,7 +24,7 @@ def linear_logp_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
     compute_entropy: bool = True,
@@ -37,10 +37,13 @@ def linear_logp_entropy(
     the whole vocabulary from vocab_size on are padding: no token has them, and their gradient is zero.
 
     Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
+    temperature: one for all tokens, or one for each, [T]; it has no gradient;
     results float32 [T] (float64 for float64 inputs). At most chunk_tokens rows of logits exist at one time.
     Units: nats.
     Collective: all ranks of `group` (None: weight is the whole vocabulary), with equal hidden and targets.
     """
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.detach().to(_compute_dtype(hidden))
     return _LinearLogpEntropy.apply(
         hidden, weight, targets, _Options(temperature, chunk_tokens, group, compute_entropy, vocab_size)
     )
@@ -48,7 +51,7 @@ def linear_logp_entropy(
 
 @dataclass(frozen=True)
 class _Options:
-    temperature: float
+    temperature: float | torch.Tensor
     chunk_tokens: int
     group: dist.ProcessGroup | None
     compute_entropy: bool
@@ -138,7 +141,11 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
             columns = slice(entry, min(entry + width, num_entries))
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             logits = buffer[: shape[0] * shape[1]].view(shape)
-            _product(logits, hidden[rows], weight[columns].t(), 1.0 / options.temperature)
+            if isinstance(options.temperature, torch.Tensor):
+                _product(logits, hidden[rows], weight[columns].t(), 1.0)
+                logits.div_(options.temperature[rows, None])
+            else:
+                _product(logits, hidden[rows], weight[columns].t(), 1.0 / options.temperature)
             yield _Tile(rows, columns, entry == 0), logits
 
 
@@ -200,7 +207,10 @@ def _targets_in_tile(local_targets: torch.Tensor, tile: _Tile) -> tuple[torch.Te
 
 
 def _softmax_coefficients(
-    grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None, entropy: torch.Tensor, temperature: float
+    grad_logp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    entropy: torch.Tensor,
+    temperature: float | torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The gradient of a logit is p (slope log p + offset), plus grad_logp at the target.
 

@@ -17,7 +17,7 @@ on one of them, that of its predictor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,9 @@ class MicroBatch:
 
     Shapes: tokens int64 [T]; samples, lengths (in tokens of the whole row) and trained_counts: one entry per sequence,
     padding is none; owners int64 [M]; every other tensor [N], N trained tokens: predictors, targets int64; advantages,
-    loss_weights, logp_rollout, staleness float32.
+    loss_weights, logp_rollout, staleness, temperatures float32.
+    `temperatures`: the sampling temperature of each token (NaN: the run's), one number if all tokens have the same,
+    None if all have the run's.
     `staleness`: how many versions of the weights the updates of the batch lead beyond the one that a token was sampled
     with. They lead to the version after that of the batch: 1 for a token sampled with the weights that they start from,
     as all tokens of a synchronous run are.
@@ -60,6 +62,7 @@ class MicroBatch:
     loss_weights: torch.Tensor
     logp_rollout: torch.Tensor
     staleness: torch.Tensor
+    temperatures: torch.Tensor | float | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,16 @@ def _microbatch(
         loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
         logp_rollout=to_device(row.logp_rollout[mine]),
         staleness=to_device(row.staleness[mine]),
+        temperatures=_shortest(row.temperatures[mine], to_device),
     )
+
+
+def _shortest(temperatures: np.ndarray, to_device: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor | float | None:
+    """As MicroBatch.temperatures. Shapes: float32 [N]."""
+    if np.isnan(temperatures).all():
+        return None
+    first = temperatures[:1]
+    return float(first[0]) if (temperatures == first).all() else to_device(temperatures)
 
 
 def _part_of_row(row: _Row, part: ContextPart) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -201,6 +213,7 @@ class _Row:
     targets: np.ndarray
     logp_rollout: np.ndarray
     staleness: np.ndarray
+    temperatures: np.ndarray
 
 
 def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
@@ -222,19 +235,21 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
         targets=_join([sequence.targets for sequence in sequences], np.int64),
         logp_rollout=_join([sequence.logp_rollout for sequence in sequences], np.float32),
         staleness=_join([sequence.staleness for sequence in sequences], np.float32),
+        temperatures=_join([sequence.temperatures for sequence in sequences], np.float32),
     )
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness
-    [n]."""
+    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness,
+    temperatures [n]."""
 
     tokens: np.ndarray
     predictors: np.ndarray
     targets: np.ndarray
     logp_rollout: np.ndarray
     staleness: np.ndarray
+    temperatures: np.ndarray
 
 
 def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
@@ -263,7 +278,17 @@ def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequ
         tokens[predictors + 1],
         buffers.logp_rollout[response][trained],
         share.version + 1 - versions,
+        _sampled_at(buffers, response, trained),
     )
+
+
+def _sampled_at(buffers: TrajectoryBuffers, response: slice, trained: np.ndarray) -> np.ndarray:
+    """Temperatures of the trained tokens of a response, float32 [n]; NaN where they were not recorded."""
+    if buffers.temperatures is None:
+        return np.full(len(trained), np.nan, np.float32)
+    if not buffers.temperatures.ndim:
+        return np.full(len(trained), buffers.temperatures)
+    return buffers.temperatures[response][trained]
 
 
 def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -43,8 +43,9 @@ class Objective:
     """The configured loss on micro-batches. `group` is the tensor-parallel group, None for a single rank; `context` is
     the rank's part of every row, of which it reports its own tokens only.
 
-    A loss of advantages is one of the policy that the engine samples from, so its log-probabilities are those of
-    rollout.temperature (1 where rollouts are greedy); any other loss sees the model's own distribution.
+    A loss of advantages (`follows_sampling`) is one of the policy that the engine samples from: a token's
+    log-probability, and the entropy before it, are at the temperature that the token was sampled with, which is
+    `temperature` unless the batch has another one. Any other loss sees the model's own distribution, at temperature 1.
     """
 
     loss: PolicyLoss
@@ -59,6 +60,7 @@ class Objective:
     kl_coefficient: float = 0.0
     """Of the KL(policy || reference) of every token, estimated as kl_kind."""
     kl_kind: str = "low_var"
+    follows_sampling: bool = True
 
     @classmethod
     def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
@@ -68,13 +70,14 @@ class Objective:
             loss=loss,
             correction=Correction.from_config(config.algorithm.correction),
             applies_correction=config.algorithm.correction.apply,
-            temperature=(config.rollout.temperature or 1.0) if loss.needs.advantages else 1.0,
+            temperature=config.rollout.temperature if loss.needs.advantages else 1.0,
             entropy_coefficient=config.algorithm.entropy_coefficient,
             chunk_tokens=config.actor.logprob_chunk_tokens,
             group=group,
             context=context,
             kl_coefficient=config.algorithm.kl.in_loss,
             kl_kind=config.algorithm.kl.loss_kind,
+            follows_sampling=loss.needs.advantages,
         )
 
     @property
@@ -94,12 +97,22 @@ class Objective:
             hidden.index_select(0, batch.predictors),
             output_weight(chunk),
             batch.targets,
-            temperature=self.temperature,
+            temperature=self._temperature(batch),
             chunk_tokens=self.chunk_tokens,
             group=self.group,
             compute_entropy=compute_entropy,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
         )
+
+    def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
+        """One for all trained tokens, or [N]."""
+        given = batch.temperatures
+        if given is None or not self.follows_sampling:
+            return self.temperature
+        if isinstance(given, torch.Tensor):
+            return torch.where(given.isnan(), self.temperature, given)
+        # The recorded number has 32 bits, the configured one 64.
+        return self.temperature if given == np.float32(self.temperature) else given
 
     def evaluate(
         self,

@@ -29,6 +29,7 @@ class TokenSequence:
         self._logp: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._sampled: list[np.ndarray] = []
+        self._temperatures: list[np.ndarray] = []
         self._experts: np.ndarray | None = None
         self._rewards: dict[int, float] = {}
         """Of turns, by the place in the response of the turn's last token."""
@@ -41,12 +42,13 @@ class TokenSequence:
         """Whether `token_ids` are the sequence and perhaps more."""
         return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
 
-    def extend(self, token_ids: np.ndarray, completion: Completion) -> None:
-        """`token_ids` are the sequence and what was said after it; the completion follows."""
+    def extend(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> None:
+        """`token_ids` are the sequence and what was said after it; the completion follows, sampled at `temperature`."""
         said = token_ids[len(self.tokens) :]
         if len(said):
-            self._append(np.zeros(len(said)), np.full(len(said), NOT_SAMPLED), sampled=0)
-        self._append(completion.logp, completion.versions, sampled=1)
+            unknown = np.full(len(said), np.nan, np.float32)
+            self._append(np.zeros(len(said)), np.full(len(said), NOT_SAMPLED), unknown, sampled=0)
+        self._append(completion.logp, completion.versions, completion.sampled_at(temperature), sampled=1)
         if completion.routed_experts is not None:
             # What was computed when a token was sampled stays: weights may have changed, and its prefix have come anew.
             known = self._experts if self._experts is not None else completion.routed_experts[:0]
@@ -72,11 +74,13 @@ class TokenSequence:
             sampled if trained else np.zeros_like(sampled),
             rewards,
             self._experts,
+            np.concatenate(self._temperatures),
         )
 
-    def _append(self, logp: np.ndarray, versions: np.ndarray, *, sampled: int) -> None:
+    def _append(self, logp: np.ndarray, versions: np.ndarray, temperatures: np.ndarray, *, sampled: int) -> None:
         self._logp.append(logp)
         self._versions.append(versions)
+        self._temperatures.append(temperatures)
         self._sampled.append(np.full(len(logp), sampled, np.uint8))
 
 
@@ -91,13 +95,13 @@ class SequenceBook:
         found = [sequence for sequence in self.sequences if sequence.goes_on_with(token_ids)]
         return max(found, key=lambda sequence: len(sequence.tokens), default=None)
 
-    def add(self, token_ids: np.ndarray, completion: Completion) -> TokenSequence:
-        """What was sampled after `token_ids`; the sequence that it is in."""
+    def add(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> TokenSequence:
+        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that holds it."""
         sequence = self.find(token_ids)
         if sequence is None:
             sequence = TokenSequence(len(self.sequences), token_ids)
             self.sequences.append(sequence)
-        sequence.extend(token_ids, completion)
+        sequence.extend(token_ids, completion, temperature)
         return sequence
 
     def trajectories(self, chosen: Sequence[TokenSequence] | None = None, *, trained: bool = True) -> list[Trajectory]:

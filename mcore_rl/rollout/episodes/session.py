@@ -175,7 +175,7 @@ class Session:
         self._calls_of_turn = 0
         with self._spent(GENERATING):
             completion = await self._source.generate(request)
-        sequence = self.book.add(ids, completion)
+        sequence = self.book.add(ids, completion, request.sampling.temperature)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         self._last = Sampled(

@@ -102,6 +102,7 @@ class SingleTurnPlayer:
             completion.logp,
             completion.versions,
             routed_experts=completion.routed_experts,
+            temperatures=completion.sampled_at(request.sampling.temperature),
         )
         return EpisodeOutcome(
             (trajectory,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,3 +69,56 @@ def test_a_split_is_undone_by_a_join() -> None:
     assert [columns(joined, row) for row in range(COUNT)] == [columns(source, row) for row in range(COUNT)]
     with pytest.raises(AssertionError, match="4 trajectories asked for of 5"):
         split_rows(source, [2, 2])
+
+
+KNOWN = np.array([0.5, 0.5, 1.0, 0.25, 0.25, 0.5, 0.5, 0.5, 1.0], np.float32)
+
+
+def sampled_at(*temperatures: np.ndarray | float | None) -> list[TrajectoryBuffers]:
+    """Buffers of 9 response tokens each."""
+    recorded = [None if each is None else np.asarray(each, np.float32) for each in temperatures]
+    return [replace(buffers(), temperatures=each) for each in recorded]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None), None),
+        ((0.5, 0.5), 0.5),
+        ((0.5, 0.7), [0.5] * 9 + [0.7] * 9),
+        ((KNOWN, 0.7), [*KNOWN, *[0.7] * 9]),
+        ((None, KNOWN), [*[np.nan] * 9, *KNOWN]),
+        ((0.5, None), [0.5] * 9 + [np.nan] * 9),
+    ],
+)
+def test_temperatures_are_joined_in_their_shortest_form(given: Any, expected: Any) -> None:
+    joined = join_rows(sampled_at(*given)).temperatures
+    if expected is None:
+        assert joined is None
+    else:
+        assert joined.dtype == np.float32
+        np.testing.assert_array_equal(joined, np.float32(expected))
+
+
+def test_temperatures_are_taken_with_their_rows() -> None:
+    (source,) = sampled_at(KNOWN)
+    assert len(KNOWN) == source.response_offsets[-1]
+    for row in range(COUNT):
+        own = slice(*source.response_offsets[row : row + 2])
+        np.testing.assert_array_equal(take_rows(source, np.array([row])).temperatures, KNOWN[own])
+    (scalar,) = sampled_at(0.5)
+    assert take_rows(scalar, np.array([1])).temperatures == 0.5
+
+
+def test_packed_temperatures_are_one_number_if_all_are_equal() -> None:
+    from mcore_rl.rollout.trajectories import pack_trajectories
+
+    ids = np.arange(3, dtype=np.int32)
+
+    def packed(*temperatures: list[float] | None) -> np.ndarray | None:
+        given = [None if each is None else np.array(each, np.float32) for each in temperatures]
+        return pack_trajectories([Trajectory(ids, ids, ids, ids, temperatures=each) for each in given]).temperatures
+
+    np.testing.assert_array_equal(packed([0.5, np.nan, 0.5], None), np.float32(0.5))
+    np.testing.assert_array_equal(packed([0.5, 1, 1], None), np.float32([0.5, 1, 1, *[np.nan] * 3]))
+    assert packed(None, None) is None

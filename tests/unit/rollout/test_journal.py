@@ -68,6 +68,46 @@ def test_a_response_that_had_begun_elsewhere_is_whole(path: Path, tmp_path: Path
     )  # fmt: skip
 
 
+def at(temperature: float, partial: Completion | None = None, name: str = "a") -> GenerationRequest:
+    return replace(request(name), sampling=SamplingOptions(9, temperature=temperature), partial=partial)
+
+
+def temperatures_in(path: Path, name: str = "a") -> list[float] | None:
+    found = read_journal(path)[name].completion.temperatures
+    return None if found is None else found.tolist()
+
+
+def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path: Path) -> None:
+    """Across journals, other temperatures, a rewritten file and copies."""
+    paths = [path, *(tmp_path / f"journal{number}" for number in range(2))]
+    partial, expected = None, []
+    for number, (temperature, journal_path) in enumerate(zip((0.5, 1.25, 0.25), paths, strict=True)):
+        journal = Journal(journal_path, small=0)
+        journal.begin([at(temperature, partial), at(2.0, name="other")])
+        tokens = [10 + 2 * number, 11 + 2 * number]
+        journal.add([Delta("a", tokens, [-0.5, -1.5], number), Delta("other", [1], [-1.0], number)], [])
+        expected += [temperature] * 2
+        assert temperatures_in(journal_path) == expected
+        assert temperatures_in(journal_path, "other") == [2.0]
+        partial = replace(read_journal(journal_path)["a"].completion, finish_reason="abort")
+    journal.copy(tmp_path / "copy", ["a"])
+    assert temperatures_in(tmp_path / "copy") == expected
+    last = Journal(tmp_path / "last")
+    last.take_over([replace(read_journal(tmp_path / "copy")["a"], finish_reason="stop")])
+    assert temperatures_in(tmp_path / "last") == expected
+
+
+def test_journals_of_earlier_versions_have_no_temperatures(path: Path) -> None:
+    """BEGIN, then a STEP of two tokens, as versions before the temperature wrote them."""
+    name = np.frombuffer(b"a\0\0\0", np.int32)
+    begin = np.concatenate([np.array([1, 0, 1, 7, 0], np.int32), name])
+    step = np.array([2, 3, 2, 0, 0, 10, 11, *np.float32([-0.5, -1.5]).view(np.int32)], np.int32)
+    path.parent.mkdir()
+    path.write_bytes(b"".join(np.concatenate([[len(e)], e]).astype(np.int32).tobytes() for e in (begin, step)))
+    assert told(read_journal(path)["a"]) == ([10, 11], [-0.5, -1.5], [3, 3], None)
+    assert temperatures_in(path) is None
+
+
 def test_wherever_the_last_write_was_cut_what_was_whole_before_is_read(path: Path) -> None:
     journal = write_two(path)
     before = path.stat().st_size

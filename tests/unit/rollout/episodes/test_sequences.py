@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,9 +25,9 @@ def ids(*values: int) -> np.ndarray:
 
 def test_turns_of_a_sequence_and_what_was_said_between_them() -> None:
     book = SequenceBook()
-    first = book.add(ids(1, 2), sampled(3, 4))
+    first = book.add(ids(1, 2), sampled(3, 4), 1.0)
     first.reward(0.25)
-    again = book.add(ids(1, 2, 3, 4, 9, 9, 9), sampled(5, version=2))
+    again = book.add(ids(1, 2, 3, 4, 9, 9, 9), sampled(5, version=2), 1.0)
     again.reward(0.5)
     assert again is first
     (trajectory,) = book.trajectories()
@@ -41,11 +43,11 @@ def test_turns_of_a_sequence_and_what_was_said_between_them() -> None:
 
 def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_trained_token() -> None:
     book = SequenceBook()
-    book.add(ids(1, 2), sampled(3, 4))
-    book.add(ids(1, 2), sampled(3, 5))
-    book.add(ids(1, 2, 3, 4, 8), sampled(6))
-    book.add(ids(1, 2, 3, 5, 8), sampled(7))
-    book.add(ids(1, 2, 3), sampled(0))
+    book.add(ids(1, 2), sampled(3, 4), 1.0)
+    book.add(ids(1, 2), sampled(3, 5), 1.0)
+    book.add(ids(1, 2, 3, 4, 8), sampled(6), 1.0)
+    book.add(ids(1, 2, 3, 5, 8), sampled(7), 1.0)
+    book.add(ids(1, 2, 3), sampled(0), 1.0)
     found = [(t.prompt_ids.tolist(), t.token_ids.tolist()) for t in book.trajectories()]
     assert found == [([1, 2], [3, 4, 8, 6]), ([1, 2], [3, 5, 8, 7]), ([1, 2, 3], [0])]
 
@@ -53,8 +55,8 @@ def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_traine
 def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
     """The last token of a turn, and what was said after it, were computed by the next turn."""
     book = SequenceBook()
-    book.add(ids(1, 2), sampled(3, 4, experts=7, before=2))
-    book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5))
+    book.add(ids(1, 2), sampled(3, 4, experts=7, before=2), 1.0)
+    book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5), 1.0)
     (trajectory,) = book.trajectories()
     assert trajectory.routed_experts is not None
     assert trajectory.routed_experts.ravel().tolist() == [7, 7, 7, 8, 8, 8]
@@ -73,7 +75,7 @@ def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
     for origin, said, count in calls:
         prefix = ends[origin % len(ends)] + [next(fresh) for _ in range(said)]
         new = [next(fresh) for _ in range(count)]
-        book.add(ids(*prefix), sampled(*new))
+        book.add(ids(*prefix), sampled(*new), 1.0)
         ends.append(prefix + new)
         total += count
     trained: list[int] = []
@@ -85,3 +87,12 @@ def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
         assert whole in ends
         assert trajectory.trained[0] == trajectory.trained[-1] == 1
     assert len(trained) == len(set(trained)) == total
+
+
+def test_every_token_has_the_temperature_of_its_call() -> None:
+    book = SequenceBook()
+    book.add(ids(1, 2), sampled(3, 4), 0.5)
+    resumed = replace(sampled(5, 6), temperatures=np.array([0.25, 2.0], np.float32))
+    book.add(ids(1, 2, 3, 4, 9), resumed, 2.0)
+    (trajectory,) = book.trajectories()
+    np.testing.assert_array_equal(trajectory.temperatures, np.float32([0.5, 0.5, np.nan, 0.25, 2.0]))

@@ -183,9 +183,14 @@ def same(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.parametrize("temperature", [None, 0.5, "each"])
 @pytest.mark.parametrize("experts", [False, True])
-def test_trajectories_come_back_part_by_part(experts: bool, tmp_path: Path) -> None:
+def test_trajectories_come_back_part_by_part(experts: bool, temperature: Any, tmp_path: Path) -> None:
     parts = [buffers(lengths, experts) for lengths in ([3, 2], [4], [1, 1, 5])]
+    if temperature is not None:
+        drawn = np.random.default_rng(0).uniform(0.1, 2, 7).astype(np.float32)
+        given = [np.float32(temperature).reshape(()) if temperature != "each" else drawn[:n] for n in (5, 4, 7)]
+        parts = [replace(part, temperatures=each) for part, each in zip(parts, given, strict=True)]
     file = write_trajectories(tmp_path / "t.npz", parts)
     assert (file.name, file.num_bytes) == ("t.npz", (tmp_path / "t.npz").stat().st_size)
     for one, other in zip(read_trajectories(tmp_path / "t.npz"), parts, strict=True):
