@@ -23,7 +23,7 @@ DOMAIN = "domain"
 class Domain:
     """Values that a key may hold. The bounds `above` and `below` are themselves refused. `function`: also
     module_or_file.py:name, a user's; `path`: of a file or directory, of
-    several in a list, or of those that a mapping is about."""
+    several in a list, or of those that a mapping is about. `one_or_more`: a value on its own is a list of one."""
 
     minimum: float | None = None
     above: float | None = None
@@ -33,6 +33,7 @@ class Domain:
     function: bool = False
     path: bool = False
     unit: str | None = None
+    one_or_more: bool = False
 
     @property
     def range(self) -> str | None:
@@ -78,9 +79,10 @@ def setting(
     function: bool = False,
     path: bool = False,
     unit: str | None = None,
+    one_or_more: bool = False,
 ) -> T:
     """A dataclass field with a Domain."""
-    domain = Domain(minimum, above, maximum, below, choices, function, path, unit)
+    domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
     return field(default=default, metadata={DOMAIN: domain})

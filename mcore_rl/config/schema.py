@@ -121,19 +121,27 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     samples_per_prompt: int = setting(8, minimum=1)
     """Responses to a prompt; they form a group."""
     temperature: float = setting(1.0, minimum=0)
-    """Of sampling for training. 0 is greedy: every response to a prompt is the same."""
+    """Temperature of sampling for training, at least 0.01. 0 is refused: greedy sampling has no distribution that could
+    be trained."""
     top_p: float = setting(1.0, above=0, maximum=1)
-    """Sampling from the likeliest tokens that have this probability together; 1: from all."""
+    """Must be 1 for training (all tokens): the trainer computes the full softmax. rollout.validation_top_p may be
+    less."""
     top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Sampling from so many of the likeliest tokens; -1: from all."""
+    """Must be -1 for training (all tokens): the trainer computes the full softmax. rollout.validation_top_k may be
+    another number."""
     max_prompt_tokens: int = setting(512, minimum=1)
     """Longer prompts are dropped, or cut, as data.long_prompts says."""
     max_response_tokens: int = setting(512, minimum=1)
     """Where a response ends at the latest."""
+    stop: list[str] = setting([], one_or_more=True)
+    """Texts that end a response, in training and validation. The token that completes one is the response's last
+    token and is trained; graders see the text before it. Special tokens count as the text that the tokenizer shows."""
     validation_temperature: float = setting(0.0, minimum=0)
     """Of validation; 0 is greedy."""
     validation_top_p: float = setting(1.0, above=0, maximum=1)
-    """As top_p, in validation."""
+    """Validation samples from the likeliest tokens that have this probability together; 1: from all."""
+    validation_top_k: int = setting(-1, minimum=-1, unit="tokens")
+    """Validation samples from so many of the likeliest tokens; -1: from all."""
     validation_samples: int = setting(1, minimum=1)
     """Responses per validation prompt; accuracy is their mean. Temperature 0 is greedy."""
     max_batched_tokens: int | None = setting(None, minimum=1)

@@ -42,13 +42,14 @@ class Fields:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
-    sampling: dict[str, float] | None = None
+    sampling: dict[str, Any] | None = None
     max_turns: int | None = None
 
 
 class Columns:
     """Reads the rows of one file, whose columns may differ from those of the run's other files. `key` is the
-    configuration key of the file; with `runs_tools` rows may be for episodes with tools."""
+    configuration key of the file; with `runs_tools` rows may be for episodes with tools. `trained`: responses to the
+    rows are trained on, which restricts their sampling."""
 
     def __init__(
         self,
@@ -58,7 +59,9 @@ class Columns:
         *,
         rollout_config: RolloutConfig,
         runs_tools: bool = False,
+        trained: bool = False,
     ) -> None:
+        self._trained = trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
         """Whether rows are Arrow's, whose structs hold a null for every field that only other rows have."""
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
@@ -80,7 +83,12 @@ class Columns:
             data_source=_data_source(row, where),
             ground_truth=self._ground_truth(row, where),
             extra_info=extra_info,
-            sampling=check_sampling(_of_row(row, extra_info, "sampling", where) or {}, self._rollout_config, where),
+            sampling=check_sampling(
+                _of_row(row, extra_info, "sampling", where) or {},
+                where,
+                trained=self._trained,
+                max_response_tokens=self._rollout_config.max_response_tokens,
+            ),
             max_turns=check_turns(_of_row(row, extra_info, "max_turns", where), where),
         )
 

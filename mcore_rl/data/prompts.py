@@ -39,7 +39,7 @@ class PromptSet:
     ground_truths: list[Any]
     extra_infos: list[dict[str, Any]]
     messages: list[list[dict[str, Any]]]
-    samplings: list[Mapping[str, float] | None]
+    samplings: list[Mapping[str, Any] | None]
     max_turns: list[int | None]
 
     def __len__(self) -> int:

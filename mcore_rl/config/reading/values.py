@@ -77,7 +77,8 @@ class _Key:
         if isinstance(value, str):
             check_utf8(self.key, value)
             text = self._expanded(value) if self.expand else value
-            return [text] if listed is not None and self.domain.path else text
+            may_be_one = self.domain.path or self.domain.one_or_more
+            return [text] if listed is not None and may_be_one else text
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]

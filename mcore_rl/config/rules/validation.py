@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.names import role_key, role_keys
@@ -20,6 +20,7 @@ from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
 from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.rules.sampling import check_sampling_keys
 from mcore_rl.config.rules.staleness import check_staleness
 from mcore_rl.config.rules.tools import check_tool_keys
 from mcore_rl.config.rules.unused import changed
@@ -62,6 +63,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_lengths,
         check_episodes,
         check_staleness,
+        check_sampling_keys,
         _check_row,
         _check_engine,
         _check_layout,
@@ -151,17 +153,6 @@ def _check_lengths(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     rollout = config.rollout
-    compares = config.algorithm.advantage in COMPARING_ADVANTAGES and not is_supervised(config.algorithm)
-    if rollout.temperature == 0 and compares:
-        raise ConfigError(
-            f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
-            f"{config.algorithm.advantage} learns from their differences; set rollout.temperature above 0"
-        )
-    if rollout.validation_samples > 1 and rollout.validation_temperature == 0:
-        raise ConfigError(
-            f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
-            "set rollout.validation_temperature above 0, or one sample"
-        )
     budget = rollout.max_batched_tokens
     if budget is not None and budget < rollout.max_concurrent_requests:
         raise ConfigError(

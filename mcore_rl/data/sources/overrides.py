@@ -5,41 +5,83 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from mcore_rl.config.fields import DOMAIN
+from mcore_rl.config.rules.sampling import stop_fault, untrainable
+from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError
+from mcore_rl.types import SamplingOptions
 
-SAMPLING = ("temperature", "top_p", "top_k", "max_response_tokens")
-"""Keys of rollout that a row may set for itself."""
+SAMPLING = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
+"""Keys of rollout that a row may set for itself, and a call of session.generate."""
+CHANGES_DISTRIBUTION = (
+    *("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("bad_words_ids", "allowed_token_ids", "min_tokens", "min_new_tokens", "logits_processors", "structured_outputs"),
+)
+"""Options of engines that no response can have."""
 _WHOLE = ("top_k", "max_response_tokens")
 _MOST_DIGITS = 10
 _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig) if field.name in SAMPLING}
 
 
-def check_sampling(given: Mapping[str, Any], rollout: RolloutConfig, where: str) -> dict[str, float] | None:
-    """Those of SAMPLING that a row sets, whole numbers as int; None where it sets none. A null is not set, as a column
-    of structs has every field in every row.
+def check_sampling(
+    given: Mapping[str, Any], where: str, *, trained: bool, max_response_tokens: int | None = None
+) -> dict[str, Any] | None:
+    """Those of SAMPLING that a row or call sets: whole numbers as int, stop strings as a list. None if it sets none. A
+    null is not set, as a column of structs has every field in every row.
+
+    `trained`: responses are trained on, so their tokens must come from the distribution that the trainer computes.
+    `max_response_tokens`: the run's limit, which the row's may not exceed; None: not checked.
 
     Raises: DataError for another name, or a value that the run's key could not have, or beyond the run's limit.
     """
-    checked: dict[str, float] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name not in SAMPLING:
-            near = difflib.get_close_matches(name, SAMPLING, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise DataError(f"{where}: sampling has {name!r}; {hint}It may set {', '.join(SAMPLING)}")
-        checked[name] = _number(name, value, f"{where}: sampling.{name}")
-        if name == "max_response_tokens" and checked[name] > rollout.max_response_tokens:
-            raise DataError(
-                f"{where}: sampling.{name} is {value}, above rollout.{name}={rollout.max_response_tokens}, for which "
-                f"engines and batches are laid out; raise rollout.{name}, or lower the row's"
-            )
+    checked = {name: _checked(name, value, where) for name, value in given.items() if value is not None}
+    if max_response_tokens is not None and checked.get("max_response_tokens", 0) > max_response_tokens:
+        raise DataError(
+            f"{where}: sampling.max_response_tokens is {given['max_response_tokens']}, above "
+            f"rollout.max_response_tokens={max_response_tokens}, for which engines and batches are laid out; raise "
+            "rollout.max_response_tokens, or lower the row's"
+        )
+    shape = {name: checked[name] for name in ("temperature", "top_p", "top_k") if name in checked}
+    if trained and (found := untrainable(**shape)) is not None:
+        name, reason = found
+        raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or leave it out")
     return checked or None
+
+
+def with_overrides(options: SamplingOptions, wanted: Mapping[str, Any]) -> SamplingOptions:
+    """`options` with the checked ones of a row or call in their place. Greedy sampling (validation, baselines) stays
+    greedy."""
+    changed = {name: value for name, value in wanted.items() if name != "temperature" or options.temperature > 0}
+    if "stop" in changed:
+        changed["stop"] = tuple(changed["stop"])
+    return replace(options, **changed)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    told = f"{where}: sampling.{name}"
+    if name in CHANGES_DISTRIBUTION:
+        raise DataError(f"{told} changes the distribution, which the trainer would not compute; leave it out")
+    if name not in SAMPLING:
+        near = difflib.get_close_matches(name, SAMPLING, n=1)
+        hint = f"did you mean {near[0]}? It" if near else "it"
+        raise DataError(f"{where}: sampling has {name!r}; {hint} may set {', '.join(SAMPLING)}")
+    if name == "stop":
+        return _stops(value, told)
+    number = _number(name, value, told)
+    if name == "top_k" and number == 0:
+        raise DataError(f"{told} is 0, which leaves no token; set it to -1 (all tokens) or to at least 1")
+    return number
+
+
+def _stops(value: Any, told: str) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if (fault := stop_fault(stops)) is not None:
+        raise DataError(f"{told} is {written(value)}, which {fault}")
+    return list(stops)
 
 
 def check_turns(value: Any, where: str) -> int | None:

@@ -66,6 +66,11 @@ class BlockTokeniser:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_renderer", PromptRenderer(self.tokenizer, self.data_config, self.tools))
 
+    @property
+    def samples_train(self) -> bool:
+        """Whether responses to these rows are sampled and trained on."""
+        return self.key == "data.train" and not self.with_targets
+
     def tokenise(self, block: RawBlock) -> Block:
         """Raises: DataError naming file and row."""
         columns = Columns(
@@ -74,6 +79,7 @@ class BlockTokeniser:
             block.path,
             rollout_config=self.rollout_config,
             runs_tools=self.runs_tools,
+            trained=self.samples_train,
         )
         rows = [columns.read(place, row) for place, row in block.rows]
         rows = [replace(row, messages=self._renderer.canonical(row.messages, row.where)) for row in rows]

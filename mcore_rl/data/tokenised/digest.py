@@ -47,6 +47,7 @@ def digest(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | 
         "tools": [dict(tool) for tool in tokeniser.tools],
         "targets": tokeniser.with_targets,
         "max_prompts": max_prompts,
+        "samples_train": tokeniser.samples_train,
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,14 +144,60 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
         validate(load_config(base, overrides))
 
 
-def test_greedy_samples_are_allowed_where_none_are_compared(base: str) -> None:
-    validate(load_config(base, ["rollout.temperature=0", "algorithm.advantage=reinforce_plus_plus"]))
-    validate(load_config(base, ["rollout.temperature=0", "algorithm.policy_loss.name=sft"]))
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.temperature=0", "rollout.temperature=0 is greedy, which is no distribution"),
+        ("rollout.temperature=0.009", "rollout.temperature=0.009 is below 0.01, to which the engine raises it"),
+        ("rollout.top_p=0.99", "rollout.top_p=0.99 samples from fewer tokens than the full softmax"),
+        ("rollout.top_k=50", "rollout.top_k=50 samples from fewer tokens than the full softmax"),
+        ("rollout.top_k=0", "rollout.top_k=0 leaves no token"),
+        ("rollout.validation_top_k=0", "rollout.validation_top_k=0 leaves no token"),
+        ("rollout.validation_top_k=-2", "rollout.validation_top_k=-2 must be at least -1"),
+    ],
+)
+def test_sampling_of_an_untrained_distribution_is_refused(base: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(load_config(base, [override, "algorithm.advantage=reinforce_plus_plus"]))
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("['']", "rollout.stop=[''] has an empty text, which would end every response at once"),
+        ("[a, '']", "has an empty text"),
+        (f"[{', '.join('abcdefghijklmnopq')}]", "has 17 texts, but may have 16"),
+        (f"[{'a' * 257}]", "has a text of 257 characters, but may have 256 in each"),
+        ("{a: 1}", "rollout.stop"),
+        ("[[a]]", "rollout.stop"),
+        ("[null]", "rollout.stop"),
+    ],
+)
+def test_stop_strings_that_cannot_work_are_refused(base: str, stop: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(load_config(base, [f"rollout.stop={stop}"]))
+
+
+def test_a_stop_string_on_its_own_is_a_list_of_one(base: str) -> None:
+    for given, expected in (
+        ("</answer>", ["</answer>"]),
+        ('["\\n\\n", "Human:"]', ["\n\n", "Human:"]),
+        ("Human:", ["Human:"]),
+    ):
+        config = load_config(base, [f"rollout.stop={given}"])
+        validate(config)
+        assert config.rollout.stop == expected
+    assert load_config(base).rollout.stop == []
+
+
+def test_supervised_runs_ignore_sampling_for_training(base: str) -> None:
+    sampled = ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.top_k=3"]
+    validate(load_config(base, [*sampled, "algorithm.policy_loss.name=sft"]))
 
 
 def test_sampled_validation_passes(base: str) -> None:
     sampled = ["rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"]
-    validate(load_config(base, sampled))
+    validate(load_config(base, [*sampled, "rollout.validation_top_k=40"]))
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000])

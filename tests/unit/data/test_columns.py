@@ -21,8 +21,17 @@ MESSAGES = [{"role": "user", "content": "1+1?"}]
 VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 1}}
 
 
-def read(row: dict[str, Any], *, tools: bool = False, **data: Any) -> tuple[Fields, tuple[str, ...]]:
-    columns = Columns(DataConfig(**data), "data.val", "rows.jsonl", rollout_config=RolloutConfig(), runs_tools=tools)
+def read(
+    row: dict[str, Any], *, tools: bool = False, trained: bool = False, **data: Any
+) -> tuple[Fields, tuple[str, ...]]:
+    columns = Columns(
+        DataConfig(**data),
+        "data.val",
+        "rows.jsonl",
+        rollout_config=RolloutConfig(),
+        runs_tools=tools,
+        trained=trained,
+    )
     return columns.read("rows.jsonl, line 1", row), told(columns.take_notes())
 
 
@@ -184,6 +193,32 @@ def test_a_row_says_how_it_is_sampled(in_column: bool) -> None:
     assert read(VERL)[0].sampling is read({**VERL, "sampling": {"top_k": None}})[0].sampling is None
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"top_p": 0.9}, r"sampling\.top_p is 0\.9, which samples from fewer tokens than the full softmax"),
+        ({"top_k": 20}, r"sampling\.top_k is 20, which samples from fewer tokens than the full softmax"),
+        ({"temperature": 0}, r"sampling\.temperature is 0, which is greedy"),
+        ({"temperature": 0.001}, r"sampling\.temperature is 0\.001, which is below 0\.01"),
+    ],
+)
+def test_trained_rows_must_sample_the_full_softmax(sampling: dict[str, float], message: str) -> None:
+    assert read({**VERL, "sampling": sampling})[0].sampling == sampling
+    with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1: {message}"):
+        read({**VERL, "sampling": sampling}, trained=True)
+    allowed = {"temperature": 0.3, "top_p": 1.0, "top_k": -1, "stop": "END"}
+    assert read({**VERL, "sampling": allowed}, trained=True)[0].sampling == {**allowed, "stop": ["END"]}
+
+
+def test_rows_of_the_training_file_are_checked_as_trained(tmp_path: Path, tokenizer_file: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{**PLAIN, "sampling": {"top_p": 0.9}}])
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    config, tokenizer = DataConfig(train=path, val=path, **cache), load_tokenizer(tokenizer_file)
+    assert load_prompts(path, tokenizer, config, RolloutConfig(), "data.val")[0][0].sampling == {"top_p": 0.9}
+    with pytest.raises(DataError, match=r"^data\.train: .*line 1: sampling\.top_p is 0\.9"):
+        load_prompts(path, tokenizer, config, RolloutConfig(), "data.train")
+
+
 def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
     fields, _ = read({**PLAIN, "sampling": '{"top_p": 0.9}', "max_turns": " 4 "})
     assert (fields.sampling, fields.max_turns) == ({"top_p": 0.9}, 4)
@@ -193,6 +228,14 @@ def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
     ("row", "message"),
     [
         ({"sampling": {"temperatur": 1}}, "sampling has 'temperatur'; did you mean temperature"),
+        ({"sampling": {"beam_width": 1}}, "sampling has 'beam_width'; it may set temperature"),
+        ({"sampling": {"min_p": 0.1}}, r"sampling\.min_p changes the distribution.*leave it out"),
+        ({"sampling": {"repetition_penalty": 1.0}}, r"sampling\.repetition_penalty changes the distribution"),
+        ({"sampling": {"min_tokens": 3}}, r"sampling\.min_tokens changes the distribution"),
+        ({"sampling": {"top_k": 0}}, r"sampling\.top_k is 0, which leaves no token"),
+        ({"sampling": {"stop": ""}}, r"sampling\.stop is , which has an empty text"),
+        ({"sampling": {"stop": [1]}}, r"sampling\.stop is \[1\], which must be a text or a list of texts"),
+        ({"sampling": {"stop": ["a"] * 17}}, r"sampling\.stop .*has 17 texts, but may have 16"),
         ({"sampling": {"temperature": -0.1}}, r"sampling\.temperature is -0\.1, but must be 0 or more"),
         ({"sampling": {"top_p": 0}}, r"sampling\.top_p is 0, but must be above 0"),
         ({"sampling": {"top_k": 1.5}}, r"sampling\.top_k is 1\.5, not a whole number"),
