@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ from mcore_rl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PLAIN = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+"""Arguments with which decoding leaves every character of every token."""
 _DIRECTORY_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 _EOS_NAMES = (
     "<|endoftext|>",
@@ -53,6 +57,14 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path) -> 
     ids = [int(tokenizer.eos_token_id)]
     ids += _ids(_read_json(Path(model_dir) / "generation_config.json").get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
+
+
+def plain_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Text of token ids, special tokens included, without any clean-up of spaces."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # without the layers above it, which take longer than decoding a few tokens
+        return functools.partial(backend.decode, skip_special_tokens=False)
+    return functools.partial(tokenizer.decode, **PLAIN)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:

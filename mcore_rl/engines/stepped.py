@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.stop_strings import Decode, StopScanner
 from mcore_rl.errors import ConfigError, DataError, McoreRLError
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
@@ -38,6 +39,7 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    stops: StopScanner | None = None
 
     @property
     def submitted_with(self) -> int:
@@ -52,10 +54,11 @@ class Running:
 
 class SteppedEngine(ABC):
     """The part of a ports.Engine that knows requests. `captures_routing`: completions carry the experts of their
-    tokens."""
+    tokens. `decode` is needed for requests with stop strings."""
 
-    def __init__(self, config: RolloutConfig, *, captures_routing: bool) -> None:
+    def __init__(self, config: RolloutConfig, *, captures_routing: bool, decode: Decode | None = None) -> None:
         self._config = config
+        self._decode = decode
         self._captures_routing = captures_routing
         self._running: dict[str, Running] = {}
         """By the engine's id: a request that is submitted again is another one to the engine."""
@@ -109,7 +112,7 @@ class SteppedEngine(ABC):
         if len({*ids} - self._engine_ids.keys()) != len(ids):
             raise ValueError("ids of requests that run together must differ")
         # No id begins with another one: SGLang takes that for the same.
-        added = {f"{next(self._submissions):012d}~{request.request_id}": _begun(request) for request in requests}
+        added = {f"{next(self._submissions):012d}~{request.request_id}": self._started(request) for request in requests}
         self._running |= added
         self._engine_ids |= {entry.request.request_id: engine_id for engine_id, entry in added.items()}
         try:
@@ -123,9 +126,12 @@ class SteppedEngine(ABC):
         if not self._running:
             return [], []
         self._require_ready()
-        version, deltas, reasons = self.weight_version, [], {}
-        for output in self._pass():
-            entry = self._running[output.engine_id]
+        version, deltas, reasons, stopped = self.weight_version, [], {}, []
+        for whole in self._pass():
+            entry = self._running[whole.engine_id]
+            output = _until_stop(whole, entry.stops)
+            if output.finish_reason is not None and whole.finish_reason is None:
+                stopped.append(output.engine_id)
             entry.token_ids += output.token_ids
             entry.logp += output.logp
             entry.versions += [version] * len(output.token_ids)
@@ -133,6 +139,8 @@ class SteppedEngine(ABC):
             if output.finish_reason is not None:
                 reasons[output.engine_id] = output.finish_reason
         routing = self._routing_of(reasons) if self._captures_routing and reasons else {}
+        if stopped:
+            self._cancel(stopped)
         completions = [self._completion(i, reason, routing.get(i)) for i, reason in reasons.items()]
         for completion in completions:
             del self._running[self._engine_ids.pop(completion.request_id)]
@@ -161,6 +169,13 @@ class SteppedEngine(ABC):
                     on_finish(completion)
         finally:
             self.abort(self.running_ids)
+
+    def _started(self, request: GenerationRequest) -> Running:
+        entry = _begun(request)
+        if request.sampling.stop:
+            assert self._decode is not None, "stop strings need a tokenizer"
+            entry.stops = StopScanner(request.sampling.stop, self._decode, entry.token_ids)
+        return entry
 
     def _submit_unbegun_again(self) -> None:
         """What has no token since it was submitted, as if it had come now, after all others that run: a part of its
@@ -211,6 +226,16 @@ class SteppedEngine(ABC):
             if entry.request.partial is not None:
                 return replace(entry.request.partial, request_id=entry.request.request_id)
         return _joined(entry, "abort", routing)
+
+
+def _until_stop(output: Output, stops: StopScanner | None) -> Output:
+    """The output up to the token that completes a stop string, if one does."""
+    if stops is None:
+        return output
+    for count, token_id in enumerate(output.token_ids, start=1):
+        if stops.add(token_id):
+            return Output(output.engine_id, output.token_ids[:count], output.logp[:count], "stop")
+    return output
 
 
 def _begun(request: GenerationRequest) -> Running:

@@ -48,6 +48,7 @@ class RewardInputs:
             self._style = ChatStyle.of(self._tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")
+        self._stop = config.rollout.stop
         self._budget = config.reward_model.tokens_per_microbatch
         known, self._vocabulary = len(self._tokenizer), int(hf_config["vocab_size"])
         if known > self._vocabulary:
@@ -90,7 +91,8 @@ class RewardInputs:
                 self._check_known(int(ids.max()), f"{key}, row {row}")
             return sequences
         assert prompts is not None
-        return self._encode(transcripts(buffers, prompt_rows, prompts, self._policy_tokenizer), key)
+        read = transcripts(buffers, prompt_rows, prompts, self._policy_tokenizer, self._stop)
+        return self._encode(read, key)
 
     def _encode(self, given: Sequence[Transcript], key: str) -> list[np.ndarray]:
         if self._style is None:

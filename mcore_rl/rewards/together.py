@@ -57,6 +57,8 @@ class Together:
     rewarder: Rewarder
     prompts: Mapping[str, PromptSource]
     decoder: TextDecoder
+    stop: Sequence[str] = ()
+    """rollout.stop: graders see the text before them."""
 
     def grade(self, given: Sequence[TaskToGrade], trajectories: TrajectoryBuffers) -> list[list[Score]]:
         """Scores of the responses of each task; what graders say besides is kept for the tasks' records. The
@@ -65,7 +67,9 @@ class Together:
         read = [
             transcript
             for task, chunk in zip(given, chunks, strict=True)
-            for transcript in transcripts(chunk, task.prompt_rows, self.prompts[task.prompt_set], self.decoder)
+            for transcript in transcripts(
+                chunk, task.prompt_rows, self.prompts[task.prompt_set], self.decoder, self.stop
+            )
         ]
         keys = range(len(read))
         lengths = np.diff(trajectories.token_offsets) - trajectories.prompt_tokens

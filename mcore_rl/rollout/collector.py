@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,8 +34,8 @@ class RowSampler(Protocol):
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
-    """How responses are drawn that are trained on."""
-    return SamplingOptions(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    """Sampling options of responses that are trained on: of the full softmax (config.rules.sampling)."""
+    return SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
 
 
 @dataclass
@@ -139,7 +139,7 @@ class RolloutCollector:
         ids = np.concatenate([part.group_ids[kept] for part, kept in zip(scalars, keep, strict=True)])
         rows = np.concatenate([part.prompt_rows[kept] for part, kept in zip(scalars, keep, strict=True)])
         ids, first = np.unique(ids, return_index=True)
-        sampling = SamplingOptions(self.rollout.max_response_tokens, temperature=0.0)
+        sampling = replace(training_sampling(self.rollout), temperature=0.0)
         tasks = [
             RolloutTask("train", rows[first][part], ids[part], 1, sampling, self.seed)
             for part in self._cut(len(ids), 1)

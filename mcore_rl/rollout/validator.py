@@ -36,7 +36,11 @@ class RolloutValidator:
         name = f"val_step_{step}"
         options = self.rollout
         sampling = SamplingOptions(
-            options.max_response_tokens, options.validation_temperature, options.validation_top_p
+            options.max_response_tokens,
+            options.validation_temperature,
+            options.validation_top_p,
+            options.validation_top_k,
+            tuple(options.stop),
         )
         parts = cut(
             self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.data.seeds import request_seeds
+from mcore_rl.data.sources.overrides import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
@@ -128,7 +129,7 @@ class RolloutWorker:
                 tokens_per_version=task.tokens_per_version,
                 spans=task.spans[response] if task.spans else (),
             )
-            attempts.append(Attempt(request, prompt))
+            attempts.append(Attempt(request, prompt, trained=task.is_trained))
         return attempts
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
@@ -164,14 +165,8 @@ def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
     """As the task has it, but for what the prompt's row says; greedy tasks stay greedy."""
     if not prompt.sampling:
         return options
-    wanted = dict(prompt.sampling)
-    if options.temperature == 0:
-        wanted.pop("temperature", None)
-    if "max_response_tokens" in wanted:
-        wanted["max_response_tokens"] = min(int(wanted["max_response_tokens"]), options.max_response_tokens)
-    if "top_k" in wanted:
-        wanted["top_k"] = int(wanted["top_k"])
-    return replace(options, **wanted)  # type: ignore[arg-type]
+    chosen = with_overrides(options, prompt.sampling)
+    return replace(chosen, max_response_tokens=min(chosen.max_response_tokens, options.max_response_tokens))
 
 
 @functools.lru_cache(maxsize=2)

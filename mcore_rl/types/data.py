@@ -38,18 +38,20 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    sampling: Mapping[str, float] | None = None
+    sampling: Mapping[str, Any] | None = None
     max_turns: int | None = None
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an engine draws tokens. temperature 0 is greedy."""
+    """How an engine draws tokens. temperature 0 is greedy. A response ends with the token that completes one of the
+    texts in `stop`."""
 
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    stop: tuple[str, ...] = ()
 
 
 Spans = tuple[tuple[int, ...], ...]

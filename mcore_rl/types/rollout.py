@@ -45,6 +45,11 @@ class RolloutTask:
         return self.responses or (0, len(self.prompt_rows) * self.samples_per_prompt)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether its responses are trained on; greedy ones of the training set are baselines only."""
+        return self.prompt_set == "train" and self.sampling.temperature > 0
+
+    @property
     def num_responses(self) -> int:
         first, last = self.span
         return last - first

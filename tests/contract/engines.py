@@ -34,6 +34,11 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """The latents that vLLM's kernel of latent attention on CPU is compiled for."""
 
 
+def spelled(token_ids: Sequence[int]) -> str:
+    """A text in which every token is a character of its own."""
+    return "".join(chr(ord("0") + token_id) for token_id in token_ids)
+
+
 def _build(kind: str, directory: str, settings: dict[str, Any]) -> Any:
     if kind == "sglang":
         from mcore_rl.engines.sglang.engine import SglangEngine
@@ -148,4 +153,5 @@ def start_engine(
         timeout_seconds=120,
         load_weights=load_weights,
         capture_routing=capture_routing,
+        decode=spelled,
     )

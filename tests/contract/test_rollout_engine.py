@@ -94,6 +94,27 @@ def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: 
         np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
 
 
+def test_requests_of_one_pass_have_temperatures_of_their_own(engine: RemoteEngine, model: Any) -> None:
+    """Also beside greedy and truncated ones."""
+    mixed = [
+        *(SamplingOptions(16, temperature=temperature) for temperature in (0.3, 1.0, 2.5, 0.01)),
+        *(SamplingOptions(16, temperature=0.0), SamplingOptions(16, temperature=1.3, top_k=4)),
+    ]
+    requests = make_requests(mixed[0])
+    requests = [replace(each, sampling=mixed[i % len(mixed)]) for i, each in enumerate(requests)]
+    done = engine.generate(requests)
+    for request in requests:
+        sampling, completion = request.sampling, done[request.request_id]
+        assert completion.sampled_at(sampling.temperature).tolist() == pytest.approx(
+            [sampling.temperature] * len(completion.token_ids)
+        )
+        if sampling.top_k == -1:
+            logp = reference_logp(model, request, completion, sampling.temperature or 1.0)
+            chosen = logp.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
+            # Logits in float32 with another order of sums, divided by the temperature.
+            np.testing.assert_allclose(completion.logp, chosen, atol=1e-4 / min(1, sampling.temperature or 1))
+
+
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
 def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
     engine: RemoteEngine, model: Any, truncation: dict[str, Any]

@@ -17,7 +17,7 @@ from mcore_rl.errors import DataError
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
-from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, spelled, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -159,6 +159,82 @@ def test_responses_that_are_parked_every_few_tokens_are_the_same(
     assert sorted(each.request_id for each in completions) == sorted(whole)
     for completion in completions:
         assert_same(engine, completion, whole[completion.request_id])
+
+
+def stopped_by(request: GenerationRequest, *stops: str) -> GenerationRequest:
+    return replace(request, sampling=replace(request.sampling, stop=stops))
+
+
+def middle(completion: Completion) -> str:
+    """A text of three tokens, within the response."""
+    return spelled(completion.token_ids[7:10].tolist())
+
+
+def test_a_stop_string_ends_a_response_with_its_last_token(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
+    """Whatever was computed is that of the response without; those beside it go on."""
+    requests = make_requests()
+    long = [each for each in requests if len(whole[each.request_id].token_ids) == TOKENS]
+    stopped = {each.request_id: middle(whole[each.request_id]) for each in long[::2]}
+    assert len(stopped) > 1
+    given = [stopped_by(each, "never", stopped.get(each.request_id, "none")) for each in requests]
+    engine.call("submit", given)
+    deltas, completions = engine.call(steps, -1)
+    assert len(completions) == len(requests)
+    for completion in completions:
+        before, stop = whole[completion.request_id], stopped.get(completion.request_id)
+        if stop is None:
+            assert_same(engine, completion, before)
+            continue
+        count = spelled(before.token_ids.tolist()).index(stop) + len(stop)
+        assert completion.token_ids.tolist() == before.token_ids[:count].tolist()
+        assert completion.finish_reason == "stop"
+        np.testing.assert_allclose(completion.logp, before.logp[:count], rtol=0, atol=engine.logp_tolerance)
+        prompt = next(len(each.token_ids) for each in requests if each.request_id == completion.request_id)
+        np.testing.assert_array_equal(completion.routed_experts, before.routed_experts[: prompt + count - 1])
+        own = [token for delta in deltas if delta.request_id == completion.request_id for token in delta.token_ids]
+        assert own == completion.token_ids.tolist()
+
+
+@pytest.mark.parametrize("pauses", [(8,), (9, 1), (1,) * 12])
+def test_a_stop_string_is_found_across_interruptions(
+    engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
+) -> None:
+    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
+    before = whole[request.request_id]
+    request = stopped_by(request, middle(before))
+    left, completions = [request], []
+    for count in pauses:
+        engine.call("submit", left)
+        completions += engine.call(steps, count)[1]
+        left = go_on(left, engine.call("abort", [request.request_id]))
+        if not left:
+            break
+    if left:
+        engine.call("submit", left)
+        completions += finish(engine)
+    (completion,) = completions
+    stop = middle(before)
+    count = spelled(before.token_ids.tolist()).index(stop) + len(stop)
+    assert (completion.token_ids.tolist(), completion.finish_reason) == (before.token_ids[:count].tolist(), "stop")
+
+
+def test_a_response_that_goes_on_keeps_the_temperatures_of_its_tokens(
+    engine: RemoteEngine, whole: dict[str, Completion]
+) -> None:
+    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
+    partial = whole[request.request_id]
+    cut = replace(
+        partial,
+        token_ids=partial.token_ids[:5],
+        logp=partial.logp[:5],
+        versions=partial.versions[:5],
+        routed_experts=partial.routed_experts[: len(request.token_ids) + 4],
+        temperatures=np.full(5, 0.5, np.float32),
+    )
+    engine.call("submit", [replace(request, partial=cut, sampling=replace(request.sampling, temperature=2.0))])
+    (completion,) = finish(engine)
+    assert completion.temperatures is not None
+    assert completion.temperatures.tolist() == [0.5] * 5 + [2.0] * (len(completion.token_ids) - 5)
 
 
 def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEngine) -> None:

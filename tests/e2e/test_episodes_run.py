@@ -34,7 +34,7 @@ class Solver:
 
     async def run(self, session, prompt):
         sample = int(session.id.rpartition(".")[2])
-        first = await session.generate(prompt.token_ids, {"max_response_tokens": 4})
+        first = await session.generate(prompt.token_ids, {"max_response_tokens": 4, "temperature": 0.4})
         session.reward(0.125)
         if sample == 2:
             raise LookupError("nothing known")
@@ -57,9 +57,13 @@ def episodes_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Path(yaml.safe_load(task.read_text())["model"]["hf_path"])
     shutil.copytree(model, tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [json.loads(line) for line in (task.parent / "train.jsonl").read_text().splitlines()]
+    rows = [row | ({"sampling": {"temperature": 1.7}} if number % 2 else {}) for number, row in enumerate(rows)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train(
         task,
         directory / "run",
+        f"data.train={directory / 'train.jsonl'}",
         f"model.tokenizer_path={tokenizer}",
         "data.template=auto",
         f"rollout.episode={directory / 'mine.py'}:Solver",
@@ -113,6 +117,18 @@ def test_records_have_turns_masks_and_what_was_said(episodes_run: Path) -> None:
         assert record["mask"][first : first + 2] == [0, 0], "two characters of the tool's answer"
         assert sum(record["mask"]) == record["tokens"] - 2
         assert record["turn_rewards"] == [[first - 1, 0.125]]
+
+
+def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None:
+    """Of calls, of rows, and of the run; what a tool said has none."""
+    seen = set()
+    for record in records_of(episodes_run, 1):
+        if record["sample"] in (0, 3):
+            (first, start, end), (second, begin, last) = record["temperatures"]
+            assert (first, start, last) == (0.4, 0, record["tokens"])
+            assert record["mask"][end:begin] == [0, 0]
+            seen.add(second)
+    assert seen == {1.0, 1.7}
 
 
 def test_figures_count_episodes_and_their_failures(episodes_run: Path) -> None:

@@ -14,6 +14,7 @@ from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.sglang.processes import RankProcesses
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.engine_config import engine_overrides
 
@@ -37,8 +38,9 @@ class SglangEngine(SteppedEngine):
         load_weights: bool = True,
         capture_routing: bool = False,
         hosts: EngineHosts = ONE_HOST,
+        decode: Decode | None = None,
     ) -> None:
-        super().__init__(rollout_config, captures_routing=capture_routing)
+        super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
         if torch.cuda.is_available():  # cluster.device=auto is settled when torch is there
             raise ConfigError("rollout.engine=sglang runs on CPU alone; set cluster.device=cpu or rollout.engine=vllm")
         self._eos_token_ids = list(eos_token_ids)

@@ -17,6 +17,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, ray_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, WeightSyncError
@@ -31,6 +32,7 @@ class VllmEngine(SteppedEngine):
     until the first update of `receiver`. capture_routing: completions carry the experts of their tokens. `hosts`: where
     the ranks are; those of the first one start with this object, others are followed (follower.follow).
     pulls_weights: ranks are Ray's actors, as this process is, and take weights by sharded_rdt alone.
+    decode: needed for requests with stop strings.
     Raises: ConfigError for settings that vLLM cannot run.
     """
 
@@ -47,10 +49,11 @@ class VllmEngine(SteppedEngine):
         load_weights: bool = True,
         capture_routing: bool = False,
         hosts: EngineHosts = ONE_HOST,
+        decode: Decode | None = None,
         pulls_weights: bool = False,
     ) -> None:
         set_environment(timeout_seconds)
-        super().__init__(rollout_config, captures_routing=capture_routing)
+        super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
         self._eos_token_ids = tuple(eos_token_ids)
         self._asleep: set[str] = set()
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)

@@ -52,6 +52,8 @@ class JudgeWorker:
     judge: Judge
     prompts: Mapping[str, PromptSource]
     decoder: TextDecoder
+    stop: Sequence[str] = ()
+    """rollout.stop: judges see the text before them."""
 
     def score(
         self, given: Sequence[Share], trajectories: TrajectoryBuffers
@@ -60,7 +62,7 @@ class JudgeWorker:
         the other."""
         parts = [share.part for share in given]
         read = [
-            transcripts(buffers, part.prompt_rows, self.prompts[part.prompt_set], self.decoder)
+            transcripts(buffers, part.prompt_rows, self.prompts[part.prompt_set], self.decoder, self.stop)
             for part, buffers in zip(parts, split_rows(trajectories, [len(part.rows) for part in parts]), strict=True)
         ]
         verdicts = self.judge.verdicts(

@@ -17,7 +17,8 @@ from mcore_rl.data.chat.call_ids import call_id
 from mcore_rl.data.chat.conversation import Conversation, Message, with_answer_ids
 from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.seeds import turn_seed
-from mcore_rl.data.transcripts import TextDecoder
+from mcore_rl.data.sources.overrides import check_sampling, with_overrides
+from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
@@ -90,7 +91,7 @@ class Sampled:
     versions: list[int]
     finish_reason: str
     text: str
-    """Without special tokens."""
+    """Without special tokens, and without the stop string that ended the turn."""
     sequence: TokenSequence = field(repr=False)
     prompt_end: list[int] = field(repr=False)
 
@@ -122,7 +123,11 @@ class Session:
         prompt: Prompt,
         limits: EpisodeLimits,
         traced: EpisodeTrace | None = None,
+        *,
+        trained: bool = True,
     ) -> None:
+        """`trained`: as Attempt has it."""
+        self._trained = trained
         self.seed = request.seed
         self.id = request.request_id
         self.limits = limits
@@ -163,7 +168,8 @@ class Session:
         """Samples what follows `token_ids`, the whole sequence so far. `sampling`: options that differ from the run's;
         max_response_tokens is of this turn.
 
-        Raises: EpisodeLimitError where no turn or token is left, which ends the episode well.
+        Raises: EpisodeLimitError where no turn or token is left, which ends the episode well; DataError for sampling
+        options that a response cannot have.
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
@@ -183,7 +189,7 @@ class Session:
             completion.logp.tolist(),
             completion.versions.tolist(),
             completion.finish_reason,
-            self._around.decoder.decode(found, skip_special_tokens=True),
+            response_text(self._around.decoder, found, request.sampling.stop),
             sequence,
             ids[-PROMPT_END:].tolist(),
         )
@@ -317,11 +323,12 @@ class Session:
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:
+        """Raises: DataError for options that no response can have, or none that is trained on."""
         options = self._request.sampling
-        if isinstance(given, SamplingOptions):
-            options = given
-        elif given is not None:
-            options = replace(options, **given)
+        if given is not None:
+            named = vars(given) if isinstance(given, SamplingOptions) else given
+            wanted = check_sampling(named, "session.generate", trained=self._trained)
+            options = with_overrides(options, wanted or {})
         return options if options.max_response_tokens <= room else replace(options, max_response_tokens=room)
 
     def _request_of(self, ids: np.ndarray, options: SamplingOptions) -> GenerationRequest:

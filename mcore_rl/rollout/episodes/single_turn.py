@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mcore_rl.data.transcripts import TextDecoder
+from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.rollout.journal import Drawn
 from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory, extra_of_turns
@@ -15,10 +15,12 @@ from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt
 
 @dataclass(frozen=True)
 class Attempt:
-    """One response to a prompt, whatever it takes; the request is that of its first turn."""
+    """One response to a prompt, whatever it takes; the request is that of its first turn. `trained`: its tokens are
+    trained on, so they must come from the distribution that the trainer computes."""
 
     request: GenerationRequest
     prompt: Prompt
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class SingleTurnPlayer:
         )
         return EpisodeOutcome(
             (trajectory,),
-            self._decoder.decode(completion.token_ids.tolist(), skip_special_tokens=True),
+            response_text(self._decoder, completion.token_ids.tolist(), request.sampling.stop),
             completion.finish_reason,
             extra=extra_of_turns(),
             taken_over=0 if before is None else len(before.completion.token_ids),

@@ -14,7 +14,7 @@ import ray
 from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
-from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
@@ -87,7 +87,7 @@ class EngineProcess(RunProcess):
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-            self._together = Together(rewarder, resolved, tokenizer)
+            self._together = Together(rewarder, resolved, tokenizer, config.rollout.stop)
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
@@ -305,5 +305,6 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
         load_weights=False,
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
+        decode=plain_decoder(tokenizer),
         **own,
     )

@@ -119,7 +119,8 @@ def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], 
     """`name` as in build_engine, `key` as in setup."""
     answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
     judge = Judge(answerer, score_reader(config.judge), config.judge, seed=config.run.seed)
-    return JudgeWorker(judge, prompts, load_tokenizer(config.model.tokenizer_path or config.model.hf_path))
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    return JudgeWorker(judge, prompts, tokenizer, config.rollout.stop)
 
 
 def _server(config: Config, key: str | None) -> ServerAnswerer:

@@ -25,7 +25,11 @@ ROWS: list[dict[str, Any]] = [
     {"question": "1+1=", "answer": "2"},
     {"question": "é😀", "answer": ["a", 1, 0.1, None, {"b": True}], "extra_info": {"index": 3}, "max_turns": 2},
     {"question": "x" * 40, "answer": "too long"},
-    {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "4"}, "sampling": {"temperature": 0.5, "stop": ["END"]}},
+    {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "reward_model": {"ground_truth": "4"},
+        "sampling": {"temperature": 0.5, "stop": ["END"]},
+    },
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +48,17 @@ def test_every_response_has_its_prompt_and_no_special_tokens(prompts: PromptSet,
     buffers = buffers_of(prompts, tokenizer_file, [(1, "four"), (1, ""), (0, "zwei ä")])
     found = transcripts(buffers, np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
     assert [(each.prompt.row, each.response) for each in found] == [(1, "four"), (1, ""), (0, "zwei ä")]
+
+
+def test_transcripts_end_before_the_stop_string_of_run_or_row(prompts: PromptSet, tokenizer_file: Path) -> None:
+    """The stop string counts only where the response ends with it."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    buffers = buffers_of(prompts, tokenizer_file, [(0, "4 END"), (1, "END 5 STOP"), (0, "END 6")])
+    unended = replace(buffers, tokens=np.delete(buffers.tokens, buffers.token_offsets[1:] - 1))
+    steps = np.arange(4)
+    cut = replace(
+        unended, token_offsets=buffers.token_offsets - steps, response_offsets=buffers.response_offsets - steps
+    )
+    own = {0: prompts[0], 1: replace(prompts[1], sampling={"stop": ["STOP"]})}
+    read = transcripts(cut, np.array([0, 1, 0]), own, tokenizer, ["END"])
+    assert [each.response for each in read] == ["4 ", "END 5 ", "END 6"]

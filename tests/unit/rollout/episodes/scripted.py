@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.tokenizer import plain_decoder
 from mcore_rl.engines.stepped import Output, Running, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import Journal
@@ -29,7 +30,7 @@ class ScriptedEngine(SteppedEngine):
     passes; `fails` is raised by them. `version` may change."""
 
     def __init__(self, tokenizer: Any, say: Say, config: RolloutConfig, *, experts: bool = False) -> None:
-        super().__init__(config, captures_routing=experts)
+        super().__init__(config, captures_routing=experts, decode=plain_decoder(tokenizer))
         self._tokenizer, self._say = tokenizer, say
         self._parts: dict[str, list[int]] = {}
         self.version = 0

@@ -19,7 +19,7 @@ from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, SingleTurnPlayer
 from mcore_rl.rollout.journal import Drawn, Journal, read_journal
 from mcore_rl.rollout.tools.interface import ToolAnswer
-from mcore_rl.types import NOT_SAMPLED
+from mcore_rl.types import NOT_SAMPLED, SamplingOptions
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
 from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
@@ -298,3 +298,95 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
     withdraw_in_the_first_pass(on, 5, Course(lambda: None, outcomes.__setitem__), choose)
     assert seen == [[f"train.0.{place}" for place in (1, 2, 3, 4)]]
     assert [outcomes[place] is None for place in range(5)] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"top_p": 0.9}, "sampling.top_p is 0.9, which samples from fewer tokens"),
+        ({"top_k": 5}, "sampling.top_k is 5, which samples from fewer tokens"),
+        ({"temperature": 0}, "sampling.temperature is 0, which is greedy"),
+        ({"temperature": 1e-3}, "sampling.temperature is 0.001, which is below 0.01"),
+        ({"temperature": "hot"}, "sampling.temperature is 'hot', not a number"),
+        ({"max_response_tokens": 0}, "sampling.max_response_tokens is 0, but must be at least 1"),
+        ({"logit_bias": {}}, "sampling.logit_bias changes the distribution"),
+        ({"temprature": 1}, "sampling has 'temprature'; did you mean temperature?"),
+        (SamplingOptions(9, top_p=0.5), "sampling.top_p is 0.5, which samples from fewer tokens"),
+    ],
+)
+def test_calls_that_sample_an_untrained_distribution_fail(stage: SetUp, sampling: Any, message: str) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids, sampling)
+        return 1.0
+
+    (outcome,) = stage(lambda text: f"hello{END}", run).play()
+    assert outcome.error is not None
+    assert outcome.error.startswith(f"the episode failed: session.generate: {message}")
+
+
+def test_calls_of_validation_may_truncate_and_stay_greedy(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids, {"top_p": 0.9, "top_k": 5, "temperature": 0.7})
+        return 1.0
+
+    on = stage(lambda text: f"hello{END}", run)
+    (attempt,) = on.attempts()
+    greedy = replace(attempt.request, sampling=replace(attempt.request.sampling, temperature=0.0))
+    outcomes: dict[int, Any] = {}
+    on.player.play([Attempt(greedy, attempt.prompt, trained=False)], Course(lambda: None, outcomes.__setitem__), {})
+    assert outcomes[0].error is None
+    assert set(outcomes[0].trajectories[0].temperatures.tolist()) == {0.0}
+
+
+def test_turns_of_an_episode_have_temperatures_of_their_own(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        first = await session.generate(prompt.token_ids, {"temperature": 0.5})
+        second = await session.generate([*prompt.token_ids, *first.token_ids, *session.encode("?")])
+        return float(len(second.token_ids))
+
+    (outcome,) = stage(lambda text: f"hi{END}", run).play()
+    (trajectory,) = outcome.trajectories
+    sampled = trajectory.trained > 0
+    half = int(outcome.reward or 0)
+    assert trajectory.temperatures[sampled].tolist() == [0.5] * half + [1.0] * half
+    assert np.isnan(trajectory.temperatures[~sampled]).all()
+
+
+def with_stop(on: Stage, *stops: str) -> Attempt:
+    (attempt,) = on.attempts()
+    return replace(attempt, request=replace(attempt.request, sampling=replace(attempt.request.sampling, stop=stops)))
+
+
+def played(on: Stage, attempt: Attempt, drawn: dict[str, Drawn] | None = None) -> Any:
+    outcomes: dict[int, Any] = {}
+    on.player.play([attempt], Course(lambda: None, outcomes.__setitem__), drawn or {})
+    return outcomes[0]
+
+
+def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> dict[str, Any]:
+        first = await session.generate(prompt.token_ids)
+        second = await session.generate(session.next_prompt([{"role": "user", "content": "?"}]), {"stop": "two"})
+        third = await session.generate(session.next_prompt([{"role": "user", "content": "?"}]), {"stop": []})
+        return {"score": 1.0, "texts": str([(each.text, each.finish_reason) for each in (first, second, third)])}
+
+    on = stage(lambda text: f"one two three{END}", run)
+    outcome = played(on, with_stop(on, "ee", "tw"))
+    assert outcome.error is None
+    assert outcome.parts["texts"] == str([("one ", "stop"), ("one ", "stop"), ("one two three", "stop")])
+    assert outcome.text == "one \none \none two three"
+    assert on.trained_text(outcome) == f"one twone twoone two three{END}"
+    assert len(on.engine.cancelled) == 2, "the engine does not end them by itself"
+
+
+@pytest.mark.parametrize(("stop", "text", "reason"), [("never", "one two", "length"), ("wo", "one t", "stop")])
+def test_the_last_token_that_is_left_may_complete_a_stop_string(
+    stage: SetUp, stop: str, text: str, reason: str
+) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate(prompt.token_ids, {"max_response_tokens": len("one two")})
+
+    on = stage(lambda so_far: f"one two three{END}", run)
+    outcome = played(on, with_stop(on, stop))
+    assert (outcome.text, outcome.finish_reason) == (text, reason)
+    assert len(outcome.trajectories[0].token_ids) == len("one two")

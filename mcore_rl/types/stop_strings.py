@@ -1,0 +1,16 @@
+"""Search for the text that ends a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_stop(text: str, stops: Sequence[str], searched: int = 0) -> tuple[int, int] | None:
+    """Start and end of the stop string that ends first in `text`; of several with the same end, the longest. None if
+    there is none. `searched`: a match must end after so many characters."""
+    best: tuple[int, int] | None = None
+    for stop in stops:
+        start = text.find(stop, max(0, searched - len(stop) + 1))
+        if start >= 0 and (best is None or (start + len(stop), start) < (best[1], best[0])):
+            best = start, start + len(stop)
+    return best
