@@ -1,7 +1,7 @@
-"""Formats in which models write tool calls: where a call begins and ends, and what stands in it.
+"""Formats in which models write tool calls: where a call begins, how it is read, and where it ends.
 
-transformers' response templates find reasoning, content and calls. The body of a call is decoded here, since theirs
-raises at the first mistake, and takes a call that was never closed for one that was.
+A call ends where its own syntax does: an end tag inside a string argument is text. The first end tag counts only if the
+call cannot be read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 THINK_OPEN, THINK_CLOSE = r"<think>|\[THINK\]", r"</think>|\[/THINK\]"
+ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -28,35 +29,30 @@ class RawCall:
     id: str = ""
 
 
-Decoder = Callable[[str], tuple[list[RawCall], str]]
-"""The body of a region -> its calls, and what stands behind the last one."""
+class UnreadableError(Exception):
+    """A call that is not written as its format demands. `end`: where the search for its end tag begins."""
+
+    def __init__(self, reason: str, end: int, name: str | None = None, call_id: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.end, self.name, self.id = reason, end, name, call_id
+
+
+Body = Callable[[str, int], tuple[list[RawCall], int]]
+"""Text and a place behind an opening tag -> calls (without their text) and the end of the last one."""
+Decoder = Callable[[str, int, int], tuple[list[RawCall], int]]
+"""Text, start and end of an opening -> calls and the place behind them; no calls: the opening is content."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """`marks`: patterns that a chat template has, all of them, when it writes calls this way; `wrappers`: what stands
-    around calls and is no content."""
+    """`marks`: patterns that a chat template has, all of them, when it writes calls this way; `opening`: pattern of the
+    beginning of a call; `closes`: calls have an end tag; `wrappers`: what stands around calls and is no content."""
 
     marks: tuple[str, ...]
     opening: str
-    closing: str | None
     decode: Decoder
+    closes: bool = True
     wrappers: str | None = None
-
-    def response_template(self) -> dict[str, Any]:
-        """For transformers' parse_response: the bodies of calls as texts, closing tags included."""
-        calls: dict[str, Any] = {"open_pattern": self.opening, "repeats": True, "content_args": {"strip": False}}
-        if self.closing is not None:
-            # Of no width behind the tag, so that a body that has no tag at its end is known as one never closed.
-            calls["close_pattern"] = f"(?<={re.escape(self.closing)})"
-        return {
-            "start_anchor": "\0",
-            "fields": {
-                "reasoning": {"open_pattern": THINK_OPEN, "close_pattern": THINK_CLOSE, "repeats": True, "join": "\n"},
-                "calls": calls,
-                "content": {"repeats": True, "join": "", "content_args": {"strip": False}},
-            },
-        }
 
 
 def json_value(text: str) -> Any:
@@ -72,183 +68,269 @@ def _refuse_constant(name: str) -> None:
 
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_BLANKS = re.compile(r"\s*+")
 
 
-def _json_at(text: str, start: int) -> tuple[Any, int]:
+def _behind_blanks(text: str, place: int) -> int:
+    match = _BLANKS.match(text, place)
+    return place if match is None else match.end()
+
+
+def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") -> tuple[Any, int]:
+    """A JSON value and its end. Raises: UnreadableError."""
     try:
         return _decoder.raw_decode(text, start)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _bad_json(text: str, error: ValueError, name: str | None = None) -> RawCall:
-    return RawCall(text, name, reason=f"the call is not valid JSON ({error})")
-
-
-def _of_object(text: str, value: Any, keys: tuple[str, ...]) -> RawCall:
-    """A call written as an object with `name` and one of `keys`."""
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str):
-        return RawCall(text, reason='the call is not a JSON object with "name"')
-    arguments = next((value[key] for key in keys if key in value), None)
-    if not isinstance(arguments, dict):
-        return RawCall(text, name, reason=f'the call has no JSON object "{keys[0]}"')
-    return RawCall(text, name, arguments)
-
-
-def _closed(body: str, tag: str, decode: Callable[[str, str], RawCall]) -> tuple[list[RawCall], str]:
-    if not body.endswith(tag):
-        return [RawCall(body, reason=f"the call is not closed by {tag}")], ""
-    return [decode(body, body.removesuffix(tag))], ""
-
-
-def _hermes(body: str, inner: str) -> RawCall:
-    try:
-        return _of_object(body, json_value(inner), ("arguments",))
+        problem = "it is nested too deeply"
     except ValueError as error:
-        return _bad_json(body, error)
+        problem = str(error)
+    raise UnreadableError(f"the call is not valid JSON ({problem})", start, name, call_id)
 
 
-def _xml(body: str, inner: str, header: str, argument: str, end: str) -> RawCall:
-    """Everything between the tags has to be accounted for: what is left over is a tag that was forgotten."""
-    head = re.compile(header).match(inner)
-    if head is None:
-        return RawCall(body, reason="the call does not begin with the tool's name")
-    name, place, pattern = head["name"].strip(), head.end(), re.compile(argument, re.DOTALL)
+def _of_object(value: Any, end: int) -> RawCall:
+    """A call written as an object: `name` and `arguments` or `parameters`, perhaps inside `function`, whose arguments
+    may be JSON text. Raises: UnreadableError."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("function")) if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        raise UnreadableError('the call is not a JSON object with "name"', end)
+    return _with_arguments(name, next((value[key] for key in ARGUMENT_KEYS if key in value), None), end)
+
+
+def _with_arguments(name: str, arguments: Any, end: int, call_id: str = "") -> RawCall:
+    if isinstance(arguments, str):
+        try:
+            arguments = json_value(arguments)
+        except ValueError as error:
+            raise UnreadableError(f"the call is not valid JSON ({error})", end, name, call_id) from None
+    if not isinstance(arguments, dict):
+        raise UnreadableError('the call has no JSON object "arguments"', end, name, call_id)
+    return RawCall("", name, arguments, id=call_id)
+
+
+def _closed(tag: str, read: Body) -> Decoder:
+    """Calls between an opening and `tag`."""
+
+    def decode(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
+        try:
+            calls, end = read(text, place)
+            end = _behind_blanks(text, end)
+            if not text.startswith(tag, end):
+                raise UnreadableError(f"something else than {tag} follows the call", end, calls[-1].name, calls[-1].id)
+        except UnreadableError as error:
+            close = text.find(tag, error.end)
+            if close < 0:
+                return [RawCall(text[begin:], reason=f"the call is not closed by {tag}")], len(text)
+            end = close + len(tag)
+            return [RawCall(text[begin:end], error.name, reason=error.reason, id=error.id)], end
+        end += len(tag)
+        return [replace(call, text=text[begin:end]) for call in calls], end
+
+    return decode
+
+
+def _hermes(text: str, place: int) -> tuple[list[RawCall], int]:
+    """An object, several one after the other, or a list of objects."""
+    calls: list[RawCall] = []
+    place = _behind_blanks(text, place)
+    while not calls or text.startswith("{", place):
+        value, end = _json_at(text, place)
+        calls += [_of_object(each, end) for each in (value if isinstance(value, list) and value else [value])]
+        place = _behind_blanks(text, end)
+    return calls, place
+
+
+_CODER_HEAD = re.compile(r"\s*+<function=(?P<name>[^>\n]+)>")
+_CODER_KEY = re.compile(r"\s*+<parameter=(?P<key>[^>\n]+)>\n?")
+_CODER_NEXT = re.compile(r"\s*+(?:<parameter=|</function>)")
+_CODER_END = re.compile(r"\s*+</function>")
+_GLM_HEAD = re.compile(r"\s*+(?P<name>[^\s<]+)")
+_GLM_KEY = re.compile(r"\s*+<arg_key>(?P<key>[^<]+)</arg_key>\s*+<arg_value>")
+_GLM_NEXT = re.compile(r"\s*+(?:<arg_key>|</tool_call>)")
+_GLM_END = re.compile(r"(?=\s*+</tool_call>)")
+
+
+def _tags(
+    text: str, place: int, head: re.Pattern[str], key: re.Pattern[str], close: str, following: re.Pattern[str]
+) -> tuple[str, dict[str, str], int]:
+    """A name and arguments as texts. A value ends at the `close` tag that another argument or the end follows, so that
+    other tags in it are text; a value with the next argument in it has no end. Raises: UnreadableError."""
+    start = place
+    if (match := head.match(text, place)) is None:
+        raise UnreadableError("the call does not begin with the tool's name", start)
+    name, place = match["name"].strip(), match.end()
     arguments: dict[str, str] = {}
-    while match := pattern.match(inner, place):
+    key_tag = "<parameter=" if close == "</parameter>" else "<arg_key>"
+    while match := key.match(text, place):
+        limit = text.find(key_tag, match.end())
+        end = text.find(close, match.end(), None if limit < 0 else limit)
+        while end >= 0 and following.match(text, end + len(close)) is None:
+            if text[end - 1] == "\n":  # a line of its own, as the format ends a value: an opening tag was forgotten
+                end = -1
+                break
+            end = text.find(close, end + 1, None if limit < 0 else limit)
+        if end < 0:
+            raise UnreadableError("a tag of an argument is missing or not closed", start, name)
         if match["key"] in arguments:
-            return RawCall(body, name, reason=f"argument {match['key']} is given twice")
-        arguments[match["key"]] = match["value"]
-        place = match.end()
-    if re.compile(end).fullmatch(inner, place) is None:
-        return RawCall(body, name, reason="a tag of an argument is missing or not closed")
-    return RawCall(body, name, arguments, typed=False)
+            raise UnreadableError(f"argument {match['key']} is given twice", start, name)
+        arguments[match["key"]] = text[match.end() : end]
+        place = end + len(close)
+    return name, arguments, place
 
 
-def _qwen3_coder(body: str, inner: str) -> RawCall:
+def _ended(text: str, place: int, end: re.Pattern[str], start: int, name: str) -> int:
+    if (match := end.match(text, place)) is None:
+        raise UnreadableError("a tag of an argument is missing or not closed", start, name)
+    return match.end()
+
+
+def _qwen3_coder(text: str, place: int) -> tuple[list[RawCall], int]:
+    name, arguments, end = _tags(text, place, _CODER_HEAD, _CODER_KEY, "</parameter>", _CODER_NEXT)
+    end = _ended(text, end, _CODER_END, place, name)
     # A value stands on lines of its own; one newline on either side is the format's, further ones are the value's.
-    argument = r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=|</function>).)*?)\n?</parameter>"
-    return _xml(body, inner, r"\s*<function=(?P<name>[^>\n]+)>", argument, r"\s*</function>\s*")
+    values = {key: value.removesuffix("\n") for key, value in arguments.items()}
+    return [RawCall("", name, values, typed=False)], end
 
 
-def _glm45(body: str, inner: str) -> RawCall:
-    argument = (
-        r"\s*<arg_key>(?P<key>(?:(?!</?arg_).)+)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
-    )
-    return _xml(body, inner, r"\s*(?P<name>[^\s<]+)", argument, r"\s*")
+def _glm45(text: str, place: int) -> tuple[list[RawCall], int]:
+    name, arguments, end = _tags(text, place, _GLM_HEAD, _GLM_KEY, "</arg_value>", _GLM_NEXT)
+    return [RawCall("", name, arguments, typed=False)], _ended(text, end, _GLM_END, place, name)
 
 
 _DEEPSEEK = (
-    re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*)\n```", re.DOTALL),
-    re.compile(r"(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<arguments>.*)", re.DOTALL),
+    re.compile(r"\s*+function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"),
+    re.compile(r"\s*+(?P<name>[^<\n]+)<｜tool▁sep｜>"),
 )
-"""DeepSeek-V3 and R1; V3.1."""
+"""DeepSeek-V3 and R1, whose arguments stand in a code fence; V3.1."""
+_FENCE_END = re.compile(r"\s*+```")
 
 
-def _deepseek(body: str, inner: str) -> RawCall:
-    match = next((match for form in _DEEPSEEK if (match := form.fullmatch(inner.strip()))), None)
+def _deepseek(text: str, place: int) -> tuple[list[RawCall], int]:
+    match = next((match for form in _DEEPSEEK if (match := form.match(text, place))), None)
     if match is None:
-        return RawCall(body, reason="the call is not a tool's name and its arguments around <｜tool▁sep｜>")
+        raise UnreadableError("the call is not a tool's name and its arguments around <｜tool▁sep｜>", place)
     name = match["name"].strip()
-    try:
-        value = json_value(match["arguments"])
-    except ValueError as error:
-        return _bad_json(body, error, name)
-    return _of_object(body, {"name": name, "arguments": value}, ("arguments",))
+    value, end = _json_at(text, _behind_blanks(text, match.end()), name)
+    if match.re is _DEEPSEEK[0]:
+        if (fence := _FENCE_END.match(text, end)) is None:
+            raise UnreadableError("the code fence of the call is not closed", end, name)
+        return [_with_arguments(name, value, end)], fence.end()
+    return [_with_arguments(name, value, end)], end
 
 
-_KIMI = re.compile(
-    r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)", re.DOTALL
-)
+_KIMI = re.compile(r"\s*+(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*+<\|tool_call_argument_begin\|>")
 
 
-def _kimi(body: str, inner: str) -> RawCall:
+def _kimi(text: str, place: int) -> tuple[list[RawCall], int]:
     """The id names the tool, and the call: `functions.look:0`."""
-    match = _KIMI.fullmatch(inner.strip())
-    if match is None:
-        return RawCall(body, reason="the call is not functions.NAME:NUMBER<|tool_call_argument_begin|> and arguments")
-    try:
-        value = json_value(match["arguments"])
-    except ValueError as error:
-        return replace(_bad_json(body, error, match["name"]), id=match["id"])
-    call = _of_object(body, {"name": match["name"], "arguments": value}, ("arguments",))
-    return replace(call, id=match["id"])
+    if (match := _KIMI.match(text, place)) is None:
+        problem = "the call is not functions.NAME:NUMBER<|tool_call_argument_begin|> and arguments"
+        raise UnreadableError(problem, place)
+    value, end = _json_at(text, _behind_blanks(text, match.end()), match["name"], match["id"])
+    return [_with_arguments(match["name"], value, end, match["id"])], end
 
 
-_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
+_MISTRAL_HEAD = re.compile(
+    r"\s*+(?P<name>[^\[\]{}\s]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\[{\s]*+)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
+)
+_MISTRAL_TAG = "[TOOL_CALLS]"
 
 
-def _mistral(body: str) -> tuple[list[RawCall], str]:
+def _mistral(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
     """What follows [TOOL_CALLS]: a name and an object, or (in earlier models) a list of objects; its end is the end of
     the JSON."""
-    head = _MISTRAL_HEAD.match(body)
-    start = head.end() if head else len(body) - len(body.lstrip())
-    name = head["name"] if head else None
+    head = _MISTRAL_HEAD.match(text, place)
+    start = head.end() if head else _behind_blanks(text, place)
+    name, call_id = (head["name"], head["id"] or "") if head else (None, "")
     try:
-        value, end = _json_at(body, start)
-    except ValueError as error:
-        return [_bad_json(body, error, name)], ""
-    if name is not None:
-        return [_of_object(body[:end], {"name": name, "arguments": value}, ("arguments",))], body[end:]
-    values = value if isinstance(value, list) and value else [None]
-    return [_of_object(body[:end], each, ("arguments",)) for each in values], body[end:]
+        value, end = _json_at(text, start, name, call_id)
+        if name is not None:
+            return [replace(_with_arguments(name, value, end, call_id), text=text[begin:end])], end
+        values = value if isinstance(value, list) and value else [value]
+        return [_of_mistral_list(each, text[begin:end], end) for each in values], end
+    except UnreadableError as error:
+        following = text.find(_MISTRAL_TAG, error.end)
+        end = len(text) if following < 0 else following
+        return [RawCall(text[begin:end], error.name, reason=error.reason, id=error.id)], end
 
 
-_LLAMA_START = r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
-_LLAMA_BETWEEN = re.compile(rf"\s*;?\s*(?:<\|python_tag\|>\s*)?(?={_LLAMA_START})")
+def _of_mistral_list(value: Any, text: str, end: int) -> RawCall:
+    try:
+        call = _of_object(value, end)
+    except UnreadableError as error:
+        return RawCall(text, error.name, reason=error.reason)
+    given = value.get("id")
+    return replace(call, text=text, id=given if isinstance(given, str) else "")
 
 
-def _llama3(body: str) -> tuple[list[RawCall], str]:
+_PYTHON_TAG = "<|python_tag|>"
+_LLAMA_KEYS = r'"(?:type|name|function|parameters|arguments)"\s*+:'
+_LLAMA_OPENING = rf"<\|python_tag\|>|(?<![^\n>])[ \t]*+(?=\{{\s*+{_LLAMA_KEYS})"
+_LLAMA_BETWEEN = re.compile(rf"\s*+;?+\s*+(?:<\|python_tag\|>\s*+)?(?=\{{\s*+{_LLAMA_KEYS})")
+_LLAMA_START = re.compile(
+    r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"(?:name|function)"\s*+:\s*+"[^"]*+"\s*+,\s*+'
+    r'"(?:parameters|arguments)"\s*+:'
+)
+"""JSON that begins so is a call, or meant to be one, though it may be broken further on."""
+
+
+def _llama3(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
     """Objects with `name` and `parameters`, one after the other or with a semicolon between them; the end of a call is
     the end of its object."""
     calls: list[RawCall] = []
-    place = 0
-    while between := _LLAMA_BETWEEN.match(body, place):
-        try:
-            value, end = _json_at(body, between.end())
-        except ValueError as error:
-            return [*calls, _bad_json(body[between.end() :], error)], ""
-        calls.append(_of_object(body[between.end() : end], value, ("parameters", "arguments")))
-        place = end
-    if not calls:  # behind <|python_tag|> stands something else
-        return [RawCall(body, reason='the call is not a JSON object with "name" and "parameters"')], ""
-    return calls, body[place:]
+    end = place
+    while between := _LLAMA_BETWEEN.match(text, end):
+        found = _llama_call(text, between.end())
+        if found is None:
+            break
+        calls.append(found)
+        end = between.end() + len(found.text)
+    if not calls and text.startswith(_PYTHON_TAG, begin):
+        reason = 'the call is not a JSON object with "name" and "parameters"'
+        return [RawCall(text[begin:], reason=reason)], len(text)
+    return calls, end
 
 
-def _tagged(tag: str, decode: Callable[[str, str], RawCall]) -> Decoder:
-    return lambda body: _closed(body, tag, decode)
+def _llama_call(text: str, place: int) -> RawCall | None:
+    """None: JSON of another kind, or none at all."""
+    meant = _LLAMA_START.match(text, place) is not None
+    try:
+        value, end = _json_at(text, place)
+        inner = value.get("function") if isinstance(value, dict) else None
+        if not meant and not any(key in (inner if isinstance(inner, dict) else value) for key in ARGUMENT_KEYS):
+            return None
+        return replace(_of_object(value, end), text=text[place:end])
+    except UnreadableError as error:
+        return RawCall(text[place:], error.name, reason=error.reason) if meant else None
 
 
 FORMATS = {
-    "qwen3_coder": Format((r"<function=",), r"<tool_call>", "</tool_call>", _tagged("</tool_call>", _qwen3_coder)),
-    "glm45": Format((r"<arg_key>",), r"<tool_call>", "</tool_call>", _tagged("</tool_call>", _glm45)),
+    "qwen3_coder": Format((r"<function=",), r"<tool_call>", _closed("</tool_call>", _qwen3_coder)),
+    "glm45": Format((r"<arg_key>",), r"<tool_call>", _closed("</tool_call>", _glm45)),
     "deepseek": Format(
         (r"<｜tool▁call▁begin｜>",),
         r"<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        _tagged("<｜tool▁call▁end｜>", _deepseek),
+        _closed("<｜tool▁call▁end｜>", _deepseek),
         wrappers=r"<｜tool▁calls▁begin｜>|<｜tool▁calls▁end｜>",
     ),
     "kimi": Format(
         (r"<\|tool_call_argument_begin\|>",),
         r"<\|tool_call_begin\|>",
-        "<|tool_call_end|>",
-        _tagged("<|tool_call_end|>", _kimi),
+        _closed("<|tool_call_end|>", _kimi),
         wrappers=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
     ),
-    "mistral": Format((r"\[TOOL_CALLS\]",), r"\[TOOL_CALLS\]", None, _mistral),
+    "mistral": Format((r"\[TOOL_CALLS\]",), r"\[TOOL_CALLS\]", _mistral, closes=False),
     "hermes": Format(
         (r"<tool_call>", r"\\?[\"']name\\?[\"']", r"\\?[\"']?arguments\\?[\"']?"),
         r"<tool_call>",
-        "</tool_call>",
-        _tagged("</tool_call>", _hermes),
+        _closed("</tool_call>", _hermes),
     ),
     "llama3": Format(
         (r"<\|start_header_id\|>|<\|python_tag\|>", r"\\?[\"']parameters\\?[\"']\s*:"),
-        rf"<\|python_tag\|>|(?<![^\n>])[ \t]*(?={_LLAMA_START})",
-        None,
+        _LLAMA_OPENING,
         _llama3,
+        closes=False,
     ),
 }
 """By the name in rollout.tool_parser; in the order in which `auto` looks for them, the more special ones first."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.rollout.tools.formats import FORMATS, THINK_OPEN, Format, RawCall, format_of_template
+from mcore_rl.rollout.tools.formats import FORMATS, THINK_CLOSE, THINK_OPEN, Format, RawCall, format_of_template
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
 
 KEY = "rollout.tool_parser"
 AUTO = "auto"
-PIECE_CHARACTERS = 256
 MAX_STRETCHES = 32
-"""Of calls with other text between them, in formats without a closing tag; further calls are content."""
+"""Calls with other text between them, unreadable ones and JSON that is no call, in formats without a closing tag;
+further ones are content."""
 
 
 class ParserError(McoreRLError):
@@ -39,12 +39,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that must not be executed. `name` None: it cannot be read."""
+    """A call that must not be executed. `name` or `arguments` None: they cannot be read; `text` is all of the call."""
 
     name: str | None
     text: str
     reason: str
     id: str = ""
+    arguments: dict[str, Any] | None = None
 
     @property
     def answer(self) -> str:
@@ -85,7 +86,7 @@ class ToolCallParser:
         Raises: ParserError.
         """
         if self._form is not None:
-            content, reasoning, raw = _stretches(self._form, text, prompt)
+            content, reasoning, raw = _read(self._form, text, prompt)
             return ParsedMessage(content, reasoning, tuple(self._checked(call) for call in raw))
         message = self._by_user(text)
         calls = (
@@ -121,9 +122,10 @@ class ToolCallParser:
         checker = self._checkers.get(call.name)
         if checker is None:
             known = ", ".join(self._checkers) or "none"
-            return MalformedCall(call.name, text, f"there is no such tool; the tools are: {known}", call.id)
+            reason = f"there is no such tool; the tools are: {known}"
+            return MalformedCall(call.name, text, reason, call.id, call.arguments)
         problem = checker.problem(call.arguments)
-        return call if problem is None else MalformedCall(call.name, text, problem, call.id)
+        return call if problem is None else MalformedCall(call.name, text, problem, call.id, call.arguments)
 
 
 def _chosen(spec: str, chat_template: str | None) -> str:
@@ -141,35 +143,33 @@ def _chosen(spec: str, chat_template: str | None) -> str:
     return name
 
 
-def _parsed(text: str, template: dict[str, Any], prefix: str, piece: int) -> dict[str, Any]:
-    """As transformers' parse_response, in pieces: it looks for every tag up to the end of what it has after each call,
-    and a model that writes one call over and over until its limit would hold up the engine for seconds."""
-    from transformers.utils.chat_parsing import ResponseParser
-
-    parser = ResponseParser(template, prefix=prefix)
-    for start in range(0, len(text), max(piece, 1)):
-        parser.feed(text[start : start + piece])
-    message, _ = parser.finalize()
-    return message
-
-
-def _stretches(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
-    """Content, reasoning and calls. A stretch ends where, in a format without closing tags, something that is no call
-    follows one."""
-    template = form.response_template()
-    prefix = "<think>" if re.search(rf"(?:{THINK_OPEN})\s*\Z", prompt) else ""
-    content, reasoning, calls = "", [], list[RawCall]()
-    for _ in range(MAX_STRETCHES):
-        message = _parsed(text, template, prefix, PIECE_CHARACTERS if form.closing is not None else len(text))
-        content += message.get("content", "")
-        reasoning.append(message.get("reasoning", "").strip())
-        text, prefix = "", ""
-        for body in message.get("calls", []):
-            found, text = form.decode(body)
-            calls += found
-        if not text:
+def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
+    """Content, reasoning and calls, in one pass over the text."""
+    opening, close = re.compile(f"(?P<thought>{THINK_OPEN})|(?:{form.opening})"), re.compile(THINK_CLOSE)
+    content, reasoning, calls = list[str](), list[str](), list[RawCall]()
+    thinks = re.search(rf"(?:{THINK_OPEN})\s*+\Z", prompt) is not None
+    place = stretches = 0
+    while True:
+        if thinks:
+            end = close.search(text, place)
+            reasoning.append(text[place : end.start() if end else len(text)].strip())
+            place, thinks = end.end() if end else len(text), False
+        begin = opening.search(text, place) if form.closes or stretches < MAX_STRETCHES else None
+        if begin is None:
+            content.append(text[place:])
             break
-    content += text
+        content.append(text[place : begin.start()])
+        if begin["thought"]:
+            place, thinks = begin.end(), True
+            continue
+        text_between = begin.start() > place or not calls
+        found, place = form.decode(text, begin.start(), begin.end())
+        stretches += text_between or any(call.arguments is None for call in found)
+        calls += found
+        if not found:  # the opening is content
+            place = begin.end() + 1
+            content.append(text[begin.start() : place])
+    said = "".join(content)
     if form.wrappers is not None:
-        content = re.sub(form.wrappers, "", content)
-    return content.strip(), "\n".join(filter(None, reasoning)), calls
+        said = re.sub(form.wrappers, "", said)
+    return said.strip(), "\n".join(filter(None, reasoning)), calls

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.schema import TOOL_FORMATS
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools import parsers
 from mcore_rl.rollout.tools.formats import FORMATS, format_of_template
 from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ParserError, ToolCall, ToolCallParser
 
@@ -196,15 +195,79 @@ def test_cut_messages_have_no_call(form: str) -> None:
         assert calls_of(parser(form).parse(whole[:end])) == [], whole[:end]
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "deepseek", "deepseek_v31", "kimi", "glm45"])
-def test_a_message_reads_the_same_in_pieces_of_any_size(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = parser(form).parse
-    text = f"{THOUGHT}Well.\n{written(form, FIRST, SECOND)}\n<think>again {written(form, FIRST)}</think>Done.<tool_ca"
-    whole = read(text)
-    assert calls_of(whole) == [FIRST, SECOND]
-    for size in range(1, 80):
-        monkeypatch.setattr(parsers, "PIECE_CHARACTERS", size)
-        assert read(text) == whole, size
+ENDS = {
+    "hermes": "</tool_call>",
+    "qwen3_coder": "</tool_call>\n</function>\n<tool_call>",
+    "deepseek": "<｜tool▁call▁end｜>\n```\n<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_end|><|tool_calls_section_end|>",
+    "mistral": "[TOOL_CALLS]look{}[ARGS]",
+    "mistral_args": "[TOOL_CALLS]look[ARGS]{}",
+    "mistral_list": "]} [TOOL_CALLS]",
+    "llama3": '<|python_tag|>\n{"name": "look", "parameters": {}}; ',
+    "glm45": "</tool_call>\n<tool_call>look",
+}
+
+
+@pytest.mark.parametrize("form", ENDS)
+@pytest.mark.parametrize("around", ["{}", "use {} twice: {}", "<think>{}</think>", "{{}}{}"])
+def test_markers_inside_a_string_argument_are_text(form: str, around: str) -> None:
+    arguments = {"q": around.replace("{}", ENDS[form]), "n": 2}
+    message = parser(form).parse(f"Well.\n{written(form, arguments, SECOND)}\nDone.")
+    assert calls_of(message) == [arguments, SECOND]
+    assert (message.content.split(), message.reasoning) == (["Well.", "Done."], "")
+
+
+def test_tags_of_arguments_inside_values_are_text() -> None:
+    for form, inner in (("qwen3_coder", "a</parameter> b"), ("glm45", "a</arg_value> b</arg_key>")):
+        assert calls_of(parser(form).parse(written(form, {"q": inner, "n": 1}))) == [{"q": inner, "n": 1}]
+
+
+WRITTEN_OTHERWISE = [
+    '{"type": "function", "name": "look", "parameters": ARGS}',
+    '{"name": "look", "type": "function", "parameters": ARGS}',
+    '{"parameters": ARGS, "name": "look"}',
+    '{"name": "look", "arguments": ARGS}',
+    '{"type": "function", "function": {"name": "look", "arguments": ARGS}}',
+    '{"type": "function", "function": "look", "parameters": ARGS}',
+    '{"name": "look", "parameters": "{\\"q\\": \\"a\\", \\"n\\": 2}"}',
+]
+
+
+@pytest.mark.parametrize("text", WRITTEN_OTHERWISE)
+@pytest.mark.parametrize("form", ["llama3", "hermes", "mistral_list"])
+def test_other_keys_of_a_call_are_understood(form: str, text: str) -> None:
+    body = text.replace("ARGS", json.dumps(FIRST))
+    whole = {"llama3": body, "hermes": f"<tool_call>{body}</tool_call>", "mistral_list": f"[TOOL_CALLS][{body}]"}[form]
+    assert calls_of(parser(form).parse(f"Well.\n{whole}")) == [FIRST]
+    if form == "llama3":
+        assert calls_of(parser(form).parse(f"<|python_tag|>{body}; {body}")) == [FIRST, FIRST]
+
+
+def test_arguments_as_json_text_and_several_calls_of_a_block_are_read() -> None:
+    text = json.dumps(json.dumps(FIRST))
+    for form in ("hermes", "deepseek", "deepseek_v31", "kimi", "llama3", "mistral_list"):
+        assert calls_of(parser(form).parse(written(form, text))) == [FIRST], form
+    one, two = (json.dumps({"name": "look", "arguments": each}) for each in (FIRST, SECOND))
+    for block in (f"{one}\n{two}", f"[{one}, {two}]"):
+        assert calls_of(parser("hermes").parse(f"<tool_call>\n{block}\n</tool_call>")) == [FIRST, SECOND]
+
+
+def test_mistrals_ids_of_calls_are_kept() -> None:
+    for text in (
+        f"[TOOL_CALLS]look[CALL_ID]abcdef123[ARGS]{json.dumps(FIRST)}",
+        f"[TOOL_CALLS] [{json.dumps({'name': 'look', 'arguments': FIRST, 'id': 'abcdef123'})}]",
+    ):
+        assert parser("mistral").parse(text).calls == (ToolCall("look", FIRST, "abcdef123"),)
+
+
+@pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
+def test_call_that_is_not_executed_keeps_its_text_and_arguments(form: str) -> None:
+    whole = re.sub(r"<[｜|]tool.calls.(section.)?(begin|end)[｜|]>", "", written(form, {"q": "a", "z": 1}))
+    (call,) = parser(form).parse(whole).calls
+    assert isinstance(call, MalformedCall)
+    z = "1" if form in ("qwen3_coder", "glm45") else 1
+    assert (call.text, call.arguments) == (whole, {"q": "a", "z": z})
 
 
 def test_an_id_without_a_tool_or_with_special_tokens_names_no_call() -> None:
