@@ -49,20 +49,20 @@ class Conversation:
         self._special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
         self._style = ChatStyle.of(tokenizer, self.tools, kwargs) if self.has_template else None
 
-    def rendered(self, messages: Sequence[Message], *, prompts: bool = True) -> str:
+    def rendered(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
         """The text of a whole conversation; with `prompts` the model's turn begins at its end, and a last message of
-        the assistant is left open.
+        the assistant is left open if it `continues`.
 
         Raises: DataError where the template refuses it.
         """
         if self._style is None:
             return "".join(str(message["content"]) for message in messages)
         shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
-        return self._style.render(shown, "messages", opens_turn=prompts)
+        return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
-    def whole(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation whose next turn is the model's."""
-        return self._encode(self.rendered(messages))
+    def whole(self, messages: Sequence[Message], *, continues: bool = True) -> list[int]:
+        """Token ids of a conversation whose next turn is the model's, or `continues` a last message of it."""
+        return self._encode(self.rendered(messages, continues=continues))
 
     def after(self, messages: Sequence[Message], last_id: int) -> list[int]:
         """Token ids that follow a sampled turn, which ended with `last_id`, when `messages` are said after it and the

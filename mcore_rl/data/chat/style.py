@@ -21,7 +21,7 @@ _NAME, _KEY, _VALUE = "markedname", "markedkey", "markedvalue"
 _LONG_ID, _NINE = "call_0123456789abcdef", "call00000"
 _KIMI_MARK = "<|tool_call_argument_begin|>"
 _MAX_SEPARATOR = 8
-_OPEN_THOUGHT = re.compile(r"\s*<think>(?P<thought>(?:(?!</think>).)*)\Z", re.DOTALL)
+_OPEN_THOUGHT = re.compile(r"\s*+<think>(?P<thought>(?:(?!</think>).)*+)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class ChatStyle:
             return renamed(made, kimi_id)
         return renamed(made, nine_characters) if self.short_ids else made
 
-    def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool) -> str:
+    def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool, continues: bool = True) -> str:
         """The text of canonical messages. With `opens_turn` the model's turn begins at its end; a last message of the
-        assistant is the beginning of that turn, and is left open.
+        assistant is the beginning of that turn, and is left open, if it `continues`.
 
         Raises: DataError for messages that the chat template refuses, or a last message that it cannot leave open.
         """
-        if opens_turn and messages and messages[-1]["role"] == "assistant":
+        if opens_turn and continues and messages and messages[-1]["role"] == "assistant":
             if not is_empty(messages[-1]):
                 return self._continued(messages, where)
             messages = messages[:-1]
@@ -141,6 +141,11 @@ class ChatStyle:
         if self.text_arguments:
             function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
         return {**call, "function": dict(function)}
+
+
+def opens_thought(content: str) -> bool:
+    """Whether a content begins with reasoning that does not end."""
+    return _OPEN_THOUGHT.match(content) is not None
 
 
 def is_empty(message: Message) -> bool:

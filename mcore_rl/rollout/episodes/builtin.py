@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.config.functions import load_function
+from mcore_rl.rollout.episodes.history import report_of
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.parsers import MalformedCall, ToolCall
@@ -33,9 +34,12 @@ class ToolEpisode:
             # A turn that was cut calls nothing: what there is of a call may look like a whole one.
             if sampled.finish_reason != "stop" or not (calls := session.parse(sampled).calls):
                 return
+            rest: Sequence[ToolCall | MalformedCall] = ()
             if not session.parallel_calls:
-                calls = calls[:1]
+                calls, rest = calls[:1], calls[1:]
             answers = await asyncio.gather(*(self._answer(session, call, n) for n, call in enumerate(calls)))
+            if rest:
+                answers[0]["content"] += f"\n\n{report_of(rest)}"
             ids = session.next_prompt(answers)
 
     @staticmethod

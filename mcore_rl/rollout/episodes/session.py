@@ -13,23 +13,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.data.chat.call_ids import call_id
 from mcore_rl.data.chat.conversation import Conversation, Message, with_answer_ids
 from mcore_rl.data.chat.messages import with_answer
+from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.overrides import check_sampling, with_overrides
 from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace
+from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ToolAnswer
-from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCall
+from mcore_rl.rollout.tools.parsers import ParsedMessage
 from mcore_rl.rollout.tools.tool_process import ClosedEpisode
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
+THOUGHT = "<think>"
 PROMPT_END = 16
 """Tokens before a turn that its parser sees: a prompt may have opened the reasoning."""
 
@@ -151,6 +153,9 @@ class Session:
         """Turn by turn: what the model said, and what others said after it."""
         self._calls_of_turn = 0
         self._asked: Counter[bytes] = Counter()
+        last = prompt.messages[-1] if prompt.messages else {"role": "user"}
+        self._begins_in_thought = last["role"] == "assistant" and opens_thought(last["content"])
+        """Whether the row has begun the reasoning of the first turn."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -232,14 +237,13 @@ class Session:
 
     def parse(self, sampled: Sampled) -> ParsedMessage:
         """What the model said: its content, its reasoning and its calls of tools, well formed or not."""
-        ids = sampled.token_ids
-        if ids and ids[-1] in self._around.stop_ids:
-            ids = ids[:-1]
         if self._around.parser is None:
             return ParsedMessage(sampled.text, "", ())
         decode = self._around.decoder.decode
         prompt = decode(sampled.prompt_end, skip_special_tokens=False)
-        return self._around.parser.parse(decode(ids, skip_special_tokens=False), prompt)
+        if self._begins_in_thought and sampled.prompt_end == self._prompt.token_ids[-PROMPT_END:].tolist():
+            prompt = THOUGHT
+        return self._around.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of what is new: of a whole conversation before anything was sampled, else of what is said after
@@ -268,7 +272,7 @@ class Session:
             ids = self._last.sequence.tokens.tolist()
             ids += self._around.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
         else:
-            ids = self._around.conversation.whole(self.messages)
+            ids = self._around.conversation.whole(self.messages, continues=False)
         if self._around.drops_turns:
             ids = self._shortened(ids)
         return ids
@@ -302,15 +306,18 @@ class Session:
     def _note(self, messages: Sequence[Message]) -> None:
         """What the model said last, and what is said now, join the conversation."""
         assert self._last is not None
-        said = self.parse(self._last)
-        calls = [
-            {"name": call.name, "arguments": call.arguments, "id": call.id or call_id(number)}
-            for number, call in enumerate(said.calls)
-            if isinstance(call, ToolCall)
-        ]
-        turn = [self._around.conversation.turn(said.content, reasoning=said.reasoning or None, calls=calls)]
-        self._said[-1] = [*turn, *with_answer_ids(messages)]
+        said, around = self.parse(self._last), self._around
+        written = around.decoder.decode(self._without_stop(self._last), skip_special_tokens=around.parser is None)
+        turn = turn_message(around.conversation, said, written, messages)
+        if not any(self._said):  # the row may have begun the first turn
+            *earlier, turn = with_answer(self.messages, turn)
+            self.messages = [*earlier]
+        self._said[-1] = [turn, *with_answer_ids(messages)]
         self.messages += self._said[-1]
+
+    def _without_stop(self, sampled: Sampled) -> list[int]:
+        ids = sampled.token_ids
+        return ids[:-1] if ids and ids[-1] in self._around.stop_ids else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """Without the oldest turns, as many as it takes for another one to fit; at least the last stays."""
@@ -319,7 +326,8 @@ class Session:
         start = self.messages[: len(self.messages) - sum(map(len, kept))]
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
-            ids = self._around.conversation.whole([*start, *(message for turn in kept for message in turn)])
+            shown = [*start, *(message for turn in kept for message in turn)]
+            ids = self._around.conversation.whole(shown, continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:

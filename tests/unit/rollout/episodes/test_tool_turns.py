@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
@@ -70,7 +72,7 @@ def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
     assert "found it4" in parts[1]
     assert "there is no such tool" in parts[2]
     calls = next(message["tool_calls"] for message in outcome.messages if "tool_calls" in message)
-    assert [each["id"] for each in calls] == ["functions.look:4", "functions.look:6"]
+    assert [each["id"] for each in calls] == ["functions.look:4", "functions.lok:5", "functions.look:6"]
 
 
 def test_behind_a_call_that_cannot_be_read_a_call_and_its_answer_have_one_id(stage: SetUp) -> None:
@@ -139,3 +141,95 @@ def test_calls_beyond_the_limit_of_a_turn_are_told_so(stage: SetUp) -> None:
     (outcome,) = on.play()
     assert len(tools.calls) == 1
     assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
+
+
+UNKNOWN = '<tool_call>\n{"name": "lok", "arguments": {"q": "x"}}\n</tool_call>'
+UNFIT = '<tool_call>\n{"name": "look", "arguments": {"q": 3}}\n</tool_call>'
+BROKEN = "<tool_call>\n{]\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [call("a"), call("b"), call("c")],
+        [UNKNOWN],
+        [call("a"), UNFIT, call("b")],
+        [BROKEN],
+        [BROKEN, call("a")],
+        [call("a"), BROKEN, call("b")],
+        [call("slow")],
+    ],
+    ids=["over the limit", "unknown", "unfit", "unreadable", "unreadable first", "unreadable between", "timed out"],
+)
+def test_history_rendered_anew_shows_every_call_with_its_answer(stage: SetUp, calls: list[str]) -> None:
+    """Oracle: the tokens that were sampled and answered, which `keep` continues."""
+
+    def answer(arguments: dict[str, Any]) -> ToolAnswer:
+        return ToolAnswer("Error: timed out", error="late") if arguments["q"] == "slow" else echo(arguments)
+
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{''.join(calls)}{END}"
+
+    texts = {}
+    for history in ("keep", "new_sequence"):
+        options = {"tools": FakeTools(answer), "max_tool_calls_per_turn": 2, "history": history}
+        on = stage(say, ToolEpisode(), max_response_tokens=1500, **options)
+        (outcome,) = on.play()
+        texts[history] = on.text(outcome, len(outcome.trajectories) - 1)
+    assert texts["new_sequence"] == texts["keep"]
+    assert texts["keep"].count("<|im_start|>tool") == len(calls)
+
+
+def test_second_call_is_reported_where_a_template_shows_one(stage: SetUp) -> None:
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{UNFIT}{END}"
+
+    tools = FakeTools(echo)
+    on = stage(say, ToolEpisode(), tools=tools, template=made.ONE_CALL, history="new_sequence")
+    on.player.around = replace(on.player.around, parallel_calls=False)
+    (outcome,) = on.play()
+    assert [arguments for _, _, arguments, _ in tools.calls] == [{"q": "a"}]
+    _, turn, answer, last = outcome.messages
+    assert [each["function"]["arguments"] for each in turn["tool_calls"]] == [{"q": "a"}]
+    assert answer["content"].startswith("found a\n\nError: a message may call one tool, and 2 further calls were not")
+    assert "look(q='b')" in answer["content"]
+    assert last["content"] == "done"
+    assert on.text(outcome, 1).count("<tool_call>\n") == 2, "the call, and the one that the report quotes"
+
+
+@pytest.mark.parametrize("new", [[], [{"role": "user", "content": "go on"}]])
+def test_turn_without_answers_stays_text(stage: SetUp, new: list[dict[str, str]]) -> None:
+    """An episode of a user's may leave calls, or a turn that was cut, without an answer."""
+    found = []
+
+    async def solve(session: Any, prompt: Any) -> float:
+        await session.generate(prompt.token_ids)
+        found.append((session.next_prompt(new), session.messages[1]))
+        return 1.0
+
+    on = stage(lambda text: f"Look. {call('a')}{END}", solve, tools=FakeTools(echo), history="new_sequence")
+    on.play()
+    ids, turn = found[0]
+    assert "tool_calls" not in turn
+    assert f"Look. {call('a')}{END}" in on.tokenizer.decode(ids)
+
+
+def test_first_turn_joins_the_beginning_that_the_row_has_made(stage: SetUp) -> None:
+    seen = []
+
+    async def solve(session: Any, prompt: Any) -> float:
+        sampled = await session.generate(prompt.token_ids)
+        seen.append((session.parse(sampled), session.next_prompt([{"role": "tool", "name": "look", "content": "42"}])))
+        seen.append(session.messages)
+        return 1.0
+
+    on = stage(lambda text: f"see</think>{call('a')}{END}", solve, tools=FakeTools(echo), history="new_sequence")
+    begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>Let me "}]
+    on.prompt = replace(
+        on.prompt, messages=begun, token_ids=np.array(on.player.around.conversation.whole(begun), np.int32)
+    )
+    on.play()
+    (said, ids), messages = seen
+    assert (said.reasoning, len(said.calls)) == ("see", 1)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert on.tokenizer.decode(ids).count("<|im_start|>assistant") == 2

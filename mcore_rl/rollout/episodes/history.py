@@ -1,0 +1,75 @@
+"""A sampled turn as a message of the conversation, which may be rendered again, with the calls that were answered."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from mcore_rl.data.chat.call_ids import call_id
+from mcore_rl.data.chat.conversation import Conversation, Message
+from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ToolCall
+
+Call = ToolCall | MalformedCall
+
+
+def turn_message(conversation: Conversation, said: ParsedMessage, written: str, after: Sequence[Message]) -> Message:
+    """The assistant's message for `said`, which is `written` and has the messages `after` behind it.
+
+    Every answered call is shown, executed or not, with the arguments that the model wrote. Calls that cannot be read
+    are text: within the content if they come first, else the whole turn is the text as it was written. Without any
+    answer the turn is text too, because a template shows `tool_calls` as calls that were executed.
+    """
+    reasoning = said.reasoning or None
+    answers = [message for message in after if message["role"] == "tool"]
+    if not said.calls:
+        return conversation.turn(said.content, reasoning=reasoning)
+    shown = _answered(said.calls, answers)
+    unreadable = list(itertools.takewhile(lambda numbered: _unreadable(numbered[1]), shown))
+    readable = shown[len(unreadable) :]
+    if not shown or any(_unreadable(call) for _, call in readable):
+        return conversation.turn(_without_reasoning(written, said), reasoning=reasoning)
+    texts = [call.text for _, call in unreadable if isinstance(call, MalformedCall)]
+    content = "\n".join(filter(None, [said.content, *texts]))
+    calls = [
+        {"name": call.name, "arguments": call.arguments, "id": call.id or call_id(number)} for number, call in readable
+    ]
+    return conversation.turn(content, reasoning=reasoning, calls=calls)
+
+
+def report_of(calls: Sequence[Call], limit: int = 500) -> str:
+    """Text for the model about calls that were not executed because a turn may call one tool."""
+    described = "; ".join(_described(call) for call in calls)
+    described = described if len(described) <= limit else f"{described[:limit]}..."
+    return (
+        f"Error: a message may call one tool, and {len(calls)} further calls were not executed: {described}. Call one "
+        "tool, and the next after its answer."
+    )
+
+
+def _answered(calls: Sequence[Call], answers: Sequence[Message]) -> list[tuple[int, Call]]:
+    """The calls that have an answer, by its id or, for answers without the id of a call, by their order; numbered."""
+    numbered = list(enumerate(calls))
+    ids = {call.id or call_id(number): (number, call) for number, call in numbered}
+    given = [message.get("tool_call_id") for message in answers]
+    if answers and all(each in ids for each in given):
+        return sorted((ids[str(each)] for each in set(given)), key=lambda pair: pair[0])
+    return numbered[: len(answers)]
+
+
+def _unreadable(call: Call) -> bool:
+    return call.name is None or call.arguments is None
+
+
+def _described(call: Call) -> str:
+    if isinstance(call, ToolCall):
+        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+    return call.text
+
+
+def _without_reasoning(written: str, said: ParsedMessage) -> str:
+    if not said.reasoning:
+        return written.strip()
+    for close in ("</think>", "[/THINK]"):
+        if close in written:
+            return written.rpartition(close)[2].strip()
+    return said.content
