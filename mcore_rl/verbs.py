@@ -79,8 +79,10 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     check_run(config)
     check_exports(config)
     from mcore_rl.preparation.run_lock import run_lock
+    from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 
+    isolate(config, start_up.say)
     with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
         return _train_locked(config, start_up, log, take_lock)
 
@@ -144,8 +146,10 @@ def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
 
     check_run(config)
     from mcore_rl.preparation.run_lock import run_lock
+    from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 
+    isolate(config, start_up.say)
     with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
         return _evaluate_locked(config, start_up, log, take_lock)
 

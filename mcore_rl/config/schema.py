@@ -250,6 +250,10 @@ class ClusterConfig:
     """Shared memory of a node in which Ray keeps trajectories."""
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
+    isolation: str = setting("auto", choices=("auto", "namespace", "none"))
+    """Protection of the run's ports from other users of its host: auto (a private network namespace if other users are
+    logged in) | namespace (always) | none. Processes in the namespace cannot reach other machines. A run that joins a
+    Ray cluster is rejected unless none is set, if other users are logged in on its hosts."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
 from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
@@ -80,6 +81,8 @@ def launch(
         say(f"setting up {_counted(started)}")
         if config.cluster.nodes > 1:
             _check_hosts(config, started.watch)
+        if config.cluster.address is not None and config.cluster.isolation != "none":
+            _check_users(config, started.watch)
         pool = _set_up(config, placement, prompts, roles, started, say)
         groups = {}
         for role in roles:
@@ -235,6 +238,19 @@ def _check_hosts(config: Config, watch: Watch) -> None:
         return facts
 
     check_hosts(config, ask)
+
+
+def _check_users(config: Config, watch: Watch) -> None:
+    """Ask one process per host which other users are logged in there.
+
+    Raises: ConfigError naming the host.
+    """
+    handles = list(watch.handles.values())
+    hosts = [host for host, _ in watch.get([handle.where.remote() for handle in handles])]
+    asked = {host.memory: (host.name, handle) for host, handle in zip(hosts, handles, strict=True)}
+    users = watch.get([handle.other_users.remote() for _, handle in asked.values()])
+    for (name, _), others in zip(asked.values(), users, strict=True):
+        check_remote_host(config, name, others)
 
 
 def _set_up_engines(

@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.runtime.isolation.namespace import can_enter, current
 from tests.e2e.runs import TrainProcess, metrics
 
 pytestmark = pytest.mark.slow
+
+ISOLATED = ("cluster.isolation=namespace",) if can_enter() else ()
+"""The whole run of the first test is in a network namespace of its own, where the host allows that."""
 
 
 def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> None:
     run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
-    overrides = ("trainer.steps=3", "checkpoint.every_steps=0")
+    overrides = ("trainer.steps=3", "checkpoint.every_steps=0", *ISOLATED)
     with TrainProcess(task, run_dir, overrides, environment=environment) as run:
         run.wait_until(lambda: (run_dir / "run.lock").exists() and "starting Ray" in run.text())
         for verb in ("train", "eval"):
@@ -28,6 +32,11 @@ def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> No
             assert second.returncode == 2, second.stderr
             assert second.stderr.startswith(f"error: run.dir={run_dir} is in use by process {run.process.pid} on host ")
             assert len(second.stderr.splitlines()) == 1
+        if ISOLATED:
+            run.wait_until(lambda: run.processes("ray::TrainerProcess"))
+            networks = {os.readlink(f"/proc/{process.pid}/ns/net") for process in run.processes()}
+            assert len(networks) == 1
+            assert networks != {current()}
         assert run.finish() == 0, run.text()[-4000:]
     assert max(metrics(run_dir)) == 3
     assert not list(run_dir.glob("config.*.yaml"))  # the rejected start wrote no configuration

@@ -23,6 +23,7 @@ from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, Question, answer
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.cores import share_cores
+from mcore_rl.runtime.isolation.accounts import other_users
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
@@ -87,6 +88,11 @@ class RunProcess:
     @ray.method(concurrency_group="watch")
     def host_facts(self, question: Question) -> HostFacts:
         return answer(question)
+
+    @ray.method(concurrency_group="watch")
+    def other_users(self) -> list[str]:
+        """Names of other users who are logged in on this host."""
+        return other_users()
 
     @ray.method(concurrency_group="watch")
     def pending_collectives(self) -> list[Collective]:

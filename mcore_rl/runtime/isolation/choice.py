@@ -1,0 +1,76 @@
+"""The decision whether a run gets a network of its own, and the restart inside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.isolation import namespace
+from mcore_rl.runtime.isolation.accounts import other_users
+
+REMEDY = (
+    "set cluster.isolation=none to accept that they can connect to its ports and, with effort, run code as you "
+    "(docs/security.md)"
+)
+
+
+def isolate(config: Config, say: Callable[[str], None]) -> None:
+    """Restart this command in a private network namespace if cluster.isolation asks for it; does not return then.
+
+    Call before anything else starts. Does nothing in a process that was restarted, nor for a run that joins a Ray
+    cluster, whose hosts check_remote_host checks.
+
+    Raises: ConfigError if other users are logged in and the run cannot be isolated from them.
+    """
+    wanted = config.cluster.isolation
+    if wanted == "namespace" and config.cluster.address is not None:
+        raise ConfigError(
+            "cluster.isolation=namespace applies to runs that start Ray on this host; leave cluster.address out, or "
+            "set cluster.isolation=auto"
+        )
+    if wanted == "none" or config.cluster.address is not None or namespace.is_inside():
+        return
+    others = other_users() if wanted == "auto" else []
+    if wanted == "auto" and not others:
+        return
+    reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
+    if addresses := _addresses(config):
+        raise ConfigError(
+            f"{reason}, and a run with a network of its own cannot reach {' and '.join(addresses)}; {REMEDY}"
+        )
+    if not namespace.can_enter():
+        raise ConfigError(
+            f"{reason}, but this host does not allow a network namespace (root needs CAP_SYS_ADMIN, other users "
+            f"kernel.unprivileged_userns_clone=1 or an AppArmor profile); {REMEDY}"
+        )
+    say(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    python = sys.executable
+    os.execv(python, [python, "-m", namespace.__name__, python, *sys.orig_argv])
+
+
+def check_remote_host(config: Config, host: str, others: Sequence[str]) -> None:
+    """Check a host of a Ray cluster that the run has joined.
+
+    Raises: ConfigError if other users are logged in there.
+    """
+    if others and config.cluster.isolation != "none":
+        raise ConfigError(
+            f"cluster.isolation={config.cluster.isolation}: {_names(others)} logged in on {host}, and processes of a "
+            f"Ray cluster that the run joins cannot be isolated from them; reserve the hosts, or {REMEDY}"
+        )
+
+
+def _addresses(config: Config) -> list[str]:
+    """Keys of the configuration that name a server."""
+    keys = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url}
+    return [f"{key}={value}" for key, value in keys.items() if value is not None]
+
+
+def _names(users: Sequence[str]) -> str:
+    shown = ", ".join(users[:3]) + (f" and {len(users) - 3} more" if len(users) > 3 else "")
+    return f"{shown} {'is' if len(users) == 1 else 'are'}"
