@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
 from model_converters.families.parts.family import (
+    SGLANG,
     VLLM,
     Family,
     ModelArguments,
@@ -51,7 +52,7 @@ QWEN2 = Family(
     rows=_rows,
     model_arguments=_model_arguments,
     architecture="Qwen2ForCausalLM",
-    unread_by_engines={"head_dim": VLLM},
+    unread_by_engines={"head_dim": VLLM | SGLANG},
     own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Qwen2, Qwen2.5",
