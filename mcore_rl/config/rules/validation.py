@@ -301,11 +301,23 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
                 f"{key}=true gives each of {role_key('rollout.tp')}={tp} ranks whole ones of {experts} "
                 "experts; lower the ranks, or set it to false"
             )
-    limit = hf.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if limit and longest > limit:
-        raise ConfigError(
-            f"{role_key('rollout.max_prompt_tokens')} + {role_key('rollout.max_response_tokens')} = {longest} "
-            "exceeds the model's "
-            f"max_position_embeddings={limit}"
-        )
+    for name, limit in (("max_position_embeddings", hf.get("max_position_embeddings")), _yarn_positions(hf)):
+        if limit and longest > limit:
+            raise ConfigError(
+                f"{role_key('rollout.max_prompt_tokens')} + {role_key('rollout.max_response_tokens')} = {longest} "
+                f"exceeds the model's {name}={limit}"
+            )
+
+
+def _yarn_positions(hf: dict[str, Any]) -> tuple[str, int | None]:
+    """The positions for which engines tabulate the rotation of yarn; an index beyond the table is not checked."""
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    scaling = hf.get(name)
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return name, None
+    key = "original_max_position_embeddings"
+    factor, original = scaling.get("factor"), hf.get(key, scaling.get(key))
+    if not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return name, None  # rejected by the model's family
+    return f"{name}.factor * {key}", int(factor * original)

@@ -205,3 +205,18 @@ def test_a_model_whose_config_is_no_json_is_refused(base: str, tmp_path: Path, c
     (tmp_path / "model" / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.hf_path: .*config\.json cannot be read"):
         validate(load_config(base))
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_positions_beyond_the_engines_table_of_yarn_are_rejected(base: str, tmp_path: Path, name: str) -> None:
+    """vLLM tabulates factor * original positions and does not check an index into the table."""
+    for factor, fits in ((4, False), (8, True)):
+        rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 256}
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**HF, name: rope}))
+        config = load_config(base, ["rollout.max_prompt_tokens=1000", "rollout.max_response_tokens=1000"])
+        config.actor.tokens_per_microbatch = 4000
+        if fits:
+            validate(config)
+        else:
+            with pytest.raises(ConfigError, match=rf"{name}\.factor \* original_max_position_embeddings=1024"):
+                validate(config)
