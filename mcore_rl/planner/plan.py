@@ -27,6 +27,7 @@ from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_sta
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.verdict import Verdict, judge
 from mcore_rl.spec.adapters import bound_adapters
+from mcore_rl.spec.engine_model import check_engine_model
 from mcore_rl.spec.implementation import Implementation
 from mcore_rl.spec.installed import planned_machine
 from mcore_rl.spec.model import ModelSpec
@@ -150,6 +151,7 @@ class Job:
         config = replace(config, model=replace(config.model))
         settle_dtype(config, cuda=cuda)
         spec = ModelSpec.policy(config)
+        check_engine_model(config, spec.hf_config)
         implementation = spec.implementation(config, planned_machine(cuda=cuda))
         dtype, lora = DTYPES[config.model.dtype], config.actor.lora
         modules = recomputed_modules(config.actor, spec.arguments, implementation)

@@ -34,6 +34,7 @@ from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
 from mcore_rl.planner.sync import gpu_window_bytes
+from mcore_rl.spec.engine_model import check_engine_model
 from mcore_rl.spec.installed import planned_machine
 from mcore_rl.spec.layout import model_arguments
 from mcore_rl.spec.model import ModelSpec, policy_config
@@ -135,6 +136,7 @@ def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
     with role_keys(JUDGE_KEYS):
         view = as_policy(config)
         hf_config, _ = policy_config(view)
+        check_engine_model(view, hf_config)
         dtype = DTYPES[view.model.dtype]
         engine = engine_rank(
             view, bound_rows(hf_config, dtype), model_arguments(hf_config), element_bytes=dtype.itemsize, cuda=cuda

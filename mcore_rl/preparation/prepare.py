@@ -43,7 +43,7 @@ from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.engine_model import overridden_fields
+from mcore_rl.spec.engine_model import check_engine_model, overridden_fields
 from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
@@ -88,6 +88,7 @@ def prepare(config: Config) -> Prepared:
     settle_dtype(config, cuda=uses_cuda(config.cluster))
     spec = ModelSpec.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
+    check_engine_model(config, hf_config)
     check_implementation(config, spec)
     parameters = check_weights(config)
     actor_parameters = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters

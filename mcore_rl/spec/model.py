@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.config import num_trainer_ranks, read_hf_config
 from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.engine_model import check_engine_model
 from mcore_rl.spec.implementation import Implementation, choose, wanted
 from mcore_rl.spec.layout import check_experts, model_arguments, train_layout
 from mcore_rl.spec.recompute import recompute_arguments
@@ -41,7 +40,6 @@ class ModelSpec:
         Raises: ConfigError.
         """
         hf_config, left_out = policy_config(config)
-        check_engine_model(config, hf_config)
         return _spec(config, hf_config, num_ranks or num_trainer_ranks(config), left_out)
 
     @classmethod

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config import Config, load_config
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.engine_model import overridden_fields
+from mcore_rl.spec.engine_model import check_engine_model, overridden_fields
 from mcore_rl.spec.model import ModelSpec
 from tests.tiny_models import tiny_fields
 
@@ -21,6 +21,10 @@ def run_of(directory: Path, kind: str, changes: dict[str, Any], *overrides: str)
     path = directory / "config.yaml"
     path.write_text(f"run: {{dir: {directory}}}\nmodel: {{hf_path: {directory}}}\ndata: {{train: t.jsonl}}\n")
     return load_config(str(path), list(overrides))
+
+
+def checked(config: Config) -> None:
+    check_engine_model(config, ModelSpec.policy(config).hf_config)
 
 
 REJECTED = [
@@ -42,9 +46,9 @@ def test_run_whose_engine_computes_another_model_is_rejected(
 ) -> None:
     config = run_of(tmp_path, kind, changes, f"rollout.engine={engine}")
     with pytest.raises(ConfigError, match=rf"^model\.hf_path=.*config\.json: .*\b{key}\b .*not supported"):
-        ModelSpec.policy(config)
+        checked(config)
     config.algorithm.policy_loss.name = "sft"  # has no engine
-    ModelSpec.policy(config)
+    checked(config)
 
 
 def test_engine_that_reads_the_field_accepts_it(tmp_path: Path) -> None:
@@ -52,14 +56,14 @@ def test_engine_that_reads_the_field_accepts_it(tmp_path: Path) -> None:
         ("mixtral", {"head_dim": 12}, "vllm"),
         ("qwen3_moe", {"tie_word_embeddings": True}, "vllm"),
     ):
-        ModelSpec.policy(run_of(tmp_path, kind, changes, f"rollout.engine={engine}"))
+        checked(run_of(tmp_path, kind, changes, f"rollout.engine={engine}"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "glm4_moe"])
 def test_chunked_attention_is_rejected_before_start(tmp_path: Path, kind: str) -> None:
     config = run_of(tmp_path, kind, {"dual_chunk_attention_config": {"chunk_size": 64}, "head_dim": 8})
     with pytest.raises(ConfigError, match="dual_chunk_attention_config"):
-        ModelSpec.policy(config)
+        checked(config)
 
 
 def test_overridden_field_is_named_in_a_note(tmp_path: Path) -> None:
