@@ -88,6 +88,10 @@ def states_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]
     return decorate
 
 
+_COUNTED, _MOST_COUNTED = ("_layers", "_experts"), 100_000
+"""Every layer and every expert has rows in the table, so that a mistyped number would fill the memory."""
+
+
 def integer(config: HFConfig, *keys: str, default: int | None = None, least: int = 1) -> int:
     """A whole number of at least `least`; further `keys` are other spellings of the first. `default` stands for what
     is absent or null.
@@ -101,6 +105,8 @@ def integer(config: HFConfig, *keys: str, default: int | None = None, least: int
             raise ConversionError(
                 f"config.json: {key} is {_shown(value)}; it must be a whole number of at least {least}"
             )
+        if value > _MOST_COUNTED and key.endswith(_COUNTED):
+            raise ConversionError(f"config.json: {key} is {value}; it must be at most {_MOST_COUNTED}")
     if len(set(found.values())) > 1:
         both = " and ".join(f"{key} {value}" for key, value in found.items())
         raise ConversionError(f"config.json: {both} are two spellings of one size and differ; remove one of them")
@@ -249,7 +255,6 @@ def refuse_unsupported(config: HFConfig) -> None:
     """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations,
     layers that differ from each other by their number, attention that is not causal or not over all tokens."""
     fp8_block(config)
-    require(config, "compression_config", None, {}, why="only FP8 e4m3 weights in blocks can be read")
     require(config, "is_causal", True, why="attention is causal; transformers attends in both directions otherwise")
     why = "inference engines attend by it to chunks of the text, and transformers and megatron to all tokens"
     require(config, "dual_chunk_attention_config", None, why=why)

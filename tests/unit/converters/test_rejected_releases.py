@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers.utils.quantization_config import QuantizationMethod
 
 from model_converters.errors import ConversionError
+from model_converters.families import family_for
 from model_converters.families.parts.hf_config import fp8_block, read_hf_config
 from model_converters.families.parts.rotary import rotary
 from model_converters.hf.io import HFCheckpoint
@@ -117,3 +118,9 @@ def test_rope_variant_is_rejected_by_its_field(kind, key, section, dense_config)
 def test_field_of_another_rope_variant_is_rejected(field, dense_config):
     with pytest.raises(ConversionError, match=rf"config\.json: rope_scaling\.{field} \[1\.0\] is not supported"):
         rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}})
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
+def test_count_that_would_fill_the_memory_is_rejected(key, moe_config):
+    with pytest.raises(ConversionError, match=rf"config\.json: {key} is 1000000000; it must be at most 100000"):
+        family_for(moe_config).rows(moe_config | {key: 10**9})
