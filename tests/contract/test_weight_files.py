@@ -1,0 +1,62 @@
+"""The weight files that engines and transformers read, which model_converters.hf.directory.unlisted relies on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_rl.engines.vllm.arguments import model_arguments
+from model_converters.errors import ConversionError
+from model_converters.hf.directory.index import read_headers
+from model_converters.hf.directory.unlisted import find_unlisted
+
+vllm = pytest.importorskip("vllm")
+
+
+def read_by_vllm(directory: Path, load_format: str) -> set[str]:
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+    _, files, *_ = loader._prepare_weights(str(directory), None, None, True, None)
+    return {Path(file).name for file in files}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in ("model-1", "model-2", "consolidated", "mtp"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    places = {name: f"{name}.safetensors" for name in ("model-1", "model-2")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    return tmp_path
+
+
+def test_vllm_reads_what_the_index_lists_in_our_format_only(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its default prefers Mistral's file to the index."""
+    arguments = model_arguments(_model(tmp_path_factory), dtype="float32", seed=0, load_weights=True)
+    listed = {"model-1.safetensors", "model-2.safetensors"}
+    assert read_by_vllm(directory, arguments["load_format"]) == listed
+    assert read_by_vllm(directory, "auto") == {"consolidated.safetensors"}
+
+
+def test_vllm_reads_every_file_without_an_index(directory: Path) -> None:
+    """So files beside model.safetensors are rejected, consolidated ones included."""
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "model-2.safetensors").rename(directory / "model.safetensors")
+    (directory / "model-1.safetensors").unlink()
+    assert read_by_vllm(directory, "hf") == {"model.safetensors", "consolidated.safetensors", "mtp.safetensors"}
+    with pytest.raises(ConversionError, match=r"consolidated\.safetensors holds .*mtp\.safetensors holds"):
+        find_unlisted(directory, read_headers(directory))
+
+
+def _model(factory: pytest.TempPathFactory) -> Path:
+    directory = factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 1}))
+    return directory
