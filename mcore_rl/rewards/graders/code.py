@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from mcore_rl.rewards.graders.programs.bundle import bundle
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
 from mcore_rl.rewards.graders.programs.extraction import extract_program
-from mcore_rl.rewards.graders.programs.tester import UNPROTECTED
+from mcore_rl.rewards.graders.programs.tester import LACKS, UNPROTECTED
 from mcore_rl.rewards.graders.programs.truths import (
     Assertions,
     as_text,
@@ -97,9 +97,16 @@ class CodeGrader:
             return Score(0.0, 0.0)
         secret = secrets.token_hex(32)
         printed, ok = self.runner.run(bundle("tester"), _request(tests, program, secret), _Clock(self.seconds).left)
-        if printed.rstrip().endswith(f"{UNPROTECTED}{secret}"):
+        verdict = printed.rstrip().rpartition("\n")[2]
+        if verdict == f"{UNPROTECTED}{secret}":
             raise RuntimeError("sandbox.python cannot hide the tests from the program (prctl by ctypes); set another")
-        right = float(ok and printed.rstrip().endswith(secret))
+        if verdict.startswith(LACKS) and verdict.endswith(f" {secret}"):
+            modules = verdict.removeprefix(LACKS).removesuffix(f" {secret}").replace(" ", ", ")
+            raise RuntimeError(
+                f"the tests of the ground truth import {modules}, which sandbox.python lacks; set it to a Python that "
+                "has them, with sandbox.read_only"
+            )
+        right = float(ok and verdict == secret)
         return Score(right, right)
 
 

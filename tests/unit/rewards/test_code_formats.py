@@ -180,6 +180,9 @@ VALUES = "10**30, (1, {2: {3}}, b'x', 2j, None, True), {(1, 2): [3]}, range(3), 
         (REVERSE, {"prompt": LEETCODE, "entry_point": "Solution().reverseList", "test": "def check(candidate):\n    assert is_same_list(candidate(head=list_node([1, 2, 3])), list_node([3, 2, 1]))\n    assert candidate(None) is None\n"}),
         (STACK, {"test": TEST_STACK}),
         ("def f(x):\n    if x < 0: raise ValueError('neg')\n    return x + 1", {"test": "import unittest\nfrom solution import f\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n        with self.assertRaises(ValueError):\n            f(-1)\n"}),
+        ("def task(x): return x + 1", {"entry_point": "task", "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(task(1), 2)\n"}),
+        ("def task(x): return x + 1", {"entry_point": "task", "test": "assert candidate(1) == 2\nassert task(2) == 3"}),
+        ("def f(a, b): return a + b", {"test": "from solution import f\ndef mark(function):\n    function.pytestmark = [type('M', (), {'name': 'parametrize', 'args': ('a, b, c', [(1, 2, 3), (2, 2, 4)])})]\n    return function\n@mark\ndef test_f(a, b, c):\n    assert f(a, b) == c\n"}),
         ("import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return 2 * x", {"test": "import asyncio\nfrom solution import f\ndef test_f():\n    assert asyncio.run(f(2)) == 4\n"}),
         ("def hello(): print('hi')", {"test": "import contextlib, io\nfrom solution import hello\ndef test_hello():\n    out = io.StringIO()\n    with contextlib.redirect_stdout(out):\n        hello()\n    assert out.getvalue() == 'hi\\n'\n"}),
         ("def f(a):\n    a[2].append(9)\n    a.sort(key=str)\n    return a", {"test_list": ["a = [3, 1, [2]]; b = a[2]; c = f(a); assert a == [1, 3, [2, 9]] and a[2] is b and c is a"]}),
@@ -199,6 +202,29 @@ def test_program_right_by_its_harness_passes_asserts(program: str, truth: Any) -
 def test_tests_that_are_not_python_raise_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="not Python"):
         GRADER.grade_asserts(fenced("x = 1"), truth)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"entry_point": "task", "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(task(1), 3)\n"},
+        {"entry_point": "task", "test": "assert candidate(1) == 3"},
+        {"test": "from solution import task\ndef test_f():\n    assert task(1) == 3"},
+    ],
+)  # fmt: skip
+def test_program_that_is_wrong_fails_asserts(truth: Any) -> None:
+    assert GRADER.grade_asserts(fenced("def task(x): return x + 1"), truth).accuracy == 0.0
+
+
+def test_tests_without_a_check_are_an_error_of_the_row() -> None:
+    with pytest.raises(ValueError, match="neither check, test functions nor assertions"):
+        GRADER.grade_asserts(fenced("def f(): pass"), {"entry_point": "f", "test": "def verify(candidate): return 1"})
+
+
+def test_tests_that_import_a_missing_module_are_an_error() -> None:
+    truth = {"test_list": ["assert f() == 1"], "test_imports": ["import no_such_module.part"]}
+    with pytest.raises(RuntimeError, match=r"import no_such_module, which sandbox\.python lacks"):
+        GRADER.grade_asserts(fenced("def f(): return 1"), truth)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,12 @@ class Names:
         """Modules that the tests import for the program."""
         froms = {node.module for node in ast.walk(self._tree) if isinstance(node, ast.ImportFrom) and node.module}
         return sorted({SOLUTION, *(name for name in froms if name in ("main", "your_module", "answer"))})
+
+    @property
+    def missing_modules(self) -> list[str]:
+        """Modules that the tests or the prompt import and this Python lacks."""
+        imported = {name for tree in (self._tree, self._prompt) for name in _imported_modules(tree)}
+        return sorted(name for name in imported - {*self.modules} if importlib.util.find_spec(name) is None)
 
     def of_program(
         self, space: Mapping[str, Any], comparing: Mapping[str, Any], starred: Mapping[str, Any]
@@ -120,6 +127,14 @@ def _bound(tree: ast.Module) -> Iterator[str]:
                 yield inner.id
             elif isinstance(inner, ast.alias):
                 yield (inner.asname or inner.name).partition(".")[0]
+
+
+def _imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def _object_makers(tree: ast.AST) -> Iterator[str]:

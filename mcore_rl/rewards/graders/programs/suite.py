@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import io
 import types
 import unittest
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.peer import Remote
@@ -29,10 +30,8 @@ def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
     if entry and callable(names.get("check")):
         outcome = names["check"](names["candidate"])
         if inspect.iscoroutine(outcome):
-            import asyncio
-
             asyncio.run(outcome)
-    elif not entry and request["collect"]:
+    elif request["collect"]:
         _collect(names)
 
 
@@ -44,10 +43,32 @@ def _collect(names: Mapping[str, Any]) -> None:
         elif isinstance(value, type) and name.startswith("Test"):
             number += sum(_run(value, method) for method in dir(value) if method.startswith("test"))
         elif inspect.isfunction(value) and name.startswith("test"):
-            value()
-            number += 1
+            number += _run_function(value)
     if not number:
         raise AssertionError("the tests define no test function")
+
+
+def _run_function(function: Callable[..., Any]) -> int:
+    """Runs it with every combination of its pytest parameters."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            sets = [dict(zip(names, _values(value, len(names)))) for value in values]  # noqa: B905 (Python 3.9)
+            calls = [{**call, **each} for call in calls for each in sets]
+    for call in calls:
+        outcome = function(**call)
+        if inspect.iscoroutine(outcome):
+            asyncio.run(outcome)
+    return len(calls)
+
+
+def _values(value: Any, count: int) -> Sequence[Any]:
+    values = getattr(value, "values", None)  # of pytest.param
+    if isinstance(values, tuple):
+        return values
+    return [value] if count == 1 else list(value)
 
 
 def _run(kind: type, method: str) -> int:

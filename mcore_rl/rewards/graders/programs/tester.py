@@ -32,6 +32,8 @@ from mcore_rl.rewards.graders.programs.suite import run_suite
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 UNPROTECTED = "unprotected "
 """Comes before the secret if the process cannot hide its memory, so that no verdict is possible."""
+LACKS = "lacks "
+"""Comes before modules that the tests import and this Python lacks, and the secret."""
 
 
 class Tester(Peer):
@@ -79,8 +81,11 @@ def main() -> None:
     sys.stdout = io.StringIO()  # a test's own output is not the verdict
     _trust_no_directory_of_the_program()
     sys.setrecursionlimit(RECURSION_LIMIT)
-    reader, writer = _start(request["candidate"])
     names = Names(request)
+    if names.missing_modules:
+        os.write(verdict, f"\n{LACKS}{' '.join(names.missing_modules)} {secret}\n".encode())
+        return
+    reader, writer = _start(request["candidate"])
     space = types.ModuleType("tests")
     space.__dict__.update(module_names())
     sys.modules["tests"] = space

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.plain import PlainOwner
@@ -67,8 +67,11 @@ def read_assertions(ground_truth: Any) -> Assertions:
     prompt = _parseable(str(truth.get("prompt") or ""))
     test, entry_point = truth.get("test"), truth.get("entry_point")
     if test is not None and entry_point:
-        return _checked(Assertions([str(test)], str(entry_point), prompt))
-    if test is not None and "def test" in str(test):
+        assertions = _checked(Assertions([str(test)], str(entry_point), prompt, collect="check" not in _defined(test)))
+        if assertions.collect and not (_has_tests(test) or _asserts(test)):
+            raise ValueError("the test of the ground truth has neither check, test functions nor assertions")
+        return replace(assertions, collect=assertions.collect and _has_tests(test))
+    if test is not None and _has_tests(test):
         return _checked(Assertions([str(test)], None, prompt, collect=True))
     asserts = truth.get("test_list")
     if asserts is None or not len(asserts):
@@ -173,6 +176,24 @@ def _checked(assertions: Assertions) -> Assertions:
     except SyntaxError as error:
         raise ValueError(f"the tests of the ground truth are not Python: {error}") from None
     return assertions
+
+
+def _defined(test: Any) -> list[str]:
+    """Functions and classes at the top level of test code; none if it is not Python."""
+    try:
+        tree = ast.parse(str(test))
+    except SyntaxError:
+        return []
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [node.name for node in tree.body if isinstance(node, kinds)]
+
+
+def _has_tests(test: Any) -> bool:
+    return any(name.lower().startswith("test") for name in _defined(test)) or "TestCase" in str(test)
+
+
+def _asserts(test: Any) -> bool:
+    return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(str(test))))
 
 
 def _parseable(prompt: str) -> str:
