@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import psutil
 
@@ -34,13 +34,15 @@ def marked(environment: Mapping[str, str], mark: str) -> dict[str, str]:
     return {**environment, VARIABLE: f"{environment.get(VARIABLE, '')}:{mark}"}
 
 
-def kill_tree(process: subprocess.Popen[bytes], mark: str) -> int:
+def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psutil.Process] = ()) -> int:
     """Ends a child that was started with `marked`, and its descendants; returns its exit code as subprocess does.
+
+    known: descendants that `descendants_of` found earlier, for a child that has ended meanwhile.
 
     The child gets KILL at once. Descendants that are left get TERM, and KILL after TERM_SECONDS. A process that has
     both left its parents and cleared its environment is not found.
     """
-    descendants = _children(process.pid)
+    descendants = [*known, *descendants_of(process.pid)]
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process.pid) == process.pid:
@@ -58,7 +60,7 @@ def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds
     signalled: set[psutil.Process] = set()
     while left := {*filter(_runs, known), *_marked(mark)}:
         for process in left - signalled:
-            known += _children(process.pid)
+            known += descendants_of(process.pid)
             with contextlib.suppress(psutil.Error):  # psutil compares the start time, so no other process is hit
                 process.send_signal(number)
         signalled |= left
@@ -67,7 +69,8 @@ def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds
         time.sleep(_POLL_SECONDS)
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def descendants_of(pid: int) -> list[psutil.Process]:
+    """Living descendants; none if the process has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:

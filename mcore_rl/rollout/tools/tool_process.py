@@ -12,8 +12,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from mcore_rl.errors import ConfigError, McoreRLError, WorkerDiedError
-from mcore_rl.processes.tree import kill_tree, marked, new_mark
+from mcore_rl.processes.tree import descendants_of, kill_tree, marked, new_mark
 from mcore_rl.rollout.tools import frames
 from mcore_rl.rollout.tools.interface import ToolAnswer, ToolError
 from mcore_rl.rollout.tools.process import (
@@ -52,6 +54,7 @@ class ToolProcess:
     def __init__(self, settings: ToolSettings, start_seconds: float) -> None:
         self._ours, theirs = socket.socketpair()
         self._mark = new_mark()
+        self._descendants: list[psutil.Process] = []
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mcore_rl.rollout.tools.process", str(theirs.fileno()), str(os.getpid())],
@@ -87,6 +90,7 @@ class ToolProcess:
     async def shutdown(self) -> None:
         """Lets tools release what they hold, for a moment, and ends the process and all that it started."""
         if self._writer is not None and not self.lost.is_set():
+            self._descendants = descendants_of(self.pid)  # the process may end before it is killed
             frames.write(self._writer, SHUTDOWN)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.lost.wait(), CLOSE_SECONDS)
@@ -154,7 +158,7 @@ class ToolProcess:
     def _lose(self, cause: str, refusal: McoreRLError | None = None) -> None:
         if self.lost.is_set():
             return
-        code = kill_tree(self._process, self._mark)
+        code = kill_tree(self._process, self._mark, self._descendants)
         self.cause = f"the tool process was lost: {cause or f'it ended with exit code {code}'}"
         self.lost.set()
         if self._writer is not None:

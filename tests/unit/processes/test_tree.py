@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenised.processes import _Process
 from mcore_rl.engines.sglang.processes import end_ranks, start_rank
 from mcore_rl.processes.tree import kill_tree, marked, new_mark
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.pool import GradingPool
+from mcore_rl.rollout.tools.toolbox import ToolBox
 
 STARTS = {
     "child": "subprocess.Popen(SLEEP)",
@@ -100,6 +104,26 @@ def test_grading_pool_shut_down_leaves_no_process(tmp_path: Path, tag: str) -> N
         await_running(tag)
     finally:
         pool.shutdown()
+    assert running(tag) == []
+
+
+def test_tools_shut_down_leave_no_process(tmp_path: Path, tag: str) -> None:
+    lines = "\n".join("    " + line for start in list(STARTS.values())[:4] for line in code(start, tag).splitlines())
+    (tmp_path / "starting.py").write_text(f"def start() -> str:\n{lines}\n    return 'started'\n")
+    schema = {"type": "function", "function": {"name": "start", "description": "", "parameters": {"type": "object"}}}
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(yaml.safe_dump({"tools": [{"function": "starting.py:start", "tool_schema": schema}]}))
+
+    async def call() -> str:
+        box = await ToolBox.start(RolloutConfig(tools=str(tools)))
+        try:
+            answer = await box.call("episode", "start", {})
+            await_running(tag)
+            return answer.text
+        finally:
+            await box.shutdown()
+
+    assert asyncio.run(call()) == "started"
     assert running(tag) == []
 
 
