@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
 from mcore_rl.runtime.daemons import Daemons
+from mcore_rl.runtime.roles.origins import origin_of, with_origin
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.weights.transports.hosts import this_host
 
@@ -111,9 +112,10 @@ class Watch:
     def get(self, refs: Sequence[Any]) -> list[Any]:
         """Results of `refs`, in order.
 
-        Raises: the typed error that a process raised, as it was; WorkerDiedError naming the process that died or
-        failed, as soon as either happens, whatever else is still running; ClusterDiedError when Ray is gone;
-        KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all processes).
+        Raises: the typed error that a process raised, with that process in its message; WorkerDiedError naming the
+        process that died or failed, as soon as either happens, whatever else is still running; ClusterDiedError when
+        Ray is gone; KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all
+        processes).
         """
         with self._explained():
             return self._results(refs)
@@ -275,13 +277,21 @@ class Watch:
                 self.blame_the_dead()
             if isinstance(cause, OSError):
                 cause = storage_error(cause) or cause
+            origin = origin_of(error.cause) or self._called(ref)
             if isinstance(cause, McoreRLError):
-                raise cause from None
+                raise _named(cause, origin) from None
             self.blame_the_dead()
-            raise WorkerDiedError(f"a process failed: {_last_lines(error)}") from None
+            raise WorkerDiedError(f"{origin or 'a process'} failed: {_last_lines(error)}") from None
         except RayError as error:
             self.blame_the_dead()
-            raise WorkerDiedError(f"a process died: {_first_line(error)}") from None
+            raise WorkerDiedError(f"{self._called(ref) or 'a process'} died: {_first_line(error)}") from None
+
+    def _called(self, ref: Any) -> str | None:
+        """Name of the process that was called with the result `ref`; None if it is not of this run."""
+        if not isinstance(ref, ray.ObjectRef):
+            return None
+        called = ref.task_id().actor_id()
+        return next((name for name, handle in self.handles.items() if handle._actor_id == called), None)
 
     def _meanwhile(self) -> list[str]:
         """What the processes that still run are waiting in, of their collectives, and which of them do not answer."""
@@ -347,6 +357,12 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _named(error: McoreRLError, origin: str | None) -> McoreRLError:
+    """The error with its origin in the message."""
+    error.args = (with_origin(error, origin),)
+    return error
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,16 +14,25 @@ import pytest
 import ray
 
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import NonFiniteError, WorkerDiedError
+from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess
+from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.roles.trainer import TrainerProcess
+from mcore_rl.weights.transports.hosts import this_host
 
 NODES = (0, 1, 0, 2, 0)
 """Pretended, of five ranks: one node has three, in between others."""
 
 
+class UnpicklableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("a lock")
+
+
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+@marks_errors
 class Rank(RankProcess):
     def add(self, number: int, fetched: int) -> tuple[int, int, str]:
         return number + fetched, os.getpid(), threading.current_thread().name
@@ -32,6 +42,11 @@ class Rank(RankProcess):
         if failing:
             raise NonFiniteError("loss is nan")
         threading.Event().wait(60)
+
+    def fail(self, kind: str) -> None:
+        if kind == "unpicklable":
+            raise UnpicklableError
+        raise {"disk": OSError(errno.ENOSPC, "full"), "bug": KeyError("weight")}[kind]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +89,32 @@ def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(grou
 
 @pytest.mark.parametrize("failing", [0, 4])
 def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: RankGroup, failing: int) -> None:
-    with pytest.raises(NonFiniteError, match="loss is nan"):
+    with pytest.raises(NonFiniteError, match=rf"^loss is nan \(rank {failing} on \S+\)$"):
         group.on_every_rank("meet", [(rank == failing,) for rank in range(5)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("disk", ConfigError, r"run\.dir: .*\(rank 1 on \S+\)$"),
+        ("bug", WorkerDiedError, r"^rank 1 on \S+ failed: [\s\S]*KeyError: 'weight'"),
+        ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # by the call alone
+    ],
+)
+def test_error_of_any_type_names_its_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        group.watch.get([group.handles[0].add.remote(0, 0), group.handles[1].fail.remote(kind)])
+
+
+def test_error_of_a_trainer_rank_names_role_rank_and_host(node: Any) -> None:
+    handle = TrainerProcess.options(num_cpus=0, scheduling_strategy=node).remote("trainer rank 3")
+    watch = Watch()
+    watch.add("trainer rank 3", handle)
+    try:
+        with pytest.raises(McoreRLError, match=rf"holds none \(trainer rank 3 on {this_host().name}\)$"):
+            watch.get([handle.update.remote(7)])
+    finally:
+        kill_all([handle])
 
 
 def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGroup) -> None:

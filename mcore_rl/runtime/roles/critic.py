@@ -30,11 +30,13 @@ from mcore_rl.runtime.roles.base import (
     see_only,
     set_up_ranks,
 )
+from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, TokenRefs, merge_metrics
 
 
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)
+@marks_errors
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 

@@ -30,6 +30,7 @@ from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.delivery import Kept, Wanted
+from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
     Grades,
@@ -61,6 +62,7 @@ class Report:
 
 
 @ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
+@marks_errors
 class EngineProcess(RunProcess):
     """One rollout engine with its grading processes. The main thread sets it up, and steps it from then on (`serve`);
     whatever else concerns the engine is done by that thread, between two steps."""
@@ -264,6 +266,7 @@ class EngineProcess(RunProcess):
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@marks_errors
 class FollowerProcess(RunProcess):
     """The ranks of a rollout engine on another host than its EngineProcess."""
 

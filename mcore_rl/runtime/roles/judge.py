@@ -27,11 +27,13 @@ from mcore_rl.rewards.task_parts import join_scores
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
 from mcore_rl.runtime.roles.delivery import Delivery, Rows
+from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+@marks_errors
 class JudgeProcess(RunProcess):
     """One judge engine, or who asks a server."""
 

@@ -17,11 +17,13 @@ from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
 from mcore_rl.runtime.roles.delivery import Delivery, Rows
 from mcore_rl.runtime.roles.fanout import FanOut
+from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.spec.placement import Guests
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+@marks_errors
 class RewardModelProcess(RankProcess):
     """One rank of the reward model."""
 

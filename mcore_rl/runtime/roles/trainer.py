@@ -30,11 +30,13 @@ from dataclasses import dataclass
 
 from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
 from mcore_rl.runtime.roles.delivery import DriverChunk
+from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metrics
 from mcore_rl.weights.transports.hosts import this_host
 
 
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)
+@marks_errors
 class TrainerProcess(TrainedRankProcess):
     """One rank of the actor (policy)."""
 

@@ -1,0 +1,51 @@
+"""Origins of errors: the process of the run that raised one, by role, rank and host, beyond the border of that process.
+
+An exception keeps its attributes when it is pickled; the process sets one, and the driver puts it into the message.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mcore_rl.weights.transports.hosts import this_host
+
+_ORIGIN = "mcore_rl_origin"
+
+Process = TypeVar("Process", bound=type)
+
+
+def marks_errors(process: Process) -> Process:
+    """Class decorator, below `ray.remote`: what a public method raises carries `name` of the process and its host. An
+    error of another process that passes through keeps its own origin."""
+    for name, method in inspect.getmembers(process, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(process, name, _marking(method))
+    return process
+
+
+def _marking(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return method(self, *arguments, **keywords)
+        except Exception as error:
+            if origin_of(error) is None:
+                setattr(error, _ORIGIN, f"{self.name} on {this_host().name}")
+            raise
+
+    return call
+
+
+def origin_of(error: BaseException) -> str | None:
+    """`trainer rank 1 on node3`; None for an error without an origin."""
+    origin = getattr(error, _ORIGIN, None)
+    return origin if isinstance(origin, str) else None
+
+
+def with_origin(error: BaseException, origin: str | None) -> str:
+    """The error's message, with its origin unless the message names that already."""
+    text = str(error)
+    return text if origin is None or origin in text else f"{text} ({origin})"
