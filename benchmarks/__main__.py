@@ -14,6 +14,7 @@ from benchmarks.isolation import ROOT, run_isolated
 from benchmarks.machine import look, num_gpus
 from benchmarks.registry import BENCHMARKS
 from benchmarks.result import NO_GPU, Machine, Outcome
+from benchmarks.sizes import SMALLEST
 from benchmarks.table import render
 
 
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 when a benchmark failed (a missed aim, a missing peer or GPU is an answer, not a failure)."""
     options = _options(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.smallest:
+        os.environ[SMALLEST] = "1"
     names = options.names or [name for name, benchmark in BENCHMARKS.items() if benchmark.gpu or not options.gpu]
     outcomes = [_run(name) for name in names]
     machine = look(gpu=any(BENCHMARKS[outcome.benchmark].gpu for outcome in outcomes if outcome.results))
@@ -76,6 +79,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--gpu", action="store_true", help="without names: those that need a GPU, not all")
+    parser.add_argument(
+        "--smallest", action="store_true", help="the smallest sizes, to see whether they run; figures mean nothing"
+    )
     parser.add_argument(
         "--save", action="store_true", help="also write them to benchmarks/results/<date>-<device>.json"
     )

@@ -18,10 +18,11 @@ import torch
 
 from benchmarks.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_config, trajectories, write_model
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
-REPEATS = 3
-EQUAL = np.full(16, 224)
+REPEATS = size(3, 1)
+EQUAL = np.full(*size((16, 224), (2, 16)))
 BUDGET = 2048
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from benchmarks.pairs import Pair, alternate
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.algorithms import compute_advantages
 
-PROMPTS, SAMPLES = 8192, 16
+PROMPTS, SAMPLES = size((8192, 16), (8, 4))
 LIMIT_SECONDS = 0.05
-ROWS, TOKENS = 1024, 8192
+ROWS, TOKENS = size((1024, 8192), (4, 64))
 NAMES = ("grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 

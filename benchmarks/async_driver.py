@@ -10,13 +10,14 @@ from __future__ import annotations
 from benchmarks.async_ray import RayCosts, ray_costs
 from benchmarks.async_run import SAMPLES, Measured, Setting, simulate
 from benchmarks.result import Result
+from benchmarks.sizes import size
 
 LIMIT_SECONDS = 0.05
 """CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
 LIMIT_GROWTH = 1.3
-STEPS = {8: 1000, 64: 150, 512: 30}
+STEPS = size({8: 1000, 64: 150, 512: 30}, {2: 20})
 """Of the runs whose CPU time is measured, by engines."""
-SHORT_STEPS = {8: 100, 64: 30, 512: 10}
+SHORT_STEPS = size({8: 100, 64: 30, 512: 10}, {2: 10})
 """Of the others."""
 USUAL = (2, 4)
 IN_ORDER = (2, 2)

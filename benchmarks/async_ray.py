@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from benchmarks.driver_load import make_scalars
 from benchmarks.driver_ray import ReadyEngine, start
+from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.data.records import part_path
 from mcore_rl.rollout.tasks import Until
@@ -19,9 +21,9 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import PART_OF_CALLS, kill_all
 from mcore_rl.types import RolloutTask, SamplingOptions
 
-CALLS, AT_ONCE = 200, 50
-LOOKS = 50
-TIMES = 5
+CALLS, AT_ONCE = size((200, 50), (4, 2))
+LOOKS = size(50, 2)
+TIMES = size(5, 2)
 """Of which the one counts that took least: other processes of the machine make Ray's threads wake up more often."""
 
 
@@ -42,7 +44,7 @@ def ray_costs(engines: list[int], samples: int) -> RayCosts:
         tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory,
         ray_cluster(config, {"CPU": 1.0}) as [node],
     ):
-        engine = start(ReadyEngine, node, "engine")
+        engine = start(ReadyEngine, node, "engine", make_scalars)
         try:
             records = Path(directory) / "rollouts"
             records.mkdir()

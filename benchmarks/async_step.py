@@ -15,9 +15,15 @@ from pathlib import Path
 
 from benchmarks.async_train import Shape, measure
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.whole_step import write_task
 
-SHAPE = Shape(groups=6, samples=4, slots=64, median=96, longest=512, steps=26, warm_up=6)
+SHAPE = Shape(
+    **size(
+        {"groups": 6, "samples": 4, "slots": 64, "median": 96, "longest": 512, "steps": 26, "warm_up": 6},
+        {"groups": 2, "samples": 2, "slots": 4, "median": 4, "longest": 16, "steps": 3, "warm_up": 0},
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Workload:
 WORKLOADS = (
     Workload("training as long as generating", 4, 2, ">= 1.9"),
     Workload("training half as long", 2, 4, ">= 2.7"),
-)
+)[: size(2, 1)]
 STOP_MS = 20.0
 COLOCATED = ("cluster.placement=colocated", "actor.num_ranks=2", "rollout.num_engines=2")
 

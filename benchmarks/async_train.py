@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import run_command
 from benchmarks.isolation import ROOT
 from mcore_rl.observe.earlier import TIMELINE
 from mcore_rl.observe.metrics import read_metrics
@@ -49,13 +49,7 @@ class Measured:
 
 def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -> Measured:
     command = [str(Path(sys.executable).with_name("mcore-rl")), "train", "configs/demo_cpu.yaml"]
-    subprocess.run(
-        [*command, *_settings(shape, task, run_dir), *overrides],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        timeout=600,
-    )
+    run_command([*command, *_settings(shape, task, run_dir), *overrides], ROOT, timeout=600)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > shape.warm_up]
     training = _mean(rows, "time/update") + _mean(rows, "time/logp")
     step = _mean(rows, "time/step")

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import views
@@ -50,6 +51,19 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "torch_dtype": "bfloat16",
 }
+CONFIG |= size(
+    {},
+    {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+    },
+)
 Tensors = dict[str, torch.Tensor]
 
 

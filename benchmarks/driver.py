@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.driver_load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks, make_episodes
 from benchmarks.driver_ray import RANKS_PER_NODE, ray_groups, seconds_to_pass_on
 from benchmarks.result import Result, shares
+from benchmarks.sizes import size
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
 from mcore_rl.data.sampler import PromptSampler
@@ -30,8 +31,8 @@ from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe
 
-PROMPTS_PER_UPDATE = 512
-STEPS = 7
+PROMPTS_PER_UPDATE = size(512, 16)
+STEPS = size(7, 1)
 LIMIT_SECONDS = 1.0
 
 

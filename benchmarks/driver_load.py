@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.sizes import size
 from mcore_rl.runtime.roles.delivery import rows_by_rank
 from mcore_rl.types import (
     Batch,
@@ -23,7 +24,7 @@ from mcore_rl.types import (
     RolloutTask,
 )
 
-PROMPTS, SAMPLES, ENGINES, DP_RANKS = 8192, 16, 64, 64
+PROMPTS, SAMPLES, ENGINES, DP_RANKS = size((8192, 16, 64, 64), (64, 2, 2, 2))
 LONGEST = 20480
 DULL_FRACTION = 0.3
 """Groups without signal: two batches are drawn per step."""

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from benchmarks.driver_load import DP_RANKS, ENGINES, Make, make_scalars, write_records
+from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.tasks import GivenUp, Until
@@ -27,7 +28,7 @@ from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
 PROCESSES = 2
-RANKS_PER_NODE = 8
+RANKS_PER_NODE = size(8, 2)
 
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)

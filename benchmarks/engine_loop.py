@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.children import Child, run_command
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import GenerationRequest, SamplingOptions
 
 ROOT = Path(__file__).parent.parent
-BATCH, BATCHES, ROUNDS = 32, 8, 5
-LONGEST, MEDIAN, SIGMA = 256, 48.0, 0.8
+BATCH, BATCHES, ROUNDS = size((32, 8, 5), (2, 2, 1))
+LONGEST, MEDIAN, SIGMA = size((256, 48.0, 0.8), (8, 4.0, 0.8))
 PROMPT_TOKENS, VOCABULARY = 24, 96
 RUNNING = ((32, ">= 2.0"), (64, ">= 2.8"))
 """Requests that run at a time, and what comes of it at least."""
@@ -41,7 +42,7 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_loop_") as directory:
         model = Path(directory) / "model"
         command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        subprocess.run([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], check=True)
+        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
         ours, theirs = _Side(_serve_ours, model), _Side(_serve_vllm, model)
         try:
             rounds = [{"ours": ours.ask("whole"), "vllm": theirs.ask("whole"), "batches": ours.ask("batches")}
@@ -84,22 +85,16 @@ class _Side:
     """A process that answers with what it has measured."""
 
     def __init__(self, serve: Callable[[Pipe, str], None], model: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, str(model)), daemon=True)
-        self._process.start()
+        self._child = Child(multiprocessing.get_context("spawn"), serve, str(model))
 
     def ask(self, what: str) -> Measured:
-        self._pipe.send(what)
-        while not self._pipe.poll(1.0):
-            if not self._process.is_alive():
-                raise RuntimeError(f"the process of {what!r} has ended")
-        measured: Measured = self._pipe.recv()
+        """Raises: ChildError."""
+        self._child.send(what)
+        measured: Measured = self._child.recv()
         return measured
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.join()
+        self._child.kill()
 
 
 def _answer(pipe: Pipe, ways: dict[str, Callable[[], Measured]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,15 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.children import run_command
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
 from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
 
 ROOT = Path(__file__).parent.parent
-PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = 24, 96, 48, 64
-SINGLE_TURNS, ROUNDS = 512, 10
-CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = 1000, 3, 2.0
+PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = size((24, 96, 48, 64), (24, 96, 4, 8))
+SINGLE_TURNS, ROUNDS = size((512, 10), (8, 2))
+CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = size((1000, 3, 2.0), (8, 2, 0.1))
 WAITING_SHARE = 0.9
 """Of the conversations: when so many have ended, work no longer waits."""
 
@@ -37,7 +38,7 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_episodes_") as directory:
         model = Path(directory) / "model"
         command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        subprocess.run([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], check=True)
+        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
         return _measure(str(model))
 
 

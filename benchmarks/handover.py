@@ -14,11 +14,12 @@ import time
 import torch
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.sync_processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 
-ROUNDS = 11
+ROUNDS = size(11, 1)
 WAYS = (("the only rank", 64.0, 1, ">= 0.45"), ("two ranks", 64.0, 2, ">= 0.45"), ("mapped", 1024.0, 1, ">= 0.8"))
 """(name, MiB of a bucket, ranks of the engine, aim)."""
 

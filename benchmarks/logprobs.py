@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
 LIMIT_RATIO = 1.3
@@ -23,8 +24,9 @@ HIDDEN = 1024
 
 
 def run(*, small: bool = False) -> list[Result]:
-    tokens, vocabulary = (2048, 32_320) if small else (8192, 129_280)
-    return [*_forward(tokens, vocabulary, repeats=3 if small else 1), *_forward_backward(1024, 32_320)]
+    tokens, vocabulary = size((2048, 32_320) if small else (8192, 129_280), (64, 512))
+    rows = _forward(tokens, vocabulary, repeats=3 if small else 1)
+    return [*rows, *_forward_backward(*size((1024, 32_320), (64, 512)))]
 
 
 def _forward(tokens: int, vocabulary: int, *, repeats: int) -> list[Result]:

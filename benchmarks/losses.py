@@ -18,13 +18,14 @@ from functools import partial
 import torch
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.algorithms import Correction, PolicyLossInputs, compute_value_loss, policy_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.algorithms.selection import choose
 
-RESPONSES, TOKENS = 256, 4096
-ROUNDS = 9
+RESPONSES, TOKENS = size((256, 4096), (4, 32))
+ROUNDS = size(9, 1)
 AIM = "<= 1.5"
 
 

@@ -28,8 +28,6 @@ _NAMES = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight
 def run() -> list[Result]:
     torch.set_num_threads(1)
     require_mbridge()
-    with tempfile.TemporaryDirectory() as store:
-        initialize(TrainLayout(1), 0, f"file://{store}/store")
     with tempfile.TemporaryDirectory(prefix="mcore_rl_mbridge_", dir=convert.MEMORY) as directory:
         source = Path(directory) / "hf"
         convert.write_source(source)
@@ -41,6 +39,7 @@ def run() -> list[Result]:
 
 def load_pair(source: Path) -> Pair:
     """Both fill preallocated tensors of one rank."""
+    _initialize_alone()
     ours = convert.load_pair(source, 1)
     local = _allocate()
     peer = Peer(source, local)
@@ -52,6 +51,7 @@ def load_pair(source: Path) -> Pair:
 
 def bucket_pair(source: Path) -> Pair:
     """Ours writes to shared-memory buckets; what mbridge yields is copied to memory that is there, as a sync would."""
+    _initialize_alone()
     ours = convert.bucket_pair(1)
     peer = Peer(source, _allocate())
     target = torch.ones(ours.num_bytes // 2, dtype=torch.bfloat16)
@@ -84,6 +84,12 @@ class _Names(torch.nn.Module):
 
     def named_parameters(self, *_: Any, **__: Any) -> Any:
         return iter(self._tensors.items())
+
+
+def _initialize_alone() -> None:
+    """The groups of a single rank, in whichever process makes a pair: the peak of memory is measured in its own."""
+    with tempfile.TemporaryDirectory() as store:
+        initialize(TrainLayout(1), 0, f"file://{store}/store")
 
 
 def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:

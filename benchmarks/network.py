@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection as Pipe
 import torch
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.sync_processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Needs
@@ -19,7 +20,7 @@ from mcore_rl.weights.slices.totals import count
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 
-ROUNDS = 7
+ROUNDS = size(7, 1)
 BUCKET_MIB = 64.0
 LAYOUTS = {
     "TP2 -> TP1": (TrainLayout(2, tp=2), EngineLayout(), ("AA", "B")),

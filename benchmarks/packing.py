@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.data.packing import SequenceCost, balance, pack
 
-NUM_SEQUENCES = 8192
-NUM_RANKS = 64
+NUM_SEQUENCES = size(8192, 256)
+NUM_RANKS = size(64, 4)
 CAPACITY = 16384
-REPEATS = 9
+REPEATS = size(9, 1)
 LIMIT_MS = 10.0
 LIMIT_FILL = 0.99
-NUM_RESPONSES = 512
+NUM_RESPONSES = size(512, 32)
 LONGEST = 20480
 BUDGET = 2 * LONGEST
 COST = SequenceCost(per_token=1.0, per_pair=2 / LONGEST)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.children import Child
 from benchmarks.result import Result
+from benchmarks.sizes import size
 
-ROUNDS = 15
-SHORTEST_SECONDS = 0.05
+ROUNDS = size(15, 1)
+SHORTEST_SECONDS = size(0.05, 0.0)
 """What a timed round takes at least; a single copy of 20 MB is shorter than its own noise."""
 
 
@@ -63,22 +65,20 @@ def _timed(action: Callable[[], object], repeats: int) -> float:
 def peak_bytes(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> int:
     """Resident memory of one side at its highest, over what its process held before."""
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_peak, args=(make, arguments, side, sender), daemon=True)
-    process.start()
-    sender.close()
-    peak = receiver.recv()
-    process.join()
-    return int(peak)
+    child = Child(context, _measure_peak, make, arguments, side)
+    try:
+        return int(child.recv())
+    finally:
+        child.end()
 
 
-def _measure_peak(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str, sender: Connection) -> None:
+def _measure_peak(pipe: Connection, make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> None:
     torch.set_num_threads(1)
     action = getattr(make(*arguments), side)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = _status("VmRSS")
     action()
-    sender.send(max(_status("VmHWM") - before, 0))
+    pipe.send(max(_status("VmHWM") - before, 0))
 
 
 def _status(key: str) -> int:

@@ -10,6 +10,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,20 @@ import torch
 
 from benchmarks.actor_task import PROMPT, actor_config, trajectories, write_model
 from benchmarks.result import Result
+from benchmarks.sizes import size
 
 STAGES = 2
 COUNTS = (1, 2, 4, 8, 16)
-RESPONSE = 224
-REPEATS = 3
+RESPONSE = size(224, 8)
+REPEATS = size(3, 1)
 
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_pipeline_") as directory:
         write_model(Path(directory) / "model")
         context = multiprocessing.get_context("spawn")
-        with context.Pool(STAGES) as pool:
-            ranks = pool.starmap(_rank, [(rank, directory) for rank in range(STAGES)])
+        with ProcessPoolExecutor(STAGES, mp_context=context) as pool:  # it raises when a process dies
+            ranks = list(pool.map(_rank, range(STAGES), [directory] * STAGES))
     seconds = {count: max(rank[count] for rank in ranks) for count in COUNTS}
     few, many = COUNTS[-2:]
     each = (seconds[many] - seconds[few]) / (many - few)

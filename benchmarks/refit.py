@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import convert
+from benchmarks.children import Child
 from benchmarks.mbridge import Peer, initialize, require_mbridge
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.sync_processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan, local_shapes
 
-ROUNDS = 7
+ROUNDS = size(7, 1)
 LAYOUT = TrainLayout(2, ep=2)
 
 
@@ -59,20 +61,16 @@ def _pair(target: Any, directory: str) -> Iterator[Callable[[], None]]:
     """Two processes that do the same, each time it is called."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        pipes: list[Pipe] = []
+        children: list[Child] = []
         for rank in range(LAYOUT.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, rank, directory), daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(ours.send, False)
-            pipes.append(ours)
+            children.append(Child(context, target, rank, directory))
+            stack.callback(children[-1].end, False)
 
         def once() -> None:
-            for pipe in pipes:
-                pipe.send(True)
-            for pipe in pipes:
-                pipe.recv()
+            for child in children:
+                child.send(True)
+            for child in children:
+                child.recv()
 
         yield once
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.rollout.router import ROOM, Router, Work, cut
 from mcore_rl.rollout.stealing import Pieces, Tail, share
 
-ENGINES, SLOTS = 512, 64
-GROUPS, SAMPLES = 8_192, 16
-MEAN_LOG, SPREAD_LOG, LONGEST = 7.0, 1.0, 16_384
+ENGINES, SLOTS = size((512, 64), (8, 8))
+GROUPS, SAMPLES = size((8_192, 16), (64, 4))
+MEAN_LOG, SPREAD_LOG, LONGEST = size((7.0, 1.0, 16_384), (3.0, 1.0, 64))
 """Of lengths in tokens: median 1,097, mean about 1,800."""
 TICKS = [2 if index % 8 == 7 else 1 for index in range(ENGINES)]
 """Of a token, by engine."""

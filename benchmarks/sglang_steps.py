@@ -17,12 +17,14 @@ from typing import IO
 
 import psutil
 
+from benchmarks.children import ErrorFile, run_command
 from benchmarks.engine_loop import requests
 from benchmarks.result import Result, SkippedError
+from benchmarks.sizes import size
 from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = 5
+ROUNDS = size(5, 1)
 AIMS = {"engine": ("its Engine", ">= 1.0"), "server": ("its HTTP server", ">= 1.1")}
 
 
@@ -33,7 +35,7 @@ def run() -> list[Result]:
         directory = Path(name)
         model = directory / "model"
         command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        subprocess.run([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], check=True)
+        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
         task = directory / "requests.json"
         task.write_text(
             json.dumps([(r.token_ids.tolist(), r.sampling.max_response_tokens, r.seed) for r in requests()])
@@ -60,8 +62,9 @@ class _Side:
         self._way = way
         python = sys.executable if way == "ours" else str(sglang_python())
         command = [python, "-m", "benchmarks.sglang_side", way, str(model), str(task)]
+        self._errors = ErrorFile()
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors.file, text=True
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -77,7 +80,7 @@ class _Side:
         self._asks.flush()
         while not (line := self._answers.readline()).startswith("{"):
             if not line:
-                raise RuntimeError(f"the process of {self._way} has ended")
+                raise self._errors.ended(f"the process of {self._way}", self._process)
         seconds = self._cpu_seconds() - before
         for process in self._processes():
             process.suspend()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import convert
+from benchmarks.children import Child
 from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -58,11 +59,11 @@ def sync_plan(
 
 @dataclass
 class Processes:
-    """Connected; `engines` and `trainers` are pipes to them."""
+    """Connected processes of a sync."""
 
     plan: SyncPlan
-    trainers: list[Pipe]
-    engines: list[Pipe]
+    trainers: list[Child]
+    engines: list[Child]
 
     def update(self) -> tuple[float, list[int]]:
         """Seconds of one update, and the bytes that each engine rank received."""
@@ -96,13 +97,10 @@ def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned:
     store = open_store("127.0.0.1")
     with ExitStack() as stack:
 
-        def start(target: Any, rank: int, *arguments: Any) -> Pipe:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, plan, rank, device, *arguments), daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(ours.send, None)
-            return ours
+        def start(target: Any, rank: int, *arguments: Any) -> Child:
+            child = Child(context, target, plan, rank, device, *arguments)
+            stack.callback(child.end)
+            return child
 
         trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
         engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from model_converters.mapping.placement import segments_of
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Shape
@@ -13,14 +14,14 @@ from model_converters.mapping.transforms import GateUp, GroupedQKV, Shape
 HEAD_DIM = 128
 GROUPS = 4
 # (hidden size, query heads) and (hidden size, inner size) whose fused bfloat16 tensors have about 20 and 75 MB.
-QKV_SIZES = {20: (2048, 32), 75: (4096, 64)}
-EXPERT_SIZES = {20: (2048, 2560), 75: (4096, 4608)}
+QKV_SIZES = size({20: (2048, 32), 75: (4096, 64)}, {1: (256, 8)})
+EXPERT_SIZES = size({20: (2048, 2560), 75: (4096, 4608)}, {1: (256, 256)})
 
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
     results = []
-    for megabytes in (20, 75):
+    for megabytes in QKV_SIZES:
         for kind in ("QKV", "expert"):
             for direction in ("to mcore", "to HF"):
                 results.append(pair_row(f"{kind} {direction}", ">= 0.9", transform_pair, kind, direction, megabytes))

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from benchmarks.async_train import Shape
 from benchmarks.async_train import measure as measure_ahead
+from benchmarks.children import ErrorFile, run_command
 from benchmarks.isolation import ROOT
 from benchmarks.result import Result, SkippedError, shares
 from benchmarks.whole_step_ours import measure
@@ -115,7 +116,7 @@ def write_task(directory: Path) -> Path:
     """The demo's model and prompts, with positions for the longest responses, and a tokenizer whose end token the
     model does not have, so that it is never drawn."""
     command = [sys.executable, str(ROOT / "scripts" / "demo_task.py"), "--out", str(directory)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    run_command(command, ROOT)
     config = directory / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": POSITIONS}))
     (directory / "model" / "generation_config.json").unlink()  # it would make <eos> end our responses
@@ -130,8 +131,12 @@ def write_task(directory: Path) -> Path:
 class Peer:
     """TRL in its own process (benchmarks.trl_peer)."""
 
-    def __init__(self, commands: IO[str], answers: IO[str]) -> None:
-        self._commands, self._answers = commands, answers
+    def __init__(self, process: subprocess.Popen[str], errors: ErrorFile) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._errors = process, errors
+        self._commands: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
         self.threads = int(self._answer()["threads"])
 
     def step(self) -> dict[str, float]:
@@ -146,7 +151,7 @@ class Peer:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
             print(line, end="", file=sys.stderr)
-        raise RuntimeError("TRL's process has ended; its output is above")
+        raise self._errors.ended("TRL's process", self._process)
 
 
 @contextmanager
@@ -155,13 +160,18 @@ def trl(task: Path, workload: int, *, threads: int) -> Iterator[Peer]:
     inputs = [str(task / "model"), str(task / "train.jsonl")]
     command = [str(PEER_PYTHON), "-m", "benchmarks.trl_peer", *inputs, str(workload)]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    errors = ErrorFile()
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **settings}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors.file,
+        text=True,
     )
     try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        peer = Peer(process.stdin, process.stdout)
+        peer = Peer(process, errors)
         assert peer.threads == threads, f"TRL runs {peer.threads} threads, not {threads}"
         yield peer
     finally:

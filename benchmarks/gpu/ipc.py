@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.multiprocessing
 
+from benchmarks.children import Child
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
@@ -22,15 +23,14 @@ def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     context = torch.multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
     handles = context.Queue()  # torch sends handles of tensors through its own queues
-    process = context.Process(target=_copy, args=(theirs, handles, device), daemon=True)
-    process.start()
-    handles.put(source)
-    (alone,) = medians([lambda: target.copy_(source)], device)
-    seconds, total = connection.recv()
-    connection.send(None)  # the source lives until the other process has let go of it
-    process.join()
+    child = Child(context, _copy, handles, device)
+    try:
+        handles.put(source)
+        (alone,) = medians([lambda: target.copy_(source)], device)
+        seconds, total = child.recv()
+    finally:
+        child.end()  # the source lives until the other process has let go of it
     assert total == int(source.sum(dtype=torch.int64))
     rate, limit = num_bytes / seconds / 1e9, num_bytes / alone / 1e9
     return [Result(f"copy by IPC handle, {num_bytes / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]

@@ -1,0 +1,57 @@
+"""Child processes of benchmarks: their own errors arrive in the parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from benchmarks.children import Child, ChildError
+
+
+def answer(pipe: Connection, factor: int) -> None:
+    while (number := pipe.recv()) is not None:
+        if number < 0:
+            raise ValueError(f"{number} is below 0")
+        if number == 7:
+            os._exit(3)
+        pipe.send(factor * number)
+
+
+@contextmanager
+def child(target: Any, *arguments: Any) -> Iterator[Child]:
+    started = Child(multiprocessing.get_context("fork"), target, *arguments)
+    try:
+        yield started
+    finally:
+        started.end()
+        assert not started._process.is_alive()
+
+
+def test_child_answers_until_it_is_ended() -> None:
+    with child(answer, 3) as started:
+        started.send(2)
+        assert started.recv() == 6
+
+
+def test_child_that_raises_brings_its_own_error() -> None:
+    with child(answer, 3) as started:
+        started.send(-1)
+        with pytest.raises(ChildError) as raised:
+            started.recv()
+    assert str(raised.value).startswith("child process answer failed:\nTraceback")
+    assert str(raised.value).splitlines()[-1] == "ValueError: -1 is below 0"
+
+
+def test_child_that_ends_without_an_answer_brings_its_exit_code() -> None:
+    with child(answer, 3) as started:
+        started.send(7)
+        with pytest.raises(ChildError, match="answer ended with exit code 3 before it answered"):
+            started.recv()
+        with pytest.raises(ChildError, match="answer ended with exit code 3"):
+            started.send(2)
