@@ -6,6 +6,8 @@ import re
 from typing import NamedTuple
 
 MAX_TAIL_CHARS = 2000
+MAX_CHARS = 400
+"""A longer answer is no choice; the patterns below take time that grows with the square of the length."""
 
 _OPEN = r"(?:\$|\\\(|\*\*|__|\\boxed\s*\{|\\(?:text|textbf|mathrm|mathbf|textrm|mbox)\s*\{|\\left|\s)*"
 _CLOSE = r"(?:\$|\\\)|\*\*|__|\}|\\right)*"
@@ -47,6 +49,8 @@ class Choice(NamedTuple):
 
 def parse_choice(text: str) -> Choice | None:
     r"""Return the choice that an answer is: `(C)`, `\text{(C)}`, `C`, `C.`, `Option C`, `(C) 5`; None for others."""
+    if len(text) > MAX_CHARS:
+        return None
     text = _BLANKS.sub(" ", text.strip())
     alone = _ALONE.fullmatch(text)
     if alone:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+MAX_CHARS = 400
+"""A longer answer is no time."""
+
 _COLON = re.compile(r"\{\s*:\s*\}|\\colon(?![A-Za-z])|\\mathbin\{:\}|(?:\\!)+:(?:\\!)*|:(?:\\!)+|\u2236|\uff1a")
 _WRAPPER = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;: ]|\\q?quad|~|\s+")
@@ -31,6 +34,8 @@ def plain_colons(text: str) -> str:
 
 def parse_time(text: str) -> Time | None:
     """Return the time that a text is, or None for anything else, such as the ratio 3:4."""
+    if len(text) > MAX_CHARS:
+        return None
     text = _SPACING.sub(" ", _WRAPPER.sub(r" \1 ", plain_colons(text))).strip()
     match = _TIME.fullmatch(text)
     if match is None or int(match["hour"]) > 24:

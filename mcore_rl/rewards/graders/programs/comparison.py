@@ -30,12 +30,15 @@ def same_result(printed: str, expected: Any) -> bool:
         if isinstance(wanted, str):
             alternatives.append(_parsed(wanted))
         return any(same_value(returned, each) for each in (*alternatives, *_unwrapped_text(wanted)))
-    except (ValueError, RecursionError):
+    except (ValueError, OverflowError, RecursionError):
         return False
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether values in JSON are equal; decimals within a tolerance, whole numbers exactly. Raises: RecursionError."""
+    """Whether values in JSON are equal; decimals within a tolerance, whole numbers exactly.
+
+    Raises: RecursionError; OverflowError for an integer that no float holds.
+    """
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

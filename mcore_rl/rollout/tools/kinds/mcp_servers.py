@@ -18,6 +18,7 @@ from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
+from mcore_rl.rollout.tools.kinds.outcomes import as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class McpServer:
             await self.close()
             raise RetryableToolError(f"the MCP server cannot be reached: {_cause(error)}") from error
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
-        text = "\n".join(parts) or json.dumps(result.structured_content or "")
+        text = "\n".join(parts) or as_text(result.structured_content or "")
         if result.is_error:
             raise ToolError(text)
         return Outcome(text)

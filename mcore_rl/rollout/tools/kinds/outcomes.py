@@ -16,8 +16,15 @@ def as_text(result: Any) -> str:
         return result
     try:
         return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
+        return _shown(result)
+
+
+def _shown(result: Any) -> str:
+    try:
         return str(result)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; a list in lists in lists
+        return f"the tool returned a {type(result).__name__} that is too large or nested too deeply to be shown"
 
 
 def outcome_of(result: Any) -> Outcome:
