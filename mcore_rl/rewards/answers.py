@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from mcore_rl.rewards.formulas import last_formula, without_dollars
-from mcore_rl.rewards.notation.choices import named_choice
+from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 
 MAX_ANSWER_CHARS = 1000
 MAX_BOX_CANDIDATES = 12
@@ -76,7 +76,10 @@ def _answer_line(text: str, start: int) -> str | None:
 def _formula_or_choice(text: str) -> str | None:
     """The last formula, behind the letter of a multiple-choice answer if a sentence names one: `(C) 42`."""
     formula, letter = last_formula(text), named_choice(text)
-    return formula if letter is None else f"({letter}) {formula or ''}".strip()
+    if letter is None:
+        return formula
+    value = "" if formula is None or parse_choice(formula) is not None else formula  # $(C)$ is the letter again
+    return f"({letter}) {value}".strip()
 
 
 def _first_line(text: str) -> str:

@@ -18,9 +18,10 @@ _LETTER = (
 _NOUN = r"(?:answer|choice|option|alternative)"
 # behind a bare letter: the end of a sentence, a mark, or `because`
 _END = rf"{_CLOSE}\s*(?:$|[.,;:)!\n]|\*\*|(?=because|since|as\b|which|\())"
+_ANOTHER = rf"(?!{_CLOSE}\s*(?:[,;/&]|or\b|and\b)\s*{_OPEN}\(?[A-J]\)?(?![A-Za-z]))"
 _IS = re.compile(
     rf"\b{_NOUN}s?\s*(?:\*\*|__)?\s*(?:is|would be|must be|should be|:|\uff1a)\s*(?:\*\*|__)?\s*:?\s*"
-    rf"(?:therefore\s+|thus\s+|simply\s+)?(?:the\s+)?(?:{_NOUN}\s+)?{_LETTER}(?:(?<=\))|{_END})",
+    rf"(?:therefore\s+|thus\s+|simply\s+)?(?:the\s+)?(?:{_NOUN}\s+)?{_LETTER}{_ANOTHER}(?:(?<=\))|{_END})",
     re.IGNORECASE,
 )
 _CORRECT = re.compile(

@@ -80,6 +80,7 @@ NAMED = [
     "The answer is **C**.",
     "The answer is **(C)**.",
     r"The answer is $\text{(C)}$.",
+    "The answer is $(C)$.",
     r"The answer is \textbf{(C)}.",
     "The answer is (A). No: the answer is (C).",
     "Hence (C) is correct.",
@@ -98,6 +99,9 @@ UNNAMED = [
     "I think that (C) may be wrong.",
     "The answer is ABC.",
     "neither (B) nor (C) is correct.",
+    "The answer is (C) or (D).",
+    "The answer is C, D.",
+    "The answer is (C)/(D).",
 ]
 
 
