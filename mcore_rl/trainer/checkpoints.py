@@ -164,9 +164,18 @@ class Checkpoints:
 
     def _best(self, complete: Sequence[tuple[int, Path]]) -> set[int]:
         """Steps of the checkpoints with the highest accuracy; the earlier one counts where two have the same."""
-        known = [(self.read(path)[0].get(ACCURACY), step) for step, path in complete] if self.keep_best else []
+        known = [(self._accuracy(path), step) for step, path in complete] if self.keep_best else []
         ranked = sorted((-accuracy, step) for accuracy, step in known if accuracy is not None)
         return {step for _, step in ranked[: self.keep_best]}
+
+    def _accuracy(self, path: Path) -> float | None:
+        """None for a damaged checkpoint, which must not end the run that saves another one."""
+        try:
+            accuracy: float | None = self.read(path)[0].get(ACCURACY)
+        except DamagedCheckpointError as error:
+            logger.warning("%s; it is not among the best", error)
+            return None
+        return accuracy
 
     @staticmethod
     def _is_whole(path: Path) -> bool:

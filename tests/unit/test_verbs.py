@@ -7,11 +7,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mcore_rl import verbs
 from mcore_rl.config import load_config
+from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.types import SavedState
 
@@ -88,3 +92,26 @@ def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> No
     config.run.dir = str(directory)
     words = shlex.split(verbs._hugging_face(config))
     assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]
+
+
+def test_train_damaged_proof_is_one_message_with_exit_code_2(run_dir: Path) -> None:
+    proof = run_dir / "checkpoints" / "step_4" / "complete.json"
+    proof.write_text(proof.read_text().replace("state.json", "state.jsom", 1))
+    done = train(run_dir, "trainer.steps=6")
+    assert done.returncode == 2
+    message, rest = done.stderr.split("\n", 1)
+    assert "step_4 is damaged: complete.json cannot be read (it has another checksum than was saved)" in message
+    assert message.endswith("there is no older one: remove step_4 to start over")
+    assert "Traceback" not in rest
+
+
+def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
+    inputs = SimpleNamespace(checkpoint_bytes=0, reports=())
+    monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: inputs)
+    monkeypatch.setattr("mcore_rl.assembly.assemble", lambda *_: pytest.fail("processes were started"))
+    state = run_dir / "checkpoints" / "step_4" / "state.json"
+    state.write_bytes(b"[]")  # of the size that was saved
+    assert state.stat().st_size == 2
+    with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
+        verbs._train_locked(config, verbs.StartUp(), cast(ThirdPartyLog, None), lambda: None)

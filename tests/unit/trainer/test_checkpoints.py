@@ -80,6 +80,16 @@ def test_the_best_are_kept_beside_the_last(tmp_path: Path) -> None:
     assert names(resumed) == ["step_2", "step_7"]
 
 
+def test_save_beside_a_damaged_older_checkpoint_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=1)
+    checkpoints.save(1, {"accuracy": 0.5}, start)
+    state = checkpoints.directory / "step_1" / "state.json"
+    state.write_text(state.read_text().replace("0.5", "0.9"))
+    checkpoints.save(2, {"accuracy": 0.1}, start)
+    assert names(checkpoints) == ["step_1", "step_2"]
+    assert "step_1 is damaged: state.json has another checksum" in caplog.text
+
+
 def test_a_checkpoint_from_before_accuracies_were_kept_is_not_among_the_best(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
     for step, state in ((1, {}), (2, {"accuracy": 0.1}), (3, {"accuracy": 0.0})):
