@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcore_rl.rewards.graders.code import CodeGrader, CodeOutcome
@@ -91,6 +92,9 @@ def fenced(code: str) -> str:
         ("if __name__ == '__main__':\n    print(int(stdin.readline()) * 2)", {"inputs": ["4\n"], "outputs": ["8\n"]}),
         ("print(bisect_left([1, 2], 2), sep='')\nprint()\nprint(math.pi)", {"inputs": [""], "outputs": ["1\n3.1415926"]}),
         ("print(1e-7)", {"inputs": [""], "outputs": ["0.0000001"]}),
+        (TWO_SUM, {"fn_name": "twoSum", "inputs": np.array([np.array([np.array([2, 7]), 9], dtype=object), None], dtype=object)[:1], "outputs": [np.array([0, 1])]}),
+        ("print(int(input()) + 1)", {"fn_name": "", "inputs": "12\n", "outputs": "13\n"}),
+        ("def f(a, b): return a + b", [{"input": "1\n2", "output": "3", "metadata": '{"func_name": "f"}'}]),
         ("print(int(input()) + 1)", [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
         ("def f(a, b): return a + b", [{"input": "1\n2", "output": "3", "metadata": {"func_name": "f"}}]),
         ("def f(a, b): return a + b", {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1, 2], "output": [3]}]}),
@@ -190,6 +194,9 @@ VALUES = "10**30, (1, {2: {3}}, b'x', 2j, None, True), {(1, 2): [3]}, range(3), 
         ("class Node:\n    def __init__(self, data): self.data, self.left = data, None\ndef height(n): return 0 if n is None else 1 + height(n.left)", {"test_setup_code": "root = Node(1)\nroot.left = Node(2)", "test_list": ["assert height(root) == 2"]}),
         ("def ident(x): return x", {"test_list": [f"assert all(ident(x) == x and type(ident(x)) is type(x) for x in ({VALUES}))"]}),
         ("def adder(a): return lambda b: a + b\ndef call(f, x): return list(map(f, x))", {"test_list": ["assert adder(3)(4) == 7", "assert call(lambda x: x + 1, [1, 2]) == [2, 3]", "assert call(abs, [-1]) == [1]"]}),
+        ("def f(x): return x + 1", "from solution import f\n\ndef test_f():\n    assert f(1) == 2\n"),
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]),
+        ("def f(x): return x + 1", "assert f(1) == 2\nassert f(2) == 3"),
         ("def depth(n): return 0 if n == 0 else 1 + depth(n - 1)", {"test_list": ["assert depth(9000) == 9000"]}),
         ("import random\ndef nest(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x", {"test_list": ["x = nest(5000)\nfor _ in range(5000): x = x[0]\nassert x == []"]}),
     ],

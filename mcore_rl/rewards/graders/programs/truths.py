@@ -49,21 +49,22 @@ def read_examples(ground_truth: Any) -> Examples:
     if isinstance(cases, Sequence) and cases and all(isinstance(case, Mapping) for case in cases):
         return _cases([dict(case) for case in cases])
     truth = _mapping(truth, "inputs", "outputs")
-    inputs, outputs = list(truth["inputs"]), list(truth["outputs"])
+    # One text is one test, not a test for each of its characters.
+    inputs, outputs = ([each] if isinstance(each, str) else list(each) for each in (truth["inputs"], truth["outputs"]))
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground truth with {len(inputs)} inputs and {len(outputs)} outputs")
-    name = truth.get("fn_name")
+    name = truth.get("fn_name") or None
     tests = [Example(_native(given), _native(expected)) for given, expected in zip(inputs, outputs, strict=True)]
     return Examples(tests, None if name is None else str(name))
 
 
 def read_assertions(ground_truth: Any) -> Assertions:
     """Reads HumanEval's {"test", "entry_point", "prompt"}, MBPP's {"test_list", "test_setup_code", "test_imports"}, or
-    KodCode's {"test"} with test functions.
+    KodCode's {"test"} with test functions; test code or a list of assertions alone is read as "test" or "test_list".
 
     Raises: ValueError for another form.
     """
-    truth = _mapping(_loaded(ground_truth))
+    truth = _mapping(_test_code(ground_truth))
     prompt = _parseable(str(truth.get("prompt") or ""))
     test, entry_point = truth.get("test"), truth.get("entry_point")
     if test is not None and entry_point:
@@ -105,8 +106,10 @@ def _cases(cases: list[dict[str, Any]]) -> Examples:
     if not all("input" in case and "output" in case for case in cases):
         raise ValueError("a test of the ground truth lacks input or output")
     metadata = cases[0].get("metadata")
+    if isinstance(metadata, str) and metadata:  # LiveCodeBench writes it as text
+        metadata = json.loads(metadata)
     named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
-    name = cases[0].get("fn_name") or named
+    name = cases[0].get("fn_name") or named or None
     tests = [Example(_native(case["input"]), _native(case["output"])) for case in cases]
     return Examples(tests, None if name is None else str(name))
 
@@ -156,11 +159,27 @@ def _with_number_keys(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _native(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Plain lists and numbers for arrays, which parquet nests in each other."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {_native(key): _native(each) for key, each in value.items()}
+    return type(value)(map(_native, value)) if type(value) in (list, tuple) else value
 
 
 def _loaded(ground_truth: Any) -> Any:
     return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+
+
+def _test_code(ground_truth: Any) -> Any:
+    """The ground truth as a mapping, where it is code or a list of assertions. Raises: ValueError."""
+    try:
+        truth = _native(_loaded(ground_truth))
+    except ValueError:
+        if not _defined(ground_truth) and "assert" not in ground_truth:
+            raise
+        return {"test": ground_truth} if _has_tests(ground_truth) else {"test_list": [ground_truth]}
+    is_list = isinstance(truth, list) and truth and all(isinstance(each, str) for each in truth)
+    return {"test_list": truth} if is_list else truth
 
 
 def _mapping(truth: Any, *names: str) -> Mapping[str, Any]:
