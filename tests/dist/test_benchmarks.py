@@ -16,9 +16,12 @@ GROUPS = {
     "tensors": ("packing", "routing", "advantages", "losses", "logprobs", "transforms", "convert", "plan"),
     "ranks": ("actor", "pipeline", "handover", "network", "mbridge", "refit"),
     "ray": ("driver", "async_driver"),
-    "engines": ("engine_loop", "episodes", "sglang_steps"),
+    "engines": ("engine_loop", "episodes"),
+    "sglang": ("sglang_steps",),
     "runs": ("async_step", "whole_step"),
 }
+LONG = ("sglang", "runs")
+"""Groups that start three SGLang processes, or four whole runs: minutes where the others take seconds."""
 PEERS = {
     "mbridge": "scripts/setup_mbridge.sh",
     "refit": "scripts/setup_mbridge.sh",
@@ -34,7 +37,9 @@ def test_every_benchmark_is_in_one_group() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=pytest.mark.on_demand if group in LONG else ()) for group in GROUPS]
+)
 def test_benchmarks_give_rows_at_their_smallest_sizes(group: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "--smallest", "--json", str(path), *GROUPS[group]]
