@@ -85,6 +85,7 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
                 rows, dropped = settle_value_head(checkpoint, required=True)
                 bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
                 check_complete(bound, checkpoint.shapes, dropped=dropped)
+                checkpoint.unlisted.check_copies()
         except ConversionError as error:
             raise ConfigError(
                 f"{role_key('model.hf_path')}={view.model.hf_path}: {' '.join(str(error).split())}; set "
