@@ -35,6 +35,7 @@ _COMPACT = re.compile(r"(?<![0-9,]) | (?![0-9,])(?<!,)")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
+_EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
 _MULTIPLE = re.compile(
     r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"
@@ -207,7 +208,7 @@ def _value(text: str) -> Fraction | None:
 def _as_formula(text: str) -> str:
     """Write 5 million and 5e6, which LaTeX does not have, as 5000000."""
     number = _multiple(text)
-    if number is None and "e" in text.lower():
+    if number is None and _EXPONENT.search(text):
         number = parse_number(text)
     return text if number is None else str(number)
 

@@ -65,7 +65,7 @@ def score_of(result: Any) -> Score:
 def scores_of(results: Any, count: int) -> list[Score]:
     """Scores from what a function of a batch returned for `count` responses. Where that is no sequence of as many, all
     of them are errors."""
-    values = list(results) if hasattr(results, "tolist") and getattr(results, "ndim", 1) else results
+    values = list(results) if hasattr(results, "tolist") and getattr(results, "ndim", None) != 0 else results
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [failed(f"the reward function returned {_shown(results)} instead of a list of {count} results")] * count
     if len(values) != count:

@@ -53,7 +53,9 @@ def are_distinct(gold: object, answer: object) -> bool:
     if gold.has(UnevaluatedExpr) != answer.has(UnevaluatedExpr):
         return False  # math-verify writes a percentage so, and lets 9% be 9
     approximate = gold.has(Float) != answer.has(Float)
-    one, other = (_evaluated(side if approximate else _without_decimals(side)) for side in (gold, answer))
+    one, other = (_evaluated(_without_decimals(side)) for side in (gold, answer))
+    if gold.has(Float):
+        one, other = other, one  # if only one side has decimals, the first one is exact
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     if not names:
         return _differ(one, other, approximate)
@@ -88,7 +90,7 @@ def _differ(one: Expr, other: Expr, approximate: bool) -> bool:
         return False
     if not approximate:
         return True
-    exact = _magnitude(other if one.has(Float) else one)
+    exact = _magnitude(one)
     if exact is None:
         return False
     return not exact or bool(2 * difference > Rational(10) ** (min(0, _exponent(exact) + 1) - PLACES))
