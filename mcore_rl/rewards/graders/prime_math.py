@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from mcore_rl.rewards.answers import last_box
+from mcore_rl.rewards.answers import MAX_ANSWER_CHARS, last_box
 from mcore_rl.rewards.math_grader import reference_answer, same_answer, value_of
 from mcore_rl.types import Score
 
@@ -33,7 +33,7 @@ def final_answer(response: str) -> str | None:
         return box
     marks = list(_MARK.finditer(response))
     rest = response[marks[-1].end() :].strip() if marks else ""
-    return re.split(r"\n|\.\s", rest, maxsplit=1)[0].rstrip(".") or None
+    return re.split(r"\n|\.\s", rest, maxsplit=1)[0].rstrip(".")[:MAX_ANSWER_CHARS] or None
 
 
 def _close(answer: str, reference: str) -> bool:

@@ -15,20 +15,26 @@ def extract_program(response: str) -> str | None:
     where the response ends.
     """
     text, blocks, place = response.replace("\r\n", "\n"), [], 0
-    while (opening := _next_opening(text, place)) is not None:
+    own, inline = _OPENING.search(text), _INLINE.search(text)
+    while (opening := _first(own, inline)) is not None:
         indent, fence, language = opening.groups()
         start = opening.end() + 1
         end, place = _closing(text, start, fence)
         blocks.append((bool(_PYTHON.fullmatch(language)), _dedented(text[start:end], len(indent)), language))
+        own, inline = (_from(place, text, each) for each in (own, inline))
     python = [code for is_python, code, _ in blocks if is_python]
     return python[-1] if python else blocks[-1][1] if blocks else None
 
 
-def _next_opening(text: str, place: int) -> re.Match[str] | None:
-    """A fence on a line of its own, or one for Python behind other text."""
-    own = _OPENING.search(text, place)
-    inline = _INLINE.search(text, place)
+def _first(own: re.Match[str] | None, inline: re.Match[str] | None) -> re.Match[str] | None:
+    """A fence on a line of its own, or one for Python behind other text, whichever comes first."""
     return min((each for each in (own, inline) if each), key=lambda match: match.start(2), default=None)
+
+
+def _from(place: int, text: str, found: re.Match[str] | None) -> re.Match[str] | None:
+    """The next match at `place` or behind it. A match that is still ahead is kept: searching anew for every block would
+    take quadratic time."""
+    return found if found is None or found.start() >= place else found.re.search(text, place)
 
 
 _INLINE = re.compile(r"()(`{3})[ \t]*(python[\d.]*|py3?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
