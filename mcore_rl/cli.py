@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from mcore_rl import __version__
 from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
@@ -17,6 +19,8 @@ from mcore_rl.errors import McoreRLError, storage_error
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
+    if arguments is None:  # the process is ours; train and eval set their own handler
+        signal.signal(signal.SIGTERM, _exit_on_term)
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options) or 0)
@@ -50,6 +54,10 @@ class _Verb(argparse.ArgumentParser):
             return self.parse_known_intermixed_args(args, namespace)
         finally:
             self._intermixed = False
+
+
+def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,12 +7,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 SECONDS_OF_ONE_STOP = 1.0
 """Signals this close to each other are one: `timeout` and `make` send TERM to a process and then to its whole group."""
+SECONDS_TO_LEAVE_A_CALLBACK = 0.2
 
 
 class Stops:
@@ -22,6 +24,7 @@ class Stops:
     _asked_by: int | None
     _interrupted_by: int | None
     _to_raise: bool
+    _was_swallowed: bool
     _last_seconds: float
     _what_follows: Callable[[], str] | None
 
@@ -36,9 +39,11 @@ class Stops:
         self._what_follows = what_follows
         handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGUSR1: self.request}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        hook, sys.unraisablehook = sys.unraisablehook, self._after_swallowed(sys.unraisablehook)
         try:
             yield
         finally:
+            sys.unraisablehook = hook
             for number, before in previous.items():
                 signal.signal(number, before)
 
@@ -55,6 +60,9 @@ class Stops:
 
         Raises: KeyboardInterrupt where nothing is waited for.
         """
+        if self._was_swallowed:
+            self._was_swallowed = False
+            raise KeyboardInterrupt(f"signal {self._interrupted_by}")
         now = time.monotonic()
         if now - self._last_seconds < SECONDS_OF_ONE_STOP:
             return
@@ -110,9 +118,29 @@ class Stops:
         number = self._interrupted_by or self._asked_by or signal.SIGINT
         return os.EX_TEMPFAIL if number == signal.SIGUSR1 else 128 + number
 
+    def _after_swallowed(
+        self, hook: Callable[[sys.UnraisableHookArgs], object]
+    ) -> Callable[[sys.UnraisableHookArgs], None]:
+        """Return a hook for sys.unraisablehook that raises a swallowed KeyboardInterrupt of `interrupt` again.
+
+        Python runs a signal handler wherever the main thread is. In a callback (a finalizer, a hook of os.fork, C code
+        that calls Python) the exception cannot propagate: Python would print a traceback and continue.
+        """
+
+        def raise_again(unraisable: sys.UnraisableHookArgs) -> None:
+            if self._interrupted_by is None or not issubclass(unraisable.exc_type, KeyboardInterrupt):
+                hook(unraisable)
+                return
+            self._was_swallowed = True
+            timer = threading.Timer(SECONDS_TO_LEAVE_A_CALLBACK, signal.raise_signal, (self._interrupted_by,))
+            timer.daemon = True
+            timer.start()
+
+        return raise_again
+
     def _forget(self) -> None:
         self._step = self._asked_by = self._interrupted_by = None
-        self._to_raise = False
+        self._to_raise = self._was_swallowed = False
         self._last_seconds = -SECONDS_OF_ONE_STOP
         self._what_follows = None
 

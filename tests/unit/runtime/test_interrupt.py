@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -158,3 +159,31 @@ with STOPS.listening(lambda: "step 3 is saved"):
 def test_a_call_of_ray_that_does_not_return_without_its_cluster_is_given_up(how: str, code: int, last: str) -> None:
     found = subprocess.run([sys.executable, "-c", STUCK, how], capture_output=True, text=True, check=False)
     assert (found.returncode, (found.stderr + found.stdout).splitlines()[-1]) == (code, last)
+
+
+def test_stops_swallowed_by_a_callback_is_raised_again_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            send(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        _finalize_and_wait(Finalized())
+    assert STOPS.exit_code() == 143
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def _finalize_and_wait(finalized: object) -> None:
+    del finalized
+    time.sleep(10)
+
+
+def test_stops_leaves_other_unraisable_errors_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError
+
+    seen: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    with STOPS.listening():
+        Broken()
+    assert [each.exc_type for each in seen] == [ValueError]
