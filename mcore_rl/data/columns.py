@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import islice
@@ -14,21 +14,29 @@ from typing import Any
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
-from mcore_rl.data.json_text import parse_json
+from mcore_rl.data.json_text import parse_json, to_plain
+from mcore_rl.data.sources.media import check_media, is_empty, is_media
 from mcore_rl.data.sources.overrides import check_sampling, check_turns
 from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools, Schema
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
-_MEDIA = ("images", "videos", "audios")
 _OF_TOOLS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _SINGLE_TURN = "single_turn_agent"
 """verl's name of an episode without tools."""
 _WITH_TOOLS = "tool_agent"
 """Its name of one with tools."""
+_KNOWN = frozenset(
+    [
+        *("reward_model", "data_source", "extra_info", "sampling", "max_turns", "agent_name"),
+        *(_TEMPLATE_KWARGS, *_OF_TOOLS, TOOLS, SELECTION),
+    ]
+)
+"""Columns that are read, or reported, in any file."""
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
 
@@ -44,6 +52,7 @@ class Fields:
     extra_info: dict[str, Any]
     sampling: dict[str, Any] | None = None
     max_turns: int | None = None
+    tools: list[Schema] | None = None
 
 
 class Columns:
@@ -60,6 +69,7 @@ class Columns:
         rollout_config: RolloutConfig,
         runs_tools: bool = False,
         trained: bool = False,
+        tools: Sequence[Schema] = (),
     ) -> None:
         self._trained = trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
@@ -68,20 +78,26 @@ class Columns:
         self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
         self._system_prompt, self._rollout_config = data_config.system_prompt, rollout_config
         self._key, self._runs_tools, self._template_kwargs = key, runs_tools, data_config.template_kwargs
+        self._tools = RowTools(tools, executes=runs_tools)
         self._noted: Counter[str] = Counter()
+        self._read: set[str] = set()
+        """Columns that a row was read from."""
+        self._ignored: dict[str, None] = {}
 
     def read(self, place: str, row: Mapping[str, Any]) -> Fields:
         """Raises: DataError for a row that lacks a column, or asks for what would not be done."""
         where = f"{self._key}: {place}"
-        self._check_media(row, where)
+        row = {column: value for column, value in row.items() if value == value}
+        check_media(row, self._key, where)
+        self._read = set(_KNOWN)
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
         self._check_template_kwargs(row, where)
-        return Fields(
+        fields = Fields(
             where=where,
             messages=self._messages(row, where),
             data_source=_data_source(row, where),
-            ground_truth=self._ground_truth(row, where),
+            ground_truth=to_plain(self._ground_truth(row, where)),
             extra_info=extra_info,
             sampling=check_sampling(
                 _of_row(row, extra_info, "sampling", where) or {},
@@ -90,7 +106,16 @@ class Columns:
                 max_response_tokens=self._rollout_config.max_response_tokens,
             ),
             max_turns=check_turns(_of_row(row, extra_info, "max_turns", where), where),
+            tools=self._row_tools(row, extra_info, where),
         )
+        unread = (name for name in row if name not in self._read and not is_media(name))
+        self._ignored.update((name, None) for name in unread if not is_empty(row[name]))
+        return fields
+
+    def take_ignored(self) -> list[str]:
+        """Columns that hold something and were not read since the last call."""
+        ignored, self._ignored = list(self._ignored), {}
+        return ignored
 
     def take_notes(self) -> Counter[str]:
         """What a user should know of the rows read since the last call, with their number."""
@@ -99,6 +124,8 @@ class Columns:
 
     def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
+        if isinstance(prompt, list):
+            prompt = to_plain(prompt)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
             self._noted["have chat messages as JSON text, read as messages"] += 1
@@ -108,21 +135,24 @@ class Columns:
         wanted = self._prompt_key
         for column in PROMPT_COLUMNS if wanted is None else (wanted,):
             if row.get(column) is not None:
+                self._read.add(column)
                 return row[column]
         if wanted is None:
             names = listing(row)
             raise DataError(f"{where} has no prompt: {self._names} {names}; set data.prompt_key to one of them")
         if _is_verls(row):
             self._noted[f"have no column {wanted!r}: verl's prompt was read"] += 1
+            self._read.add("prompt")
             return row["prompt"]
         raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
 
     def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
         wanted = self._answer_key
         if wanted is not None and row.get(wanted) is not None:
+            self._read.add(wanted)
             return row[wanted]
         truth = _object(row, "reward_model", where).get("ground_truth")
-        if truth is not None:
+        if truth is not None and truth == truth:
             if wanted is not None:
                 self._noted[f"have no column {wanted!r}: verl's reward_model.ground_truth was read"] += 1
             return truth
@@ -132,6 +162,7 @@ class Columns:
             )
         for column in ANSWER_COLUMNS:
             if row.get(column) is not None:
+                self._read.add(column)
                 return row[column]
         raise DataError(
             f"{where} has no ground truth: neither reward_model.ground_truth nor column "
@@ -139,13 +170,18 @@ class Columns:
             " them"
         )
 
-    def _check_media(self, row: Mapping[str, Any], where: str) -> None:
-        for column in _MEDIA:
-            if row.get(column):
-                raise DataError(
-                    f"{where} has {column}, but prompts are text only: the model would be trained without what they are"
-                    f" about; set {self._key} to a file without such rows, or without the column if the text suffices"
-                )
+    def _row_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> list[Schema] | None:
+        given, selection = row.get(TOOLS), _of_row(row, extra_info, SELECTION, where)
+        if not self._tools.are_called:
+            if not is_empty(selection) and given is None:
+                self._noted[f"have {SELECTION}, which is not used: rollout.tools names no tools"] += 1
+                selection = None
+            if not is_empty(given):
+                self._noted[f"have {TOOLS}, shown in prompts: calls are text for the reward, nothing is executed"] += 1
+        unknown = self._tools.unknown(extra_info.get("tools_kwargs"))
+        if unknown and self._tools.are_called:
+            self._noted[f"have tools_kwargs of {', '.join(unknown)}, which rollout.tools does not have"] += 1
+        return self._tools.of(given, selection, where, struct_nulls=self._struct_nulls)
 
     def _check_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
         agent = row.get("agent_name")
@@ -176,9 +212,13 @@ class Columns:
             )
 
 
-def told(noted: Mapping[str, int]) -> tuple[str, ...]:
-    """Notes of Columns, as lines."""
-    return tuple(f"{count} rows {text}" for text, count in noted.items())
+def told(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tuple[str, ...]:
+    """Notes of Columns, as lines; the last one lists columns that are not used."""
+    lines = [f"{count} rows {text}" for text, count in noted.items()]
+    if ignored:
+        names = listing(dict.fromkeys(ignored))
+        lines.append(f"columns that are not used: {names} (reward functions and tools get what is in extra_info)")
+    return tuple(lines)
 
 
 def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:

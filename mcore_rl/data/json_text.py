@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, time
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 from mcore_rl.errors import DataError
 
 MAX_NESTING = 100
 """Python's own parser, pickle and json.dumps recurse, up to a limit that depends on where they are called."""
+_MISSING = ("NAType", "NaTType")
+"""Types of missing values in pandas."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of half a surrogate pair, of which there are mostly two."""
 
@@ -61,3 +71,81 @@ def _check_characters(text: str, name: str, where: str) -> None:
 
 def _too_deep(where: str) -> DataError:
     return DataError(f"{where} is nested more than {MAX_NESTING} deep; flatten it")
+
+
+def to_plain(value: Any) -> Any:
+    """The value with types of JSON alone, at every depth.
+
+    NumPy scalars and arrays, tensors and series become numbers and lists; Decimal and Fraction become int or float,
+    or text where a float is not exact; dates, times, UUIDs and paths become text; bytes become text if they are UTF-8,
+    else base64; enums become their values, dataclasses and pydantic models mappings, sets lists; NaN and missing values
+    of pandas become null, infinities text. Other objects become their `str`.
+    """
+    if value is None or isinstance(value, bool) or type(value) in (int, str):
+        return value
+    if isinstance(value, Enum):
+        return to_plain(value.value)
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(value) if math.isfinite(value) else _infinity(value)
+    if isinstance(value, Mapping):
+        return {_plain_key(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(each) for each in value]
+    return _plain_object(value)
+
+
+def as_json_text(value: Any) -> str:
+    """Text for a model: a string as it is, a NaN on its own as NaN, anything else as JSON of its plain form."""
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    plain = to_plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _plain_object(value: Any) -> Any:
+    if isinstance(value, int | str):  # their subclasses
+        return int(value) if isinstance(value, int) else str(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _text_of_bytes(bytes(value))
+    if isinstance(value, Decimal | Fraction):
+        return _plain_number(value)
+    if type(value).__name__ in _MISSING and type(value).__module__.startswith("pandas"):
+        return None
+    if type(value).__name__ in ("datetime64", "timedelta64"):  # NumPy's, whose tolist gives nanoseconds
+        return str(value)
+    if isinstance(value, date | time) or hasattr(value, "isoformat"):
+        return str(value.isoformat())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    for method in ("tolist", "model_dump"):  # of arrays, tensors and series; of pydantic models
+        if callable(getattr(value, method, None)) and not isinstance(value, type):
+            found = getattr(value, method)()
+            return str(value) if found is value else to_plain(found)
+    return str(value)
+
+
+def _plain_number(value: Decimal | Fraction) -> int | float | str | None:
+    if isinstance(value, Decimal) and not value.is_finite():
+        return None if value.is_nan() else _infinity(float(value))
+    if isinstance(value, Fraction):
+        return value.numerator if value.denominator == 1 else str(value)
+    if value == value.to_integral_value() and value.as_tuple().exponent == 0:
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
+
+
+def _plain_key(key: Any) -> str:
+    """As json.dumps writes keys of types that it has."""
+    plain = to_plain(key)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _text_of_bytes(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(value).decode()
+
+
+def _infinity(value: float) -> str:
+    return "Infinity" if value > 0 else "-Infinity"

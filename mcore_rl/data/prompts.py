@@ -41,6 +41,7 @@ class PromptSet:
     messages: list[list[dict[str, Any]]]
     samplings: list[Mapping[str, Any] | None]
     max_turns: list[int | None]
+    tools: list[list[Mapping[str, Any]] | None]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -58,6 +59,7 @@ class PromptSet:
             messages=self.messages[row],
             sampling=self.samplings[row],
             max_turns=self.max_turns[row],
+            tools=self.tools[row],
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
@@ -137,6 +139,7 @@ def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
         messages=[prompt.messages for prompt in prompts],
         samplings=[prompt.sampling for prompt in prompts],
         max_turns=[prompt.max_turns for prompt in prompts],
+        tools=[prompt.tools for prompt in prompts],
     )
 
 
@@ -179,7 +182,7 @@ def with_notes(report: LoadReport, files: Sequence[Path], notes: Sequence[str]) 
     return replace(report, notes=(*report.notes, *([f"no row kept of {shown(unused)}"] if unused else []), *notes))
 
 
-_OF_ROWS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns")
+_OF_ROWS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns", "tools")
 
 
 def _read_prompts(
@@ -190,9 +193,11 @@ def _read_prompts(
     kept: list[Prompt] = []
     lengths: list[int] = []
     noted: Counter[str] = Counter()
+    ignored: dict[str, None] = {}
     of_files = [0] * len(files)
     for block in tokenised_blocks(files, tokeniser):
         noted += block.notes
+        ignored |= dict.fromkeys(block.ignored)
         lengths += [len(prompt.token_ids) for prompt in block.prompts]
         prompts = [_truncated(prompt, limit, how, tokeniser.tokenizer) for prompt in block.prompts]
         fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
@@ -218,7 +223,7 @@ def _read_prompts(
         truncated=exceeding if truncates else 0,
         longest_tokens=max(lengths),
         limits=f"longer than rollout.max_prompt_tokens={limit}",
-        notes=told(noted),
+        notes=told(noted, ignored),
         of_files=tuple(of_files),
     )
     return kept, report

@@ -127,9 +127,11 @@ def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[
     kept: list[tuple[Prompt, np.ndarray]] = []
     longest_prompt = longest_target = long_prompts = long_targets = 0
     noted: Counter[str] = Counter()
+    ignored: dict[str, None] = {}
     of_files = [0] * len(files)
     for block in tokenised_blocks(files, tokeniser):
         noted += block.notes
+        ignored |= dict.fromkeys(block.ignored)
         for prompt, target in zip(block.prompts, block.targets, strict=True):
             longest_prompt = max(longest_prompt, len(prompt.token_ids))
             longest_target = max(longest_target, len(target))
@@ -160,7 +162,7 @@ def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[
         dropped,
         longest_prompt,
         limits,
-        notes=told(noted),
+        notes=told(noted, ignored),
         of_files=tuple(of_files),
     )
     return supervised, report

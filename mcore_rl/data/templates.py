@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 _PLACEHOLDER = "{prompt}"
 _DEVELOPER_NOTE = "have a developer message, rendered as a system message: the chat template has no developer role"
 _SYSTEM_ROLES = ("system", "developer")
+
+Row = tuple[Sequence[Mapping[str, Any]], str, Sequence[Mapping[str, Any]] | None]
+"""Canonical messages, the start of error messages, and the row's own tools; None: those of the run."""
 
 
 class PromptRenderer:
@@ -75,13 +79,28 @@ class PromptRenderer:
             ] += 1
         return self._style.canonical(messages, where)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """The text of canonical messages. `where` starts error messages.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The text of canonical messages; it shows `tools`, by default those of the run. `where` starts error messages.
 
-        Raises: DataError for a prompt that the chat template refuses, drops messages of, or cannot leave open.
+        Raises: DataError for a prompt that the chat template refuses, drops messages or tools of, or cannot leave open.
         """
         if self._chat:
-            return self._style.render(messages, where, opens_turn=True)
+            style = self._style if tools is None else replace(self._style, tools=tuple(tools))
+            text = style.render(messages, where, opens_turn=True)
+            hidden = [name for tool in tools or () if (name := str(tool["function"]["name"])) not in text]
+            if hidden:
+                raise DataError(
+                    f"{where}: the tokenizer's chat template does not show the tools of the row ({', '.join(hidden)} "
+                    "not in the prompt); use a tokenizer whose template does, or leave the column out"
+                )
+            return text
+        if tools:
+            raise DataError(
+                f"{where} has tools, which only a chat template shows, and prompts are rendered by data.plain_template;"
+                " set data.template=chat, or leave the column out"
+            )
         begun = ""
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
             *messages, last = messages
@@ -89,24 +108,26 @@ class PromptRenderer:
         joined = "\n\n".join(message["content"] for message in messages)
         return self._plain_template.replace(_PLACEHOLDER, joined) + begun
 
-    def render_all(self, rows: Sequence[tuple[Sequence[Mapping[str, Any]], str]]) -> Iterator[str]:
-        """Yield the text of every row, given as its canonical messages and the start of error messages. Chat templates
-        run in a child process, under the limits of `chat.limits`, and have to show every message.
+    def render_all(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Yield the text of every row. Chat templates run in a child process, under the limits of `chat.limits`, and
+        have to show every message.
 
         Raises: DataError.
         """
         if not self._chat:
-            yield from (self.render(messages, where) for messages, where in rows)
+            yield from (self.render(*row) for row in rows)
             return
         try:
-            for text, whole in render_all([partial(self._checked, messages, where) for messages, where in rows]):
+            for text, whole in render_all([partial(self._checked, *row) for row in rows]):
                 self._noted[REASONING_NOTE] += not whole
                 yield text
         except TemplateLimitError as error:
             raise DataError(f"{rows[error.job][1]}: the tokenizer's chat template {error}") from None
 
-    def _checked(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, bool]:
-        text = self.render(messages, where)
+    def _checked(
+        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, bool]:
+        text = self.render(messages, where, tools)
         return text, self._presence.check(messages, text, where)
 
     def take_notes(self) -> Counter[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.data.json_text import to_plain
 from mcore_rl.data.records import HALF_CHARACTERS
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
@@ -109,7 +110,7 @@ def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) 
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
             for trajectory in response.outcome.trajectories:
                 record = _record(response, trajectory, *place, task.version)
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps(record, ensure_ascii=False, default=to_plain) + "\n")
 
 
 def _record(response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int) -> dict[str, Any]:

@@ -26,7 +26,8 @@ import numpy as np
 class Prompt:
     """One row of a prompt set, tokenised. `messages` are the chat messages that `text` renders (a plain string is one
     of the user's), whole even where the text was truncated. `sampling` are keys of SamplingOptions that hold for this
-    row alone, `max_turns` is a limit of its own; None where the run's hold.
+    row alone, `max_turns` is a limit of its own, `tools` are the OpenAI schemas that it offers; None where the run's
+    hold.
 
     Shapes: token_ids int32 [P].
     """
@@ -40,6 +41,7 @@ class Prompt:
     messages: list[dict[str, Any]] = field(default_factory=list)
     sampling: Mapping[str, Any] | None = None
     max_turns: int | None = None
+    tools: list[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

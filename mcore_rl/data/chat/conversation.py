@@ -13,9 +13,11 @@ sampled it; the new text is what stands behind it. It does not depend on what wa
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.data.chat.call_ids import call_id
@@ -48,6 +50,14 @@ class Conversation:
         self._stops = {str(tokenizer.convert_ids_to_tokens(i)): i for i in stop_ids}
         self._special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
         self._style = ChatStyle.of(tokenizer, self.tools, kwargs) if self.has_template else None
+
+    def with_tools(self, tools: Sequence[ToolSchema]) -> Conversation:
+        """The same conversation with other tools in its prompts."""
+        other = copy.copy(self)
+        other.tools = list(tools)
+        if self._style is not None:
+            other._style = replace(self._style, tools=tuple(tools))
+        return other
 
     def rendered(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
         """The text of a whole conversation; with `prompts` the model's turn begins at its end, and a last message of

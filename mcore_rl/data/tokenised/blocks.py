@@ -45,6 +45,8 @@ class Block:
     prompts: list[Prompt]
     targets: list[np.ndarray]
     notes: Counter[str]
+    ignored: list[str] = field(default_factory=list)
+    """Columns that were not read."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,11 @@ class BlockTokeniser:
             rollout_config=self.rollout_config,
             runs_tools=self.runs_tools,
             trained=self.samples_train,
+            tools=self.tools,
         )
         rows = [columns.read(place, row) for place, row in block.rows]
         rows = [replace(row, messages=self._renderer.canonical(row.messages, row.where)) for row in rows]
-        texts = list(self._renderer.render_all([(row.messages, row.where) for row in rows]))
+        texts = list(self._renderer.render_all([(row.messages, row.where, row.tools) for row in rows]))
         ids = encode(self.tokenizer, texts, self._renderer.leading_ids)
         prompts = [
             Prompt(
@@ -96,14 +99,20 @@ class BlockTokeniser:
                 messages=row.messages,
                 sampling=row.sampling,
                 max_turns=row.max_turns,
+                tools=row.tools,
             )
             for row, text, token_ids in zip(rows, texts, ids, strict=True)
         ]
         targets = self._targets(block.rows) if self.with_targets else []
-        return Block(block.file, prompts, targets, columns.take_notes() + self._renderer.take_notes())
+        notes, ignored = columns.take_notes() + self._renderer.take_notes(), columns.take_ignored()
+        return Block(block.file, prompts, targets, notes, [name for name in ignored if name != self._target_column])
+
+    @property
+    def _target_column(self) -> str | None:
+        return (self.data_config.answer_key or ANSWER_COLUMNS[0]) if self.with_targets else None
 
     def _targets(self, rows: list[tuple[str, dict[str, Any]]]) -> list[np.ndarray]:
-        texts, column = [], self.data_config.answer_key or ANSWER_COLUMNS[0]
+        texts, column = [], str(self._target_column)
         for place, row in rows:
             text = row.get(column)
             if not isinstance(text, str) or not text:

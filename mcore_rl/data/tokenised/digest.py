@@ -12,7 +12,7 @@ from pathlib import Path
 from mcore_rl.data.sources.paths import is_saved_dataset
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 
-FORMAT = 2
+FORMAT = 3
 """Of the cached files. To be raised whenever the same rows would be read, rendered or written otherwise."""
 _DATA_KEYS = (
     "prompt_key",

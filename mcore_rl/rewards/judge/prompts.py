@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mcore_rl.data.json_text import as_json_text
 from mcore_rl.config.rules.judge import PLACEHOLDERS
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.prompts import PromptSet
@@ -31,7 +32,7 @@ class Template:
 
     def filled(self, prompt: Prompt, response: str) -> str:
         question = "\n\n".join(message["content"] for message in prompt.messages)
-        values = {"prompt": question, "response": response, "ground_truth": str(prompt.ground_truth)}
+        values = {"prompt": question, "response": response, "ground_truth": as_json_text(prompt.ground_truth)}
         # In one pass: what is put in is not looked at again.
         return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._text)
 

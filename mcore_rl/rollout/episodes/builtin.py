@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.config.functions import load_function
+from mcore_rl.data.json_text import as_json_text
 from mcore_rl.rollout.episodes.history import report_of
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
@@ -84,7 +85,7 @@ class EnvironmentEpisode:
         if hasattr(environment, "reset"):
             first = await _called(environment.reset)
             if first is not None:
-                ids = session.render([*prompt.messages, {"role": "user", "content": str(first)}])
+                ids = session.render([*prompt.messages, {"role": "user", "content": as_json_text(first)}])
         done = False
         while not done:
             sampled = await session.generate(ids)
@@ -100,7 +101,7 @@ def _step(returned: Any) -> tuple[str, float, bool]:
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(f"the environment's step returned {type(returned).__name__}; it must be {STEP}")
     observation, reward, done = returned
-    return str(observation), float(reward), bool(done)
+    return as_json_text(observation), float(reward), bool(done)
 
 
 async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
@@ -82,17 +83,23 @@ def start_episodes(
     tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(config, tokenizer, schemas, stop_ids)
+    parser_of = partial(_parser_of, rollout.tool_parser, str(tokenizer.chat_template))
     player.around = Surroundings(
         tokenizer,
         conversation,
         tools,
-        ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas) if schemas else None,
+        parser_of(schemas) if schemas else None,
         history=rollout.history or "keep",
         drops_turns=rollout.long_history == "drop_turns",
         parallel_calls=facts.parallel_calls,
         stop_ids=frozenset(stop_ids),
+        parser_of=parser_of if schemas else None,
     )
     return player
+
+
+def _parser_of(spec: str, chat_template: str, schemas: Sequence[ToolSchema]) -> ToolCallParser:
+    return ToolCallParser(spec, chat_template, [dict(schema) for schema in schemas])
 
 
 def conversation_of(

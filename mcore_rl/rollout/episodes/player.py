@@ -146,7 +146,8 @@ class EpisodePlayer:
             response_tokens=attempt.request.sampling.max_response_tokens,
             turns=prompt.max_turns,
         )
-        session = Session(self.around, source, attempt.request, prompt, limits, traced, trained=attempt.trained)
+        around = self.around.offering(prompt.tools)
+        session = Session(around, source, attempt.request, prompt, limits, traced, trained=attempt.trained)
         ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)

@@ -7,13 +7,13 @@ import math
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.data.chat.conversation import Conversation, Message, with_answer_ids
+from mcore_rl.data.chat.conversation import Conversation, Message, ToolSchema, with_answer_ids
 from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
@@ -112,6 +112,15 @@ class Surroundings:
     parallel_calls: bool = True
     """A template may show no more than one call of a turn."""
     stop_ids: frozenset[int] = frozenset()
+    parser_of: Callable[[Sequence[ToolSchema]], MessageParser] | None = None
+    """Makes a parser for the calls of other tools."""
+
+    def offering(self, tools: Sequence[ToolSchema] | None) -> Surroundings:
+        """The same with the tools that a row offers; None: those of the run."""
+        if tools is None:
+            return self
+        parser = self.parser_of(tools) if tools and self.parser_of is not None else None
+        return replace(self, conversation=self.conversation.with_tools(tools), parser=parser)
 
 
 class Session:
@@ -213,6 +222,11 @@ class Session:
             self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
         self.num_tool_calls += 1
+        offered = [str(tool["function"]["name"]) for tool in self._prompt.tools or ()]
+        if self._prompt.tools is not None and tool_name not in offered:
+            self.num_tool_errors += 1
+            reason = f"there is no tool {tool_name}; the tools are: {', '.join(offered) or 'none'}"
+            return ToolAnswer(f"Error: {reason}", error=reason)
         kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
         with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self._around.tools.call(self.id, tool_name, dict(arguments), kwargs)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
+from mcore_rl.data.json_text import to_plain
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.rollout.tools.formats import FORMATS, THINK_CLOSE, THINK_OPEN, Format, RawCall, format_of_template
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
@@ -90,7 +91,10 @@ class ToolCallParser:
             return ParsedMessage(content, reasoning, tuple(self._checked(call) for call in raw))
         message = self._by_user(text)
         calls = (
-            call if isinstance(call, MalformedCall) else self._accepted(call, repr(call)) for call in message.calls
+            call
+            if isinstance(call, MalformedCall)
+            else self._accepted(replace(call, arguments=to_plain(call.arguments)), repr(call))
+            for call in message.calls
         )
         return ParsedMessage(message.content, message.reasoning, tuple(calls))
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from mcore_rl.data.json_text import as_json_text
 from mcore_rl.rollout.tools.interface import Outcome, ToolError
 
 
 def as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
+    """Text for the model: a string as it is, anything else as JSON."""
     try:
-        return json.dumps(result, ensure_ascii=False)
+        return as_json_text(result)
     except (TypeError, ValueError, RecursionError):
         return _shown(result)
 

@@ -1,0 +1,37 @@
+"""Columns with images, videos or audio, which no supported model family reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.errors import DataError
+
+_COLUMN = re.compile(
+    r"(image|picture|video|audio)s?(_(url|path|file|bytes|data)s?)?|pixel_values|multi_?modal_(data|inputs)|mm_data"
+)
+
+
+def is_media(column: str) -> bool:
+    """Whether a column has the name of images, videos or audio."""
+    return _COLUMN.fullmatch(column.lower()) is not None
+
+
+def check_media(row: Mapping[str, Any], key: str, where: str) -> None:
+    """Raises: DataError naming row and column, for a row with something in such a column."""
+    for column, value in row.items():
+        if is_media(column) and not is_empty(value):
+            raise DataError(
+                f"{where} has {column}, but prompts are text only: the model would be trained without what they are"
+                f" about; set {key} to a file without such rows, or without the column if the text suffices"
+            )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether nothing is in a value: null, NaN, an empty text or list, or a struct of empty fields."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return value is None or value in ("", b"") or value != value

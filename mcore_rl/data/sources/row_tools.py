@@ -1,0 +1,137 @@
+"""Tools that a row offers: schemas in its column `tools` (TRL, OpenAI, slime), or names in `tool_selection` (verl)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.data.json_text import parse_json
+from mcore_rl.errors import DataError
+
+Schema = Mapping[str, Any]
+TOOLS, SELECTION = "tools", "tool_selection"
+
+
+class RowTools:
+    """Reads the tools of rows. `tools` are the schemas of the run; with `executes` calls run these tools, so a row may
+    offer only them."""
+
+    def __init__(self, tools: Sequence[Schema], *, executes: bool) -> None:
+        self._tools = {_name(schema): schema for schema in tools}
+        self._executes = executes and bool(tools)
+        self._checked: dict[str, list[Schema]] = {}
+        """Lists of schemas that passed, by their JSON text: many rows have the same."""
+
+    @property
+    def are_called(self) -> bool:
+        """Whether calls are executed."""
+        return self._executes
+
+    def unknown(self, tools_kwargs: Any) -> list[str]:
+        """Names in a row's tools_kwargs that no tool of the run has."""
+        given = tools_kwargs if isinstance(tools_kwargs, Mapping) else {}
+        return [str(name) for name, kwargs in given.items() if kwargs is not None and name not in self._tools]
+
+    def of(self, given: Any, selection: Any, where: str, *, struct_nulls: bool) -> list[Schema] | None:
+        """Schemas that a row offers: its own, or those of the run that it names; None: all of the run. `given` is the
+        column `tools`, `selection` the row's `tool_selection`, which is no restriction if it is empty.
+
+        Raises: DataError naming the row, for what is no tool, is not implemented, or differs from the implementation.
+        """
+        offered = self._own(given, where, struct_nulls)
+        names = _names(selection, f"{where}: {SELECTION}")
+        if not names:
+            return offered
+        there = self._tools if offered is None else {_name(schema): schema for schema in offered}
+        return self._interned([self._named(name, there, f"{where}: {SELECTION}") for name in names])
+
+    def _own(self, given: Any, where: str, struct_nulls: bool) -> list[Schema] | None:
+        told = f"{where}: {TOOLS}"
+        if isinstance(given, str):
+            given = parse_json(given, told) if given.strip() else None
+        if given is None:
+            return None
+        listed = [given] if isinstance(given, dict) else given
+        if not isinstance(listed, list):
+            raise DataError(f"{told} is {type(given).__name__}, not a list of schemas of functions; rename the column")
+        schemas = [self._schema(each, f"{told}[{place}]", struct_nulls) for place, each in enumerate(listed)]
+        names = [_name(schema) for schema in schemas]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{told} has two tools {twice!r}; leave one out")
+        return self._interned(schemas)
+
+    def _schema(self, given: Any, told: str, struct_nulls: bool) -> Schema:
+        if isinstance(given, str):
+            if not given.lstrip().startswith("{"):
+                return self._named(given, self._tools, told)
+            given = parse_json(given, told)
+        if struct_nulls:
+            given = _without_nulls(given)
+        function = given.get("function", given) if isinstance(given, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+            raise DataError(f"{told} must be {{type: function, function: {{name, description, parameters}}}}")
+        if given.get("type", "function") != "function":
+            raise DataError(f"{told} is of type {given['type']!r}; only functions are supported")
+        function = {key: value for key, value in function.items() if key != "type" or function is not given}
+        if self._executes:
+            self._check_implemented(name, function.get("parameters") or {}, told)
+        return {"type": "function", "function": function}
+
+    def _check_implemented(self, name: str, parameters: Any, told: str) -> None:
+        """Holds a row's schema to the run's tool, which gets the arguments."""
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
+
+        own = self._named(name, self._tools, told)["function"].get("parameters") or {}
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise DataError(f"{told}: parameters of {name} are no JSON schema: {error.message}") from None
+        shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
+        if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
+            raise DataError(
+                f"{told}: {name} has the argument {extra[0]!r}, which the tool of rollout.tools does not take"
+            )
+        if lacking := sorted(set(own.get("required") or ()) - shown):
+            raise DataError(
+                f"{told}: {name} lacks the argument {lacking[0]!r}, which the tool of rollout.tools requires"
+            )
+
+    def _named(self, name: str, there: Mapping[str, Schema], told: str) -> Schema:
+        if name in there:
+            return there[name]
+        near = difflib.get_close_matches(name, there, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        where = "rollout.tools has" if there is self._tools else "the row has"
+        raise DataError(
+            f"{told} names {name!r}, which has no implementation ({where}: {', '.join(there) or 'none'}){hint} "
+            "Add it to rollout.tools, or leave it out of the row"
+        )
+
+    def _interned(self, schemas: list[Schema]) -> list[Schema]:
+        return self._checked.setdefault(json.dumps(schemas, sort_keys=True, default=str), schemas)
+
+
+def _names(given: Any, told: str) -> list[str]:
+    if isinstance(given, str):
+        given = parse_json(given, told) if given.lstrip().startswith("[") else given or None
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise DataError(f"{told} is {given!r}, not a list of names of tools")
+    return list(dict.fromkeys(given))
+
+
+def _name(schema: Schema) -> str:
+    return str(schema["function"]["name"])
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value if each is not None]
+    return value

@@ -1,0 +1,157 @@
+"""Tools that rows offer, what is not supported in a row, and columns that nothing reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data.chat.made import chat_tokenizer
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.supervised import load_supervised
+from mcore_rl.errors import DataError
+
+
+def schema(name: str, *arguments: str, **more: Any) -> dict[str, Any]:
+    properties = {argument: {"type": "string"} for argument in arguments}
+    parameters = {"type": "object", "properties": properties, **more}
+    return {"type": "function", "function": {"name": name, "description": f"{name}s", "parameters": parameters}}
+
+
+RUN = [schema("search", "query", required=["query"]), schema("add", "a", "b"), schema("python", "code")]
+ROW = {"prompt": "1+1?", "answer": "2"}
+
+
+def load(
+    tmp_path: Path, rows: list[dict[str, Any]], *, kind: str = "jsonl", runs: bool = True, **data: Any
+) -> tuple[PromptSet, str]:
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, rollout = chat_tokenizer(tmp_path), RolloutConfig(max_prompt_tokens=10_000)
+    tools = RUN if runs else []
+    prompts, report = load_prompts(path, tokenizer, DataConfig(**data), rollout, runs_tools=runs, tools=tools)
+    return prompts, str(report)
+
+
+def names(tools: Any) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_load_prompts_tool_selection_restricts_the_tools_of_a_row(tmp_path: Path, kind: str) -> None:
+    chosen = {**ROW, "extra_info": {"tool_selection": ["add", "search"]}}
+    every = {**ROW, "extra_info": {"tool_selection": []}}
+    prompts, _ = load(tmp_path, [chosen, every, {**ROW, "extra_info": {"tool_selection": None}}], kind=kind)
+    assert names(prompts[0].tools) == ["add", "search"]
+    assert (prompts[1].tools, prompts[2].tools) == (None, None)
+    assert '"add"' in prompts[0].text
+    assert '"python"' not in prompts[0].text
+    assert '"python"' in prompts[1].text
+    with pytest.raises(DataError, match=r"line 1: tool_selection names 'serch', .*rollout\.tools has: search, add.*search\?"):
+        load(tmp_path, [{**ROW, "tool_selection": ["serch"]}])
+
+
+@pytest.mark.parametrize("form", ["openai", "text", "texts", "flat", "names"])
+def test_load_prompts_tools_column_takes_each_published_form(tmp_path: Path, form: str) -> None:
+    wanted = [RUN[1], schema("search", "query", required=["query"])]
+    given: Any = {
+        "openai": wanted,
+        "text": json.dumps(wanted),
+        "texts": [json.dumps(each) for each in wanted],
+        "flat": [each["function"] for each in wanted],
+        "names": ["add", "search"],
+    }[form]
+    prompts, _ = load(tmp_path, [{**ROW, "tools": given}, {**ROW, "tools": []}, ROW])
+    assert prompts[0].tools == wanted
+    assert '"python"' not in prompts[0].text
+    assert prompts[1].tools == []
+    assert '"add"' not in prompts[1].text
+    assert prompts[2].tools is None
+
+
+def test_load_prompts_parquet_tools_lose_the_nulls_of_structs(tmp_path: Path) -> None:
+    prompts, _ = load(tmp_path, [{**ROW, "tools": [RUN[0], RUN[1]]}], kind="parquet")
+    assert prompts[0].tools == [RUN[0], RUN[1]]
+    assert "null" not in prompts[0].text
+
+
+def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> None:
+    mine = schema("get_weather", "city")
+    prompts, report = load(tmp_path, [{**ROW, "tools": [mine]}], runs=False)
+    assert '"get_weather"' in prompts[0].text
+    assert "1 rows have tools, shown in prompts: calls are text for the reward, nothing is executed" in report
+    supervised, _ = load_supervised(
+        tmp_path / "rows.jsonl", chat_tokenizer(tmp_path), DataConfig(), RolloutConfig(max_prompt_tokens=10_000)
+    )
+    assert supervised.prompts[0].text == prompts[0].text
+    with pytest.raises(DataError, match=r"line 1 has tools, which only a chat template shows"):
+        load(tmp_path, [{**ROW, "tools": [mine]}], runs=False, template="plain")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([schema("get_weather")], r"tools\[0\] names 'get_weather', which has no implementation \(rollout\.tools has: s"),
+        ([RUN[1], schema("add", "a", "b")], "two tools 'add'"),
+        ([schema("add", "a", "c")], r"tools\[0\]: add has the argument 'c', which its implementation does not take"),
+        ([schema("search")], r"search lacks the argument 'query', which its implementation requires"),
+        ([{"type": "web_search", "name": "add"}], "is of type 'web_search'; only functions"),
+        ([{"function": {"description": "x"}}], r"tools\[0\] must be \{type: function"),
+        ([3], r"tools\[0\] must be"),
+        (3, "tools is int, not a list of schemas"),
+        ("hammer", "tools is not valid JSON"),
+        (["hammer"], r"tools\[0\] names 'hammer'"),
+        ([{**schema("add"), "function": {"name": "add", "parameters": {"properties": 3}}}], "no JSON schema"),
+    ],
+)
+def test_load_prompts_tools_that_cannot_be_called_are_rejected(tmp_path: Path, tools: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: .*{message}"):
+        load(tmp_path, [ROW, {**ROW, "tools": copy.deepcopy(tools)}])
+
+
+@pytest.mark.parametrize(
+    "column", ["image", "images", "video", "videos", "audio", "audios", "Image", "image_url", "multi_modal_data"]
+)
+def test_load_prompts_media_column_is_rejected_by_name(tmp_path: Path, column: str) -> None:
+    empty = [None, [], "", {"bytes": None, "path": None}]
+    _, report = load(tmp_path, [{**ROW, column: value} for value in empty])
+    assert "not used" not in report
+    with pytest.raises(DataError, match=rf"line 2 has {column}, but prompts are text only.*set data\.train"):
+        load(tmp_path, [ROW, {**ROW, column: {"bytes": "x"}}])
+
+
+def test_load_prompts_columns_that_nothing_reads_are_listed_once(tmp_path: Path) -> None:
+    row = {**ROW, "data_source": "a", "ability": "math", "uid": 1, "question": "?", "empty": None, "extra_info": {}}
+    _, report = load(tmp_path, [row, {**ROW, "other": 0}, row])
+    assert report.count("not used") == 1
+    assert "columns that are not used: ability, uid, question, other (reward functions and tools get" in report
+    assert "not used" not in load(tmp_path, [ROW])[1]
+    assert "not used: prompt (" in load(tmp_path, [{**ROW, "text": "?"}], prompt_key="text")[1]
+
+
+def test_load_prompts_ground_truth_that_json_lacks_becomes_plain(tmp_path: Path) -> None:
+    truths = [[Decimal("1.5")], [Decimal("2.0")]]
+    rows = [{"prompt": "?", "reward_model": {"ground_truth": truth}} for truth in truths]
+    prompts, _ = load(tmp_path, rows, kind="parquet")
+    assert prompts.ground_truths == [[1.5], [2.0]]
+    with pytest.raises(DataError, match="has no ground truth"):
+        load(tmp_path, [{"prompt": "?", "answer": math.nan}], kind="parquet")
+
+
+def test_load_prompts_tools_of_rows_survive_the_cache(tmp_path: Path) -> None:
+    rows = [{**ROW, "tools": [RUN[1]]}, {**ROW, "extra_info": {"tool_selection": ["python"]}}, ROW]
+    first, _ = load(tmp_path, rows, cache_dir=str(tmp_path / "cache"))
+    second, report = load(tmp_path, rows, cache_dir=str(tmp_path / "cache"))
+    assert "read from data.cache_dir" in report
+    assert first.tools == second.tools == [[RUN[1]], [RUN[2]], None]
