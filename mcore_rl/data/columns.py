@@ -87,7 +87,7 @@ class Columns:
     def read(self, place: str, row: Mapping[str, Any]) -> Fields:
         """Raises: DataError for a row that lacks a column, or asks for what would not be done."""
         where = f"{self._key}: {place}"
-        row = {column: value for column, value in row.items() if value == value}
+        row = {name: value for name, value in row.items() if value == value or name == "max_turns"}  # NaN is no value
         check_media(row, self._key, where)
         self._read = set(_KNOWN)
         extra_info = _object(row, "extra_info", where)

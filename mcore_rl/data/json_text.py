@@ -12,6 +12,7 @@ from datetime import date, time
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from mcore_rl.errors import DataError
@@ -96,7 +97,7 @@ def to_plain(value: Any) -> Any:
 
 def as_json_text(value: Any) -> str:
     """Text for a model: a string as it is, a NaN on its own as NaN, anything else as JSON of its plain form."""
-    if isinstance(value, float) and math.isnan(value):
+    if isinstance(value, Real) and value != value:  # of NumPy too
         return "NaN"
     plain = to_plain(value)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)

@@ -92,13 +92,9 @@ class RowTools:
             raise DataError(f"{told}: parameters of {name} are no JSON schema: {error.message}") from None
         shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
         if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
-            raise DataError(
-                f"{told}: {name} has the argument {extra[0]!r}, which the tool of rollout.tools does not take"
-            )
+            raise DataError(f"{told}: {name} has the argument {extra[0]!r}, which its implementation does not take")
         if lacking := sorted(set(own.get("required") or ()) - shown):
-            raise DataError(
-                f"{told}: {name} lacks the argument {lacking[0]!r}, which the tool of rollout.tools requires"
-            )
+            raise DataError(f"{told}: {name} lacks the argument {lacking[0]!r}, which its implementation requires")
 
     def _named(self, name: str, there: Mapping[str, Schema], told: str) -> Schema:
         if name in there:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mcore_rl.data.json_text import as_json_text
 from mcore_rl.config.rules.judge import PLACEHOLDERS
 from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.json_text import as_json_text
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import ConfigError

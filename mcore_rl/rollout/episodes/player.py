@@ -179,7 +179,12 @@ class EpisodePlayer:
             return self._failed(session, error)
         except WorkerDiedError:
             raise  # tools that cannot be started any more
-        except Exception as error:  # whatever a user's episode raises
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the run ends
+            return self._failed(session, error)  # of a user's episode
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's episode raises
             return self._failed(session, error)
 
     def _limited(self, session: Session, reason: str, text: str) -> EpisodeOutcome:

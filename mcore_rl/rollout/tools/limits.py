@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config.functions import describe
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, Tool, ToolError
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, name_of
 
+T = TypeVar("T")
+CANCELLED_ITSELF = "the tool cancelled itself (it raised CancelledError)"
 BACKOFF_SECONDS = 0.25
 """Before the first further attempt; twice as long before each one after it."""
 STUCK_SECONDS = 3.0
@@ -82,13 +84,13 @@ class LimitedTool:
         if not done:
             self._abandon(task)
             raise TimeoutError(f"the tool did not answer within {seconds:g} seconds")
+        if task.cancelled():
+            raise ToolError(CANCELLED_ITSELF)
         return task.result()
 
     async def _call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         try:
-            return await self.tool.call(episode, arguments)
-        except SystemExit:
-            raise ToolError("the tool called sys.exit") from None
+            return await contained(self.tool.call(episode, arguments))
         except TimeoutError as error:  # of the tool's own; not one of the limit here
             raise RetryableToolError(describe(error)) from error
 
@@ -123,6 +125,22 @@ class LimitedTool:
 
     def _came_back(self, task: asyncio.Task[Outcome]) -> None:
         self._stuck -= 1
+
+
+async def contained(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call into a user's tool. Exceptions that would end the event loop, or that no handler expects,
+    become a ToolError; a CancelledError cancels the task that runs this.
+
+    Raises: ToolError; whatever else the tool raises.
+    """
+    try:
+        return await call
+    except SystemExit:
+        raise ToolError("the tool called sys.exit") from None
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise ToolError(f"the tool raised {describe(error)}") from None
 
 
 def failure(reason: str) -> Outcome:

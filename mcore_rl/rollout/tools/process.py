@@ -21,7 +21,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.parent_death import die_with
 from mcore_rl.rollout.tools import frames
 from mcore_rl.rollout.tools.interface import Episode, ToolAnswer
-from mcore_rl.rollout.tools.limits import LimitedTool, failure
+from mcore_rl.rollout.tools.limits import CANCELLED_ITSELF, LimitedTool, contained, failure
 from mcore_rl.rollout.tools.load import load_tools
 from mcore_rl.rollout.tools.settings import ToolSettings
 
@@ -141,13 +141,16 @@ class ToolServer:
         if episode is None:
             return rewards, errors
         for name, tool in self._tools.items():
-            try:
-                reward = await asyncio.wait_for(tool.tool.close_episode(episode), tool.limits.timeout_seconds)
-            except Exception as error:  # of a user's tool: the others are closed nevertheless
-                errors.append(f"{name}: {describe(error)}")
-            else:
-                if reward is not None:
-                    rewards[name] = reward
+            closing = asyncio.create_task(contained(tool.tool.close_episode(episode)))
+            done, _ = await asyncio.wait({closing}, timeout=tool.limits.timeout_seconds)
+            if not done:
+                closing.cancel()
+            # Of a user's tool: the others are closed nevertheless.
+            error = TimeoutError() if not done else None if closing.cancelled() else closing.exception()
+            if error is not None or closing.cancelled():
+                errors.append(f"{name}: {describe(error) if error is not None else CANCELLED_ITSELF}")
+            elif (reward := closing.result()) is not None:
+                rewards[name] = reward
         return rewards, errors
 
 

@@ -12,12 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.chat.made import chat_tokenizer
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.prompts import PromptSet, load_prompts
 from mcore_rl.data.supervised import load_supervised
 from mcore_rl.errors import DataError
+from tests.unit.data.chat import made
+
+SHOWN = made.STABLE.replace("{{ t.function.name }}", "{{ t | tojson }}")
+"""Prompts hold the whole schemas of tools."""
 
 
 def schema(name: str, *arguments: str, **more: Any) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def load(
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer, rollout = chat_tokenizer(tmp_path), RolloutConfig(max_prompt_tokens=10_000)
+    tokenizer, rollout = made.tokenizer(SHOWN), RolloutConfig(max_prompt_tokens=10_000)
     tools = RUN if runs else []
     prompts, report = load_prompts(path, tokenizer, DataConfig(**data), rollout, runs_tools=runs, tools=tools)
     return prompts, str(report)
@@ -58,7 +61,7 @@ def test_load_prompts_tool_selection_restricts_the_tools_of_a_row(tmp_path: Path
     assert '"add"' in prompts[0].text
     assert '"python"' not in prompts[0].text
     assert '"python"' in prompts[1].text
-    with pytest.raises(DataError, match=r"line 1: tool_selection names 'serch', .*rollout\.tools has: search, add.*search\?"):
+    with pytest.raises(DataError, match=r"line 1: tool_selection names 'serch', .*has: search, add.*mean search\?"):
         load(tmp_path, [{**ROW, "tool_selection": ["serch"]}])
 
 
@@ -92,7 +95,7 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
     assert '"get_weather"' in prompts[0].text
     assert "1 rows have tools, shown in prompts: calls are text for the reward, nothing is executed" in report
     supervised, _ = load_supervised(
-        tmp_path / "rows.jsonl", chat_tokenizer(tmp_path), DataConfig(), RolloutConfig(max_prompt_tokens=10_000)
+        tmp_path / "rows.jsonl", made.tokenizer(SHOWN), DataConfig(), RolloutConfig(max_prompt_tokens=10_000)
     )
     assert supervised.prompts[0].text == prompts[0].text
     with pytest.raises(DataError, match=r"line 1 has tools, which only a chat template shows"):
@@ -102,7 +105,7 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ([schema("get_weather")], r"tools\[0\] names 'get_weather', which has no implementation \(rollout\.tools has: s"),
+        ([schema("get_weather")], r"tools\[0\] names 'get_weather', which has no implementation \(rollout\.tools has"),
         ([RUN[1], schema("add", "a", "b")], "two tools 'add'"),
         ([schema("add", "a", "c")], r"tools\[0\]: add has the argument 'c', which its implementation does not take"),
         ([schema("search")], r"search lacks the argument 'query', which its implementation requires"),

@@ -36,7 +36,7 @@ class FunctionTool:
     async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
         if self._executor is None:
             return outcome_of_function(await self._function(**arguments))
-        return outcome_of_function(await _ended(self._executor.submit(self._function, **arguments)))
+        return outcome_of_function(await _ended(self._executor.submit(_called, self._function, arguments)))
 
     async def close_episode(self, episode: Episode) -> float | None:
         return None
@@ -78,7 +78,14 @@ class PooledFunctionTool:
 
 
 def _call_by_name(spec: str, arguments: dict[str, Any]) -> Outcome:
-    return outcome_of_function(load_function("function", spec)(**arguments))
+    return outcome_of_function(_called(load_function("function", spec), arguments))
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # no future takes it: the call would end by its time limit
+        raise RuntimeError("the function raised StopIteration") from error
 
 
 async def _ended(job: Future[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, over standard input and output or HTTP: the only door to the `mcp` package.
+"""Tools of MCP servers, over standard input and output, HTTP or SSE: the only door to the `mcp` package.
 
 A server runs once for a tool process, not for an episode: the protocol knows no state of one.
 """
@@ -18,20 +18,26 @@ from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
+from mcore_rl.rollout.tools.kinds.mcp_settings import HTTP, SSE, STDIO, ServerSettings
 from mcore_rl.rollout.tools.kinds.outcomes import as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import ClientSession
 
 CONNECT_SECONDS = 60.0
+HTTP_SECONDS = 30.0
+"""To connect, and to send a request."""
+HTTP_ERRORS = 400
+SSE_IDLE_SECONDS = 86400.0
+"""Without an event; calls have limits of their own."""
 MAX_PAGES = 100
 """Of a server's list of tools."""
 
 
 def read_servers(told: str, path: Path) -> dict[str, McpServer]:
-    """The servers of a JSON file with `mcpServers`, by name: {"command", "args", "env", "cwd"} or {"url", "headers" or
-    "auth_token"}.
+    """The servers of a JSON file with `mcpServers`, by name; ServerSettings describes one.
 
     Raises: ConfigError.
     """
@@ -42,17 +48,17 @@ def read_servers(told: str, path: Path) -> dict[str, McpServer]:
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
         raise ConfigError(f'{told} must hold {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    for name, settings in servers.items():
-        if not isinstance(settings, dict) or not ({"command", "url"} & settings.keys()):
-            raise ConfigError(f"{told}: server {name} has neither command nor url; give one of them")
-    return {name: McpServer(f"{told}: server {name}", settings) for name, settings in servers.items()}
+    named = {name: (f"{told}: server {name}", settings) for name, settings in servers.items()}
+    return {name: McpServer(told, ServerSettings.of(told, settings)) for name, (told, settings) in named.items()}
 
 
 class McpServer:
     """A connection to one server, made when it is first needed and again after it broke."""
 
-    def __init__(self, told: str, settings: dict[str, Any]) -> None:
+    def __init__(self, told: str, settings: ServerSettings) -> None:
         self._told, self._settings = told, settings
+        self._status = ""
+        """The last HTTP answer that was an error."""
         self._closing = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[ClientSession] | None = None
@@ -62,7 +68,7 @@ class McpServer:
         try:
             infos = await self._list()
         except Exception as error:  # of a server that is not ours
-            raise ConfigError(f"{self._told} does not answer: {_cause(error)}") from error
+            raise ConfigError(f"{self._told} does not answer: {self._cause(error)}") from error
         made = []
         for info in infos:
             function = {"name": info.name, "description": info.description or "", "parameters": info.input_schema}
@@ -84,7 +90,7 @@ class McpServer:
             raise RetryableToolError("the MCP server closed the connection") from error
         except Exception as error:  # of the transport
             await self.close()
-            raise RetryableToolError(f"the MCP server cannot be reached: {_cause(error)}") from error
+            raise RetryableToolError(f"the MCP server cannot be reached: {self._cause(error)}") from error
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or as_text(result.structured_content or "")
         if result.is_error:
@@ -134,25 +140,67 @@ class McpServer:
     @contextlib.asynccontextmanager
     async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
         from mcp import StdioServerParameters, stdio_client
+        from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
-        from mcp.shared._httpx_utils import create_mcp_http_client
 
-        if (url := self._settings.get("url")) is not None:
-            token = self._settings.get("auth_token")
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            headers |= self._settings.get("headers") or {}
-            async with create_mcp_http_client(headers) as client, streamable_http_client(url, http_client=client) as s:
-                yield s
+        settings = self._settings
+        if settings.transport == SSE:
+            headers = dict(settings.headers)
+            async with sse_client(
+                settings.url, headers, sse_read_timeout=SSE_IDLE_SECONDS, httpx_client_factory=self._client
+            ) as streams:
+                yield streams
             return
-        command = [self._settings["command"], *self._settings.get("args", [])]
+        if settings.transport == HTTP:
+            async with (
+                self._client(dict(settings.headers)) as client,
+                streamable_http_client(settings.url, http_client=client) as streams,
+            ):
+                yield streams
+            return
         parameters = StdioServerParameters(
             command=sys.executable,  # the package starts servers in sessions of their own, which outlive this process
-            args=["-I", parent_death.__file__, str(os.getpid()), *command],
-            env=self._settings.get("env"),
-            cwd=self._settings.get("cwd"),
+            args=["-I", parent_death.__file__, str(os.getpid()), *settings.command],
+            env=None if settings.environment is None else dict(settings.environment),
+            cwd=settings.directory,
         )
         async with stdio_client(parameters) as streams:
             yield streams
+
+    def _client(
+        self,
+        headers: dict[str, str] | None = None,
+        timeout: httpx2.Timeout | None = None,
+        auth: httpx2.Auth | None = None,
+    ) -> httpx2.AsyncClient:
+        """The package's HTTP client; for a server on this host without the proxies of the environment."""
+        import httpx2
+
+        if timeout is None:
+            timeout = httpx2.Timeout(HTTP_SECONDS, read=SSE_IDLE_SECONDS)
+        return httpx2.AsyncClient(
+            headers=headers,
+            timeout=timeout,
+            auth=auth,
+            trust_env=not self._settings.is_on_this_host,
+            event_hooks={"response": [self._note_status]},
+        )
+
+    async def _note_status(self, response: httpx2.Response) -> None:
+        """The package reports some answers without their status."""
+        if response.status_code >= HTTP_ERRORS:
+            self._status = f"HTTP {response.status_code} {response.reason_phrase}"
+
+    def _cause(self, error: BaseException) -> str:
+        """The first of a group of errors, which task groups raise, and the proxy that may be its cause."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        words = describe(error)
+        if self._settings.transport == STDIO and "onnection closed" in words:
+            words += " (the server has ended; its own messages are above)"
+        if self._status and self._status.split()[1] not in words:
+            words += f": {self._status}"
+        return f"{words}{self._settings.proxy_hint}"
 
 
 class McpTool:
@@ -170,10 +218,3 @@ class McpTool:
 
     async def close(self) -> None:
         await self._server.close()
-
-
-def _cause(error: BaseException) -> str:
-    """Of a group of errors, in which task groups wrap what happened, the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return describe(error)

@@ -136,6 +136,7 @@ def stage() -> Iterator[Callable[..., Stage]]:
                 history=history,
                 drops_turns=drops_turns,
                 stop_ids=frozenset(made.stop_ids(tokenizer)),
+                parser_of=lambda offered: ToolCallParser(parser, None, [dict(each) for each in offered]),
             )
             prompt = Prompt(
                 0,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
+from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
@@ -233,3 +234,45 @@ def test_first_turn_joins_the_beginning_that_the_row_has_made(stage: SetUp) -> N
     assert (said.reasoning, len(said.calls)) == ("see", 1)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert on.tokenizer.decode(ids).count("<|im_start|>assistant") == 2
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("history", ["keep", "new_sequence"])
+def test_tool_episode_row_offers_and_calls_its_own_tools(stage: SetUp, history: str) -> None:
+    def say(text: str) -> str:
+        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
+
+    on = stage(say, ToolEpisode(), tools=FakeTools(echo), history=history)
+    for tools, called in ((None, 1), ([made.LOOK], 1), ([ADD], 0), ([ADD, made.LOOK], 1)):
+        assert on.tools is not None
+        on.tools.calls.clear()
+        on.prompt = replace(on.prompt, tools=tools)
+        (outcome,) = on.play()
+        assert len(on.tools.calls) == called
+        if not called:
+            assert "there is no such tool; the tools are: add" in on.text(outcome, -1)
+        if history == "new_sequence" and tools is not None:
+            shown = on.text(outcome, -1).partition("<|im_end|>")[0]
+            assert shown == "<|im_start|>system\nTools:" + "".join(tool["function"]["name"] for tool in tools)
+
+
+def test_tool_episode_row_without_tools_ends_with_its_first_turn(stage: SetUp) -> None:
+    on = stage(lambda text: f"{call('it')}{END}", ToolEpisode(), tools=FakeTools(echo))
+    on.prompt = replace(on.prompt, tools=[])
+    (outcome,) = on.play()
+    assert (outcome.turns, outcome.tool_calls, on.tools and on.tools.calls) == (1, 0, [])
+
+
+def test_session_call_of_a_tool_that_the_row_does_not_offer_fails(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids)
+        answer = await session.call("look", {"q": "x"})
+        assert [tool["function"]["name"] for tool in session.tools] == ["add"]
+        return float(answer.text == "Error: there is no tool look; the tools are: add")
+
+    on = stage(lambda text: f"a{END}", run, tools=FakeTools(echo))
+    on.prompt = replace(on.prompt, tools=[ADD])
+    (outcome,) = on.play()
+    assert (outcome.error, outcome.reward, on.tools and on.tools.calls) == (None, 1.0, [])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +49,7 @@ def die() -> str:
     os._exit(1)
 
 if len(sys.argv) > 1:
-    server.run("streamable-http", port=int(sys.argv[1]))
+    server.run(sys.argv[2], port=int(sys.argv[1]))
 else:
     server.run("stdio")
 '''
@@ -112,31 +116,94 @@ def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -
     assert not alive(number)
 
 
-def test_a_server_on_http(tmp_path: Path) -> None:
+@contextmanager
+def http_server(folder: Path, transport: str) -> Iterator[int]:
+    """A server on a free port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    stdio_server(tmp_path)
-    server = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=subprocess.DEVNULL)
+    stdio_server(folder)
+    command = [sys.executable, str(folder / "server.py"), str(port), transport]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert server.poll() is None
             time.sleep(0.1)
-        spec = tools_file(tmp_path, {"url": f"http://127.0.0.1:{port}/mcp"}, ", tool_selected_list: [add]")
-
-        async def use(box: ToolBox) -> tuple[int, str]:
-            return len(box.schemas), (await box.call("e", "add", {"a": 1})).text
-
-        assert with_tools(spec, use) == (1, "2")
+        yield port
     finally:
         server.kill()
         server.wait()
 
 
 @pytest.mark.parametrize(
+    ("transport", "path", "settings"),
+    [
+        ("streamable-http", "mcp", {}),
+        ("streamable-http", "mcp", {"type": "http"}),
+        ("sse", "sse", {}),
+        ("sse", "sse", {"transport": "sse"}),
+    ],
+)
+def test_mcp_server_over_http_and_sse_needs_no_proxy_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, path: str, settings: dict[str, str]
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    with http_server(tmp_path, transport) as port:
+        server = {"url": f"http://127.0.0.1:{port}/{path}", **settings}
+        spec = tools_file(tmp_path, server, ", tool_selected_list: [add]")
+
+        async def use(box: ToolBox) -> tuple[int, list[str]]:
+            answers = await asyncio.gather(*(box.call("e", "add", {"a": i}) for i in range(5)))
+            return len(box.schemas), [answer.text for answer in answers]
+
+        assert with_tools(spec, use) == (1, ["1", "2", "3", "4", "5"])
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A proxy that reaches nobody."""
+
+    def do_POST(self) -> None:
+        self.send_error(502)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("path", ["mcp", "sse"])
+def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HTTP_PROXY", f"http://user:secret@127.0.0.1:{proxy.server_port}")
+        for name in ("http_proxy", "NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        spec = tools_file(tmp_path, {"url": f"http://tools.invalid/{path}"})
+        with pytest.raises(
+            ConfigError, match=r"server mine does not answer: .*NO_PROXY=tools\.invalid avoids it"
+        ) as told:
+            check_tools(Config(rollout=RolloutConfig(tools=spec)))
+        proxy.shutdown()
+    assert f"through http://127.0.0.1:{proxy.server_port} of HTTP_PROXY" in str(told.value)
+    assert "secret" not in str(told.value)
+    assert "502" in str(told.value)
+
+
+@pytest.mark.parametrize(
     ("server", "selected", "told"),
     [
-        ({"command": "/no/such/command"}, "", "server mine does not answer"),
+        ({"command": "/no/such/command"}, "", "server mine: the command /no/such/command is not there"),
+        ({"command": "no-such-command"}, "", r"server mine: the command no-such-command is not in PATH"),
+        ({"command": "python -m x"}, "", "put its arguments into args"),
+        ({"command": ["python"]}, "", "command must be the name or the path of a program"),
+        ({"command": "true", "args": "-m"}, "", "args must be a list"),
+        ({"command": "true", "cwd": "/no/such"}, "", "cwd /no/such is no directory"),
+        ({"command": "true", "env": {"A": None}}, "", "env must be a mapping of texts"),
+        ({"command": "true"}, "", "server mine does not answer: .*its own messages are above"),
+        ({"url": "localhost:80"}, "", "url 'localhost:80' must be http"),
+        ({"url": "http://x", "type": "carrier"}, "", "type 'carrier' must be one of stdio, sse"),
         ({"args": []}, "", "server mine has neither command nor url"),
         (None, ", tool_selected_list: [subtract]", "no server has a tool subtract; they have: add, whereabouts, die"),
     ],

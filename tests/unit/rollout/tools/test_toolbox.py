@@ -290,3 +290,85 @@ def test_processes_that_never_start_end_the_run(folder: Path, monkeypatch: pytes
         return errors
 
     assert None not in with_tools(tools_file(folder, "die"), use)
+
+
+RAISING = """
+import asyncio
+
+async def cancels() -> str:
+    raise asyncio.CancelledError
+
+async def cancels_its_task() -> str:
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+
+def cancels_in_a_thread() -> str:
+    raise asyncio.CancelledError
+
+async def interrupts() -> str:
+    raise KeyboardInterrupt
+
+async def exits() -> str:
+    raise GeneratorExit
+
+def stops() -> str:
+    raise StopIteration
+
+async def leaves() -> str:
+    raise SystemExit(3)
+
+class Own(BaseException): ...
+
+async def raises_its_own() -> str:
+    raise Own("x")
+
+async def fine() -> dict:
+    return {"n": np.int64(3), "d": Decimal("0.5"), "x": float("nan"), "a": np.arange(2)}
+
+class Episodes:
+    schema = {"type": "function", "function": {"name": "episodes", "parameters": {"type": "object"}}}
+    async def call(self, episode, arguments):
+        return Outcome("here")
+    async def close_episode(self, episode):
+        raise asyncio.CancelledError
+    async def close(self): ...
+
+import numpy as np
+from decimal import Decimal
+from mcore_rl.rollout.tools.interface import Outcome
+
+def described(function):
+    parameters = {"type": "object", "properties": {}}
+    function.__doc__ = "Does it."
+    return function
+
+TOOLS = [described(f) for f in (cancels, cancels_its_task, cancels_in_a_thread, interrupts, exits, stops, leaves,
+                                raises_its_own, fine)] + [Episodes]
+"""
+
+
+def test_toolbox_tool_that_cancels_itself_is_a_failed_call(tmp_path: Path) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    told = {
+        "cancels": "the tool cancelled itself",
+        "cancels_its_task": "the tool cancelled itself",
+        "cancels_in_a_thread": "the tool cancelled itself",
+        "interrupts": "the tool raised KeyboardInterrupt",
+        "exits": "the tool raised GeneratorExit",
+        "stops": "RuntimeError: the function raised StopIteration",
+        "leaves": "the tool called sys.exit",
+        "raises_its_own": "the tool raised Own: x",
+    }
+
+    async def use(box: ToolBox) -> tuple[list[Any], Any, Any, int]:
+        answers = [await asyncio.wait_for(box.call("e", name, {}), 10) for name in told]
+        assert (await box.call("e", "episodes", {})).text == "here"
+        closed = await asyncio.wait_for(box.close_episode("e"), 10)
+        return answers, closed, await box.call("f", "fine", {}), box.restarts
+
+    answers, closed, fine, restarts = with_tools(f"{tmp_path}/raising.py:TOOLS", use)
+    assert [answer.error.partition(" (")[0] for answer in answers] == list(told.values())
+    assert all(answer.text == f"Error: {answer.error}" for answer in answers)
+    assert "episodes: the tool cancelled itself" in str(closed.error)
+    assert (fine.text, fine.error) == ('{"n": 3, "d": 0.5, "x": null, "a": [0, 1]}', None)
+    assert restarts == 0
