@@ -25,8 +25,9 @@ _PLACEHOLDER = "{prompt}"
 _DEVELOPER_NOTE = "have a developer message, rendered as a system message: the chat template has no developer role"
 _SYSTEM_ROLES = ("system", "developer")
 
-Row = tuple[Sequence[Mapping[str, Any]], str, Sequence[Mapping[str, Any]] | None]
-"""Canonical messages, the start of error messages, and the row's own tools; None: those of the run."""
+Messages = Sequence[Mapping[str, Any]]
+Row = tuple[Messages, str] | tuple[Messages, str, Sequence[Mapping[str, Any]] | None]
+"""Canonical messages, the start of error messages, and the row's own tools; None, or nothing: those of the run."""
 
 
 class PromptRenderer:
@@ -125,7 +126,7 @@ class PromptRenderer:
             raise DataError(f"{rows[error.job][1]}: the tokenizer's chat template {error}") from None
 
     def _checked(
-        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, bool]:
         text = self.render(messages, where, tools)
         return text, self._presence.check(messages, text, where)

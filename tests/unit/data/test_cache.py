@@ -182,11 +182,12 @@ def test_a_damaged_set_is_made_anew_and_said(tmp_path: Path, rows_file: Path, lo
 
 def test_what_json_does_not_hold_is_not_kept(tmp_path: Path, load: Any) -> None:
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"question": ["a", "b"], "answer": pa.array([b"1", b"2"], pa.binary())}), path)
+    infos = [{"bytes": b"1"}, {"bytes": b"2"}]
+    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"], "extra_info": infos}), path)
     for _ in range(2):
         prompts, report = load(path)
-        assert prompts.ground_truths == [b"1", b"2"]
-        assert "not kept in data.cache_dir: ground_truths of the 1. prompt is nothing that JSON holds" in report.notes
+        assert prompts.extra_infos == infos
+        assert "not kept in data.cache_dir: extra_infos of the 1. prompt is nothing that JSON holds" in report.notes
     assert list((tmp_path / "cache").iterdir()) == []
 
 

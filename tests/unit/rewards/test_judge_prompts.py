@@ -100,8 +100,8 @@ def test_a_response_cannot_spell_the_judges_control_tokens(chat_tokenizer: Any, 
 
 def test_a_ground_truth_may_be_anything(tokenizer: Any) -> None:
     questions = JudgePrompts(tokenizer, "{prompt}{response}{ground_truth}")
-    assert questions.render(prompt_of("q", truth=["a", 1]), "r") == "qr['a', 1]"
-    assert questions.render(prompt_of("q", truth=None), "r") == "qrNone"
+    assert questions.render(prompt_of("q", truth=["a", 1]), "r") == 'qr["a", 1]'
+    assert questions.render(prompt_of("q", truth=None), "r") == "qrnull"
 
 
 def test_a_template_that_leaves_no_room_is_refused_by_the_longest_prompt(tokenizer: Any) -> None:
