@@ -57,8 +57,12 @@ def text_of(message: Mapping[str, Any], separator: str = "\n") -> str:
 
 
 def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{where}: a chat message needs `role` and `content`")
+    if not isinstance(message, dict):
+        raise DataError(f"{where} is of type {type(message).__name__}: a chat message needs `role` and `content`")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        found = f"a role of type {type(role).__name__}" if role else "no `role`"
+        raise DataError(f"{where} has {found}: a chat message needs `role` and `content`")
     if struct_nulls:
         message = _without_nulls(message)
     where = f"{where} ({message['role']})"

@@ -158,3 +158,21 @@ def test_load_prompts_tools_of_rows_survive_the_cache(tmp_path: Path) -> None:
     second, report = load(tmp_path, rows, cache_dir=str(tmp_path / "cache"))
     assert "read from data.cache_dir" in report
     assert first.tools == second.tools == [[RUN[1]], [RUN[2]], None]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ("hi", "message 2 is of type str"),
+        (None, "message 2 is of type NoneType"),
+        ({"role": 3, "content": "x"}, "message 2 has a role of type int"),
+        ({"content": "x"}, "message 2 has no `role`"),
+        ({"role": "user", "content": 5}, r"message 2 \(user\) has content of type int"),
+        ({"role": "user", "content": True}, r"message 2 \(user\) has content of type bool"),
+        ({"role": "user", "content": [{"type": "image", "image": "x"}]}, "has a part of type 'image'"),
+    ],
+)
+def test_load_prompts_message_of_the_wrong_type_names_its_row(tmp_path: Path, message: Any, problem: str) -> None:
+    first = {"role": "user", "content": "?"}
+    with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: .*{problem}"):
+        load(tmp_path, [ROW, {**ROW, "prompt": [first, message]}], runs=False)
