@@ -89,19 +89,6 @@ def test_an_episode_that_raises_costs_itself(stage: SetUp) -> None:
     assert on.trained_text(good) == f"hello{END}"
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()])
-def test_player_episode_that_cancels_itself_costs_itself(stage: SetUp, error: BaseException) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> float:
-        await session.generate(prompt.token_ids)
-        if session.id.endswith(".1"):
-            raise error
-        return 1.0
-
-    good, bad, also_good = stage(lambda text: f"hello{END}", run).play(3)
-    assert (good.reward, also_good.reward) == (1.0, 1.0)
-    assert f"it raised {type(error).__name__}" in str(bad.error)
-
-
 def test_an_episode_that_samples_nothing_leaves_one_token_that_is_not_trained(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         return None
