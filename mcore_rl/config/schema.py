@@ -120,9 +120,9 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     """How often, in a run, an engine that dies or hangs is started again; once more ends the run."""
     samples_per_prompt: int = setting(8, minimum=1)
     """Responses to a prompt; they form a group."""
-    temperature: float = setting(1.0, minimum=0)
-    """Temperature of sampling for training, at least 0.01. 0 is refused: greedy sampling has no distribution that could
-    be trained."""
+    temperature: float = setting(1.0, minimum=0, maximum=2)
+    """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is refused: greedy sampling has no
+    distribution that could be trained."""
     top_p: float = setting(1.0, above=0, maximum=1)
     """Must be 1 for training (all tokens): the trainer computes the full softmax. rollout.validation_top_p may be
     less."""
@@ -136,7 +136,7 @@ class RolloutConfig(EpisodeConfig, StalenessConfig):
     stop: list[str] = setting([], one_or_more=True)
     """Texts that end a response, in training and validation. The token that completes one is the response's last
     token and is trained; graders see the text before it. Special tokens count as the text that the tokenizer shows."""
-    validation_temperature: float = setting(0.0, minimum=0)
+    validation_temperature: float = setting(0.0, minimum=0, maximum=2)
     """Of validation; 0 is greedy."""
     validation_top_p: float = setting(1.0, above=0, maximum=1)
     """Validation samples from the likeliest tokens that have this probability together; 1: from all."""

@@ -57,7 +57,9 @@ def test_a_word_is_looked_for_in_names_and_where_words_of_texts_begin() -> None:
 def test_a_terminal_of_80_columns_holds_it() -> None:
     shown = "\n".join(entry.shown() for entry in find_keys())
     assert [line for line in shown.splitlines() if len(line) > WIDTH] == []
-    assert "rollout.temperature = 1.0  [float, 0 or more]\n    Temperature of sampling for training" in shown
+    assert (
+        "rollout.temperature = 1.0  [float, 0 or more and at most 2]\n    Temperature of sampling for training" in shown
+    )
     assert "run.dir  [str, required]\n" in shown
     assert "judge.hf_path = null  [str | None]" in shown
 

@@ -149,6 +149,8 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
     [
         ("rollout.temperature=0", "rollout.temperature=0 is greedy, which is no distribution"),
         ("rollout.temperature=0.009", "rollout.temperature=0.009 is below 0.01, to which the engine raises it"),
+        ("rollout.temperature=2.5", "rollout.temperature=2.5 must be at most 2"),
+        ("rollout.validation_temperature=2.5", "rollout.validation_temperature=2.5 must be at most 2"),
         ("rollout.top_p=0.99", "rollout.top_p=0.99 samples from fewer tokens than the full softmax"),
         ("rollout.top_k=50", "rollout.top_k=50 samples from fewer tokens than the full softmax"),
         ("rollout.top_k=0", "rollout.top_k=0 leaves no token"),
