@@ -22,14 +22,14 @@ from mcore_rl.errors import ConfigError
 __all__ = ["as_yaml", "for_the_owner", "known_keys", "load_config", "write_resolved"]
 
 
-def load_config(path: str, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
     """Merges defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if there is one), a value
     of the wrong type, and a key without which nothing can start.
     """
     _refuse_blanks(overrides)
-    path = expanded("CONFIG", path)
+    path = expanded("CONFIG", os.fspath(path))
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = []
