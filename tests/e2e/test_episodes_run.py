@@ -40,11 +40,12 @@ class Solver:
             raise LookupError("nothing known")
         answer = await session.call("double", {"number": sample + 20})
         assert answer.error is None, answer
-        second = await session.generate(prompt.token_ids + first.token_ids + session.encode(answer.text))
+        options = {"stop": list("0123456789")} if sample == 3 else None
+        second = await session.generate(prompt.token_ids + first.token_ids + session.encode(answer.text), options)
         if sample == 1:
             await session.generate(prompt.token_ids, {"max_response_tokens": 3})
         length = len(second.token_ids)
-        return {"score": length / 8, "acc": second.finish_reason == "stop", "second": length}
+        return {"score": length / 8, "acc": second.finish_reason == "stop", "second": length, "said": second.text}
 '''
 
 
@@ -129,6 +130,14 @@ def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None
             assert record["mask"][end:begin] == [0, 0]
             seen.add(second)
     assert seen == {1.0, 1.7}
+
+
+def test_a_stop_string_ends_the_turn_with_its_token(episodes_run: Path) -> None:
+    """The digit is a token of the sequence, which graders do not see."""
+    stopped = [record for record in records_of(episodes_run, 1) if record["sample"] == 3]
+    assert not any(character.isdigit() for record in stopped for character in record["said"])
+    assert any(record["accuracy"] == 1 and len(record["said"]) == record["second"] - 1 for record in stopped)
+    assert any(character.isdigit() for record in records_of(episodes_run, 1) for character in record.get("said", ""))
 
 
 def test_figures_count_episodes_and_their_failures(episodes_run: Path) -> None:
