@@ -60,6 +60,7 @@ from mcore_rl.runtime.staged import (
     Stages,
 )
 from mcore_rl.runtime.stops import STOPS
+from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
@@ -76,7 +77,7 @@ def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> 
     tells what starts."""
     ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
     checking = model_check(config, prepared.layout.dp, prepared.cost)
-    with checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
+    with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
         check(processes.trainers)
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), say)
         run = site.supervised() if prepared.targets is not None else site.reinforcement()

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -153,9 +154,21 @@ def _remove_held() -> None:
             _held.remove(path)
 
 
+@contextmanager
+def groups_removed() -> Iterator[None]:
+    """Remove the groups of processes that are killed in the block before they can do so themselves, such as graders at
+    the end of a run. On other hosts, the next process that uses a sandbox removes them."""
+    try:
+        yield
+    finally:
+        for parent in _candidates():
+            _remove_stale_groups(parent)
+
+
 def _remove_stale_groups(parent: Path) -> None:
     """Of processes that were killed before they could do so."""
     for group in parent.glob(f"{PREFIX}*"):
-        if not psutil.pid_exists(int(group.name.removeprefix(PREFIX).split("_")[0])):
+        pid = group.name.removeprefix(PREFIX).split("_")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             with suppress(OSError):  # another process of the run is at it too
                 group.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def test_a_group_that_is_held_for_long_is_removed_with_the_next_one(
     following.close()
     assert not following._path.exists()
     assert not memory._held
+
+
+def test_groups_of_killed_processes_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_candidates", lambda: [tmp_path])
+    dead, living, foreign = (tmp_path / f"{memory.PREFIX}{name}" for name in ("4194305_0", f"{os.getpid()}_0", "x"))
+    with memory.groups_removed():
+        for group in (dead, living, foreign):
+            group.mkdir()
+    assert [group.exists() for group in (dead, living, foreign)] == [False, True, True]
