@@ -93,12 +93,6 @@ def probable_causes(config: Config, gap: LogpGap) -> list[str]:
         f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer read differently "
         "(sliding_window, rope_scaling, logit_scale and the like)"
     )
-    sampling = [
-        *([f"rollout.temperature={rollout.temperature:g}"] if rollout.temperature != 1 else []),
-        *([f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []),
-        *([f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []),
-    ]
-    causes.append(f"sampling parameters: {', '.join([*sampling, 'or `sampling` of rows of data.train'])}")
     causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantized model.hf_path")
     if config.actor.fp8 != "none":
         causes.append(f"rounding of actor.fp8={config.actor.fp8}")

@@ -135,13 +135,14 @@ def test_batch_has_an_update_per_engine_and_work_for_each_rank(num_dp_ranks: int
 
 
 def test_causes_name_only_what_this_configuration_leaves_open() -> None:
-    config = settled(temperature=0.7, top_p=0.9)
+    config = settled(temperature=0.7)
     config.weights.verify_every = 1
     with pytest.raises(ConfigError) as raised:
         checked(config, gap(1.0))
     message = str(raised.value)
-    assert "rollout.temperature=0.7, rollout.top_p=0.9" in message
-    for absent in ("verify_every", "fp8", "router_replay", "adapters", "top_k"):
+    assert "model.dtype=float32" in message
+    # Temperatures are exact per token, and truncated sampling is rejected.
+    for absent in ("verify_every", "fp8", "router_replay", "adapters", "temperature", "top_p"):
         assert absent not in message
     config = settled()
     config.actor.lora.rank, config.actor.fp8 = 8, "blockwise"
