@@ -68,7 +68,8 @@ def write_task(directory: Path) -> Path:
         "trainer": {"steps": 4, "prompts_per_step": 8, "prompts_per_update": 4, "validate_every_steps": 2},
         "weights": {"verify_every": 2},
         "checkpoint": {"every_steps": 2},
-        "cluster": {"device": "cpu", "gpus_per_node": 2, "object_store_gib": 0.1},
+        # Tests look at ports and behave alike whoever else is logged in; tests/e2e/test_run_dir.py isolates a run.
+        "cluster": {"device": "cpu", "gpus_per_node": 2, "object_store_gib": 0.1, "isolation": "none"},
     }
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config))
