@@ -2,6 +2,7 @@ r"""Finds the final answer in a response. Text is only ever parsed, never evalua
 
 Of the marks of a final answer, the last of its kind counts, and among kinds:
 - `\boxed{...}` comes before `#### ...`, wherever they stand;
+- `<answer>...</answer>` limits the text that is searched for the marks below, unless there is a box;
 - `Answer: ...`, which DAPO's prompt asks for as the last line, counts if it is the last mark. A box behind it, or in
   it, is the answer instead.
 Boxes joined by nothing but a comma, `and` or `or` are one answer, a list. Without a mark, it is the last formula or
@@ -34,6 +35,8 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 def extract_answer(response: str) -> str | None:
     """The final answer of a response, as the module says; None where there is nothing like one."""
     box, start = _last_boxes(response)
+    if box is None and (tagged := _tagged(response)):
+        response = tagged
     marks = list(_ANSWER.finditer(response)) if "nswer" in response or "NSWER" in response else []
     line = _answer_line(response, marks[-1].end()) if marks else None
     if box is not None and (line is None or start > marks[-1].end()):
@@ -63,6 +66,12 @@ def after_hashes(text: str) -> str | None:
 def is_prose(text: str) -> bool:
     """Whether there are too many words in it for an answer."""
     return len(_WORD.findall(text)) >= MIN_PROSE_WORDS
+
+
+def _tagged(text: str) -> str:
+    """Return the content of the last `<answer>...</answer>`, which may lack its end; empty if there is none."""
+    _, opening, rest = text.rpartition("<answer>")
+    return rest.partition("</answer>")[0].strip() if opening else ""
 
 
 def _answer_line(text: str, start: int) -> str | None:

@@ -36,6 +36,8 @@ _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
 _EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
+_E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})(?![\w.])")
+"""1e-20 within a point or an interval; the expression is tried with e as Euler's number first."""
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
 _MULTIPLE = re.compile(
     r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"
@@ -182,7 +184,10 @@ def _same_one(given: str, expected: str, value: Fraction | None) -> bool:
         return _same_value(known, given, value, expected)
     if given.replace(" ", "").isalpha():
         return False
-    return same_expression(_as_formula(given), _as_formula(expected), value)
+    same = same_expression(_as_formula(given), _as_formula(expected), value)
+    if same or not _E_NOTATION.search(given + expected):
+        return same
+    return same_expression(*(_E_NOTATION.sub(r"\1\\times 10^{\2}", text) for text in (given, expected)), value)
 
 
 def _flat(text: str) -> str:

@@ -14,7 +14,9 @@ _IN_TEXT = re.compile(rf"(?:(?<![\w.)\]}}])[-\u2212+]\s?)?\\?\$?(?<![\w.])(?P<nu
 _PLAIN = re.compile(rf"[-+]?{DECIMAL}")
 _SLASH = re.compile(rf"([-+]?{DECIMAL})/({DECIMAL})")
 _FRAC = re.compile(rf"([-+]?)\\frac\{{([-+]?{DECIMAL})\}}\{{([-+]?{DECIMAL})\}}")
-_POWER_OF_TEN = re.compile(rf"([-+]?{DECIMAL})(?:\\times|\\cdot|\*|×|·)10\^\{{?([-+]?[0-9]{{1,3}})\}}?")
+_POWER_OF_TEN = re.compile(
+    rf"(?:(?P<mantissa>[-+]?{DECIMAL})(?:\\times|\\cdot|\*|×|·|x)|(?P<sign>[-+]?))10\^\{{?(?P<exponent>[-+]?[0-9]{{1,3}})\}}?"
+)
 # digits in groups of three, all with the same separator: none of these can stand in a list
 _GROUPS = re.compile(
     r"(?<![0-9.,])[0-9]{1,3}(?P<separator>\{,\}|,(?:\\!|\{\})|\\[,;: ]|[ ~'\u2009\u202f\u00a0])[0-9]{3}"
@@ -39,7 +41,7 @@ def join_groups(text: str) -> str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b} or a\times10^{n}; None for anything else."""
+    r"""The exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b}, a\times10^{n} or 10^{n}; else None."""
     if not text or len(text) > MAX_NUMBER_CHARS:
         return None
     if _PLAIN.fullmatch(text):
@@ -52,7 +54,9 @@ def parse_number(text: str) -> Fraction | None:
         value = _ratio(frac.group(2), frac.group(3))
         return -value if value is not None and frac.group(1) == "-" else value
     scientific = _POWER_OF_TEN.fullmatch(text)
-    return _plain(scientific.group(1)) * Fraction(10) ** int(scientific.group(2)) if scientific else None
+    if scientific is None:
+        return None
+    return _plain(scientific["mantissa"] or f"{scientific['sign']}1") * Fraction(10) ** int(scientific["exponent"])
 
 
 def parse_decimal_comma(text: str) -> Fraction | None:

@@ -7,6 +7,7 @@ import re
 from mcore_rl.rewards.notation.clock import plain_colons
 from mcore_rl.rewards.notation.decimals import expand_repeating
 from mcore_rl.rewards.notation.sets import plain_empty_sets
+from mcore_rl.rewards.notation.symbols import plain_symbols, without_member
 from mcore_rl.rewards.notation.units import split_unit
 from mcore_rl.rewards.numbers import join_groups
 
@@ -26,6 +27,7 @@ _WRAPPERS = (
     ("\\boxed{", "}"),
 )
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_WHOLE_TEXT = re.compile(r"^\\(?:text|textrm|mathrm)\s*\{([^{}]*[0-9][^{}]*)\}$")
 _REWRITES = (
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
@@ -50,7 +52,7 @@ def normalise(answer: str) -> tuple[str, str]:
     text = _unwrapped(expand_repeating(answer) if len(answer) <= MAX_CHARS else answer)
     if len(text) > MAX_CHARS or text.isdecimal():
         return text, ""
-    text = plain_empty_sets(plain_colons(join_groups(text)))
+    text = plain_empty_sets(plain_symbols(plain_colons(join_groups(text))))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text, unit = split_unit(_SPACING.sub(" ", text).strip())
@@ -59,7 +61,7 @@ def normalise(answer: str) -> tuple[str, str]:
         text = _AND.sub(", ", text)
     if len(set(_ANY_ASSIGNMENT.findall(text))) == 1:
         text = _ASSIGNMENT.sub("", text)
-    return _CHOICE.sub(r"\1", text), unit
+    return _CHOICE.sub(r"\1", without_member(text)), unit
 
 
 def elements(text: str) -> list[str]:
@@ -98,5 +100,5 @@ def _unwrapped(answer: str) -> str:
                 inner = text[len(left) : -len(right)]
                 if left not in inner and right not in inner:
                     text = inner.strip()
-        text = text.removesuffix(".").strip()
+        text = _WHOLE_TEXT.sub(r"\1", text.removesuffix(".").strip())
     return text

@@ -31,8 +31,9 @@ _CORRECT = re.compile(
 )
 _ALONE = re.compile(rf"{_OPEN}(?:{_NOUN}\s*:?\s+)?{_LETTER}{_CLOSE}\s*[.:)]?\s*(?:\*\*|\$)?\s*", re.IGNORECASE)
 _LEADING = re.compile(
-    rf"(?:{_NOUN}\s*:?\s+)?(?:{_LETTER}{_CLOSE}\s*[.:]?(?:\s|\\[,;: ]|\\q?quad|~|\$)+"
-    r"|(?:\\(?:text|textbf|mathrm)\s*\{)?\(?(?P<marked>[A-HJ])[).:]\s*\}?(?:\s|\\[,;: ]|\\q?quad|~)+)"
+    rf"(?:{_NOUN}\s*:?\s+)?"
+    r"(?:(?:\\(?:text|textbf|mathrm)\s*\{)?\(?(?P<marked>[A-HJ])[).:]\s*\}?(?:\s|\\[,;: ]|\\q?quad|~)+"
+    rf"|{_LETTER}{_CLOSE}\s*[.:]?(?:\s|\\[,;: ]|\\q?quad|~|\$)+)"
     r"(?P<content>(?![-+*/=^,<>]\s|\\(?:cup|cap|times|cdot|setminus|to|in)(?![A-Za-z]))\S.*)",
     re.IGNORECASE | re.DOTALL,
 )

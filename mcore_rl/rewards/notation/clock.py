@@ -8,7 +8,9 @@ from typing import NamedTuple
 MAX_CHARS = 400
 """A longer answer is no time."""
 
-_COLON = re.compile(r"\{\s*:\s*\}|\\colon(?![A-Za-z])|\\mathbin\{:\}|(?:\\!)+:(?:\\!)*|:(?:\\!)+|\u2236|\uff1a")
+_COLON = re.compile(
+    r"\{\s*:\s*\}|\s*\\colon(?![A-Za-z])\s*|\\(?:math(?:bin|punct|rel|ord)|text)\s*\{\s*:\s*\}|(?:\\!)+:(?:\\!)*|:(?:\\!)+|\u2236|\uff1a"
+)
 _WRAPPER = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;: ]|\\q?quad|~|\s+")
 _TIME = re.compile(

@@ -18,6 +18,7 @@ _ELLIPSIS = re.compile(
     r"(?<![0-9.,])(?P<whole>[0-9]{0,30})\.(?P<fixed>[0-9]{0,30}?)"
     r"(?P<period>(?P<one>[0-9])(?P=one){2,}|(?P<block>[0-9]{2,30}?)(?P=block)+)\s*(?:\.\.\.|\u2026|\\[lc]?dots)"
 )
+_BRACES = re.compile(r"\{(\\(?:overline|bar|dot)\{[0-9]{1,60}\})\}")
 _NOT_DIGITS = re.compile(r"[^0-9]")
 
 
@@ -28,7 +29,7 @@ def expand_repeating(text: str) -> str:
     """
     if "." not in text:
         return text
-    return _ELLIPSIS.sub(_of_ellipsis, _REPEATING.sub(_of_marks, text))
+    return _ELLIPSIS.sub(_of_ellipsis, _REPEATING.sub(_of_marks, _BRACES.sub(r"\1", text)))
 
 
 def _of_marks(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 MIN_CHARS = 7
-"""Of an answer: 0.33333 is too short for 1/3."""
+"""Minimum length of an answer that may be a rounded fraction: 0.33333 is too short for 1/3."""
 _FIRST_NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
 
 

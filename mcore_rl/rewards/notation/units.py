@@ -36,17 +36,29 @@ _NAMES = {
     "volt": ("v", "volt"),
     "degree": ("degree", "deg"),
     "radian": ("radian", "rad"),
+    "celsius": ("c", "celsius"),
+    "fahrenheit": ("f", "fahrenheit"),
+    "kelvin": ("k", "kelvin"),
+    "ampere": ("a", "amp", "ampere"),
+    "ohm": ("ohm",),
+    "micrometer": ("um", "micrometer", "micrometre", "micron"),
+    "microsecond": ("us", "microsecond"),
+    "microgram": ("ug", "microgram"),
 }
 _CANONICAL = {name: unit for unit, names in _NAMES.items() for name in names}
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour", "mps": "m / s"}
 _LETTERS = frozenset("msghlLJNWV")
+_LETTERS_OF_TEXT = _LETTERS | frozenset("CFKA")
+"""Units that are written as variables too, unless a text command holds them."""
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "squared": 2, "cubed": 3}
 
 _TEXT_COMMAND = r"\\(?:text|textrm|mathrm|mbox|textbf|operatorname)\s*\{"
-_TEXT = re.compile(rf"{_TEXT_COMMAND}([^{{}}]*)\}}")
+_TEXT = re.compile(rf"{_TEXT_COMMAND}((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _START = re.compile(rf"(?:\\[dt]?frac\s*\{{\s*)?{_TEXT_COMMAND}\s*[A-Za-z]")
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*)"
 _FRACTION = re.compile(rf"\\[dt]?frac\s*\{{{_INSIDE}\}}\s*\{{{_INSIDE}\}}")
+_MICRO = re.compile(rf"(?:\\mu|\u00b5|\u03bc)\s*{_TEXT_COMMAND}\s*([msg])\s*\}}")
+_OHM = re.compile(rf"(?<=[0-9 ])(?:{_TEXT_COMMAND}\s*(k|M)\s*\}})?\s*\\Omega\s*$")
 _TIMES = re.compile(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|[*\u00b7\u22c5]")
 _TOKEN = re.compile(
     r"(?P<power>\^\s*\{?\s*(?P<exponent>-?[1-9])\s*\}?)|(?P<raised>[\u00b2\u00b3])"
@@ -64,14 +76,15 @@ def split_unit(text: str) -> tuple[str, str]:
     none, or none whose name another one could contradict (apples)."""
     if text.isdecimal():
         return text, ""
+    text = _OHM.sub(r"\\text{ \1ohm}", _MICRO.sub(r"\\text{u\1}", text))
     start = next((match.start() for match in _START.finditer(text) if _is_value(text[: match.start()])), None)
     if start is not None:
-        unit = _parsed(text[start:], bare=False)
+        unit = _parsed(text[start:], _LETTERS_OF_TEXT)
         if unit is not None:
             return text[:start].strip(), unit
     plain = _PLAIN.fullmatch(text)
     if plain is not None:
-        unit = _parsed(plain["unit"], bare=not plain["gap"])
+        unit = _parsed(plain["unit"], _LETTERS if plain["gap"] else frozenset())
         if unit is not None and re.search(r"[/^\u00b2\u00b3]", plain["unit"]):
             return plain["body"].strip(), unit
     return text, _last_word(text)
@@ -84,24 +97,24 @@ def _is_value(body: str) -> bool:
 def _last_word(text: str) -> str:
     """Return the unit of `5 cm`, whose word is a part of the answer still."""
     words = text.split()
-    return (_parsed(words[-1], bare=False) or "") if len(words) == 2 and words[0][-1].isdigit() else ""
+    return (_parsed(words[-1], _LETTERS) or "") if len(words) == 2 and words[0][-1].isdigit() else ""
 
 
-def _parsed(text: str, *, bare: bool) -> str | None:
+def _parsed(text: str, letters: frozenset[str]) -> str | None:
     """Return the canonical unit, "" if one of its names is not known, or None if the text is no unit.
 
-    bare: the text touches a number, so that a single letter is a variable.
+    letters: units of one letter; none if the text touches a number, where a letter is a variable.
     """
     text = _TIMES.sub(" * ", _TEXT.sub(r" \1 ", _FRACTION.sub(r"\1 / \2", text)))
-    reader = _UnitReader(bare)
+    reader = _UnitReader(letters)
     return reader.unit() if all(map(reader.take, _TOKEN.finditer(text))) else None
 
 
 class _UnitReader:
     """Exponents of a product of units, read from left to right."""
 
-    def __init__(self, bare: bool) -> None:
-        self._bare = bare
+    def __init__(self, letters: frozenset[str]) -> None:
+        self._letters = letters
         self._exponents: dict[str, int] = {}
         self._known = True
         self._last = ""
@@ -142,7 +155,7 @@ class _UnitReader:
         return True
 
     def _add(self, word: str) -> bool:
-        if (len(word) == 1 and (self._bare or word not in _LETTERS)) or word.lower() in NOT_UNITS:
+        if (len(word) == 1 and word not in self._letters) or word.lower() in NOT_UNITS:
             return False
         if word.lower() in _SPEEDS:
             return all(map(self.take, _TOKEN.finditer(_SPEEDS[word.lower()])))

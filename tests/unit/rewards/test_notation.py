@@ -15,13 +15,27 @@ from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 from mcore_rl.rewards.notation.decimals import expand_repeating
 
 SAME = {
-    "10^6": ["1,000,000", "1{,}000{,}000", r"1\,000\,000", "1 000 000", r"1\text{ million}", "1e6"],
+    "10^6": ["1,000,000", "1{,}000{,}000", r"1\,000\,000", "1 000 000", r"1\text{ million}", "1e6", "10**6"],
     "-10^6": ["-1,000,000"],
+    "10^{-20}": ["1e-20", "10**-20", r"1.0 \times 10^{-20}", r"\frac{1}{10^{20}}", r"10^{-18}\%"],
+    r"10^{-20}\%": ["10^{-22}", r"1\times10^{-20}\%"],
+    "[0, 10^{-20}]": ["[0,1e-20]", r"[0, 1.0\times10^{-20}]"],
+    r"(10^{-20}, \frac12)": ["(1e-20, 0.5)", "(1E-20,5e-1)"],
+    r"6.02\times10^{23}": ["6.02x10^23", "6.02 x 10^{23}", "6.02e23"],
     "2^{10}": ["1,024", "1024"],
+    "252": [r"{10 \choose 5}", r"\binom{10}{5}"],
     "1,000,000": ["10^6", "10^{6}", "1000000"],
     "5": [
         *(r"5\ \text{m/s}", r"5\,\mathrm{km}", r"5~\text{m/s}", r"5\ \mathrm{m}\cdot\mathrm{s}^{-1}", "5 m/s"),
         *(r"5\ \frac{\text{m}}{\text{s}}", r"5\text{ m s}^{-1}", r"5\ \text{m/s}^2", r"5\ \mathrm{cm}^2"),
+        *(
+            r"5\,\mathrm{m\,s^{-1}}",
+            r"\text{5 m/s}",
+            r"5\,\mu\mathrm{m}",
+            r"5^\circ\mathrm{C}",
+            r"5\ \Omega",
+            r"5\ \text{k}\Omega",
+        ),
     ],
     r"5\ \text{m/s}": [
         "5",
@@ -32,29 +46,51 @@ SAME = {
     r"60\text{ mph}": [r"60\ \text{miles per hour}", "60"],
     "1/3": [
         *(r"0.\overline{3}", r"0.\dot{3}", "0.(3)", r"0.\bar{3}", r"0.\overline3", r"0.333\ldots", "0.333..."),
-        *(r".\overline{3}", r"0.\overline{33}", "0.3\u0305"),
+        *(r".\overline{3}", r"0.\overline{33}", "0.3\u0305", r"0.{\overline{3}}"),
     ],
     r"\frac{1}{7}": [r"0.\overline{142857}", r"0.\dot{1}4285\dot{7}", "0.(142857)"],
     r"\frac{11}{30}": [r"0.3\overline{6}", "0.3(6)"],
     r"33\frac{1}{3}\%": [r"33.\overline{3}\%", r"\frac{1}{3}"],
-    "7:30": [r"7{:}30", r"7\!:\!30", "07:30", r"7{:}30\text{ p.m.}", r"\text{7:30 p.m.}"],
+    "7:30": [
+        r"7{:}30",
+        r"7\!:\!30",
+        "07:30",
+        r"7{:}30\text{ p.m.}",
+        r"\text{7:30 p.m.}",
+        r"7\colon 30",
+        r"7\mathpunct{:}30",
+        r"7\text{:}30",
+    ],
     r"7{:}30\text{ PM}": ["7:30", r"7{:}30\text{ p.m.}", "19:30"],
     "3:4": ["6:8", r"3\colon4", r"\frac{3}{4}"],
     r"\{1,2,3\}": [
         *(r"\{1,2\}\cup\{3\}", r"\{3\}\cup\{2,1\}", r"\{1\}\cup\{2\}\cup\{3\}", r"\{1,2\}\cup\{2,3\}"),
-        r"\left\{1,2\right\} \cup \left\{3\right\}",
+        *(r"\left\{1,2\right\} \cup \left\{3\right\}", r"\lbrace 1,2,3\rbrace", r"\{1,2\} \bigcup \{3\}"),
+        *("\\{1\\} \u222a \\{2,3\\}", r"x\in\{1,2,3\}", r"\{1,2,3,4\} - \{4\}", r"\{1,2,3,4\}\backslash\{4\}"),
     ],
     r"\{1,2\}\cup\{3\}": [r"\{1,2,3\}", "1,2,3", r"\{3\}\cup\{1,2\}"],
     r"\{2\}": [r"\{1,2\}\cap\{2,3\}", r"\{1,2\}\setminus\{1\}", r"\{2\}\cup\emptyset"],
     r"\emptyset": [r"\varnothing", r"\{\}", r"\{1\}\cap\{2\}"],
     r"(1,3]": [r"(1,3)\cup\{3\}", r"(1,2]\cup(2,3]"],
-    "C": ["(C)", "C.", "C)", r"\text{(C)}", r"\textbf{(C)}\ 5", r"\text{Option C}"],
+    r"\mathbb{R}\setminus\{0\}": [
+        *(r"(-\infty,0)\cup(0,\infty)", r"\mathbb{R}\backslash\{0\}", r"\mathbb R - \{0\}", r"\R\setminus\{0\}"),
+        "\u211d \u2216 \\{0\\}",
+    ],
+    r"(-\infty,\infty)": [r"\mathbb R", r"\R", r"x\in\mathbb{R}", "(-\u221e, \u221e)"],
+    "C": ["C: 5", "C. 5", "(C)", "C.", "C)", r"\text{(C)}", r"\textbf{(C)}\ 5", r"\text{Option C}"],
     r"\textbf{(C)}\ 5": ["C", "5", r"\text{(C)} 5"],
 }
 NEAR = {
     "10^6": ["1,000,001", "1,000,00", "100,000", "(1,000,000)", "1, 000, 000", "1,000", r"1\text{ billion}"],
     "1000": ["(1,000)", "1, 000", "1.000,5", "1,00"],
-    r"5\ \text{m/s}": [r"5\ \text{km/h}", r"6\ \text{m/s}", r"5\ \text{m}", r"5\ \text{m/s}^2", r"-5\ \text{m/s}"],
+    r"5\ \text{m/s}": [
+        r"5\ \text{km/h}",
+        r"6\ \text{m/s}",
+        r"5\ \text{m}",
+        r"5\ \text{m/s}^2",
+        r"-5\ \text{m/s}",
+        r"5\,\mathrm{m\,s^{-2}}",
+    ],
     r"5\ \text{cm}^2": [r"5\ \text{cm}^3", r"5\ \text{m}^2", r"5\ \text{cm}"],
     "1/3": ["0.333", "0.3", r"0.\overline{4}", r"0.0\overline{3}", r"-0.\overline{3}", r"3.\overline{3}", "0.(34)"],
     r"0.\overline{3}": ["0.333", "3", "0.3", "0.33333"],
@@ -65,6 +101,14 @@ NEAR = {
         *(r"\{1,2\}", r"\{1,2,4\}", "(1,2,3)", r"\{1,2\}\cap\{3\}", r"(1,2)\cup\{3\}", r"[1,2]\cup\{3\}", "[1,3]"),
         *(r"\{1,2,3,4\}", r"\{\{1,2\},3\}", r"\emptyset"),
     ],
+    "10^{-20}": ["10^{-21}", "1e-21", "10**-21", "0", "10^{20}", "1.01e-20"],
+    "[0, 10^{-20}]": ["[0,1e-21]", "[0,0]", "(0,1e-20]"],
+    r"5\,\mu\mathrm{m}": [r"5\ \mathrm{m}", r"5\ \mathrm{mm}", r"5\ \mu\mathrm{s}"],
+    r"5^\circ\mathrm{C}": [r"5^\circ\mathrm{F}", r"6^\circ\mathrm{C}", r"5\text{ K}"],
+    r"\mathbb{R}\setminus\{0\}": [r"\R", r"\mathbb Z\setminus\{0\}", r"\R - \{1\}", r"\{0\}", "0", "(0, \u221e)"],
+    r"\mathbb{R}": [r"\mathbb Z", r"\Q", "R", r"x\in\mathbb{N}"],
+    "1-x": ["x-1"],
+    r"2\cdot 3^x": ["2**3**x", "6^x"],
     "[1,2)": ["[1,2]", "(1,2)", "(1,2]", "[2,1)"],
     "(8,-2)": ["[8,-2]", "(-2,8)", r"\{8,-2\}"],
     "C": ["(D)", "D.", r"\textbf{(D)}\ 5", "c", "CD", "5"],
@@ -89,6 +133,17 @@ NAMED = [
     "We find 42.\n\n(C)",
     "The answer is (C) 42.",
     "The answer is not (A). The answer is (C), not (B).",
+]
+TAGGED = [
+    ("<think>3 or 4</think><answer>18</answer>", "18"),
+    ("<answer> 18 dollars </answer>", "18"),
+    ("<answer>\nThe total is 18.\n</answer> I hope that 17 helps.", "18"),
+    ("<answer>Answer: 18</answer>", "18"),
+    ("<answer>17</answer> no: <answer>18", "18"),
+    (r"\boxed{18} <answer>17</answer>", "18"),
+    ("<answer>(C)</answer>", "C"),
+    ("<answer>C</answer>", "C"),
+    ("<answer></answer> so 18", "18"),
 ]
 UNNAMED = [
     "The answer is A number.",
@@ -121,6 +176,12 @@ def test_near_misses_are_wrong(reference: str) -> None:
 def test_a_named_choice_is_right_and_no_other_letter(response: str) -> None:
     for reference in ("{}", "({})", r"\text{{({})}}"):
         assert [letter for letter in "ABCDE" if is_correct(response, reference.format(letter))] == ["C"]
+
+
+@pytest.mark.parametrize(("response", "reference"), TAGGED)
+def test_extract_answer_reads_the_last_answer_tags(response: str, reference: str) -> None:
+    assert is_correct(response, reference)
+    assert not is_correct(response, "17")
 
 
 @pytest.mark.parametrize("response", UNNAMED)
