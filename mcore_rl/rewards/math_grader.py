@@ -36,7 +36,7 @@ _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
 _EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
-_E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})(?![\w.])")
+_E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![\w.])")
 """1e-20 within a point or an interval; the expression is tried with e as Euler's number first."""
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
 _MULTIPLE = re.compile(
@@ -187,7 +187,7 @@ def _same_one(given: str, expected: str, value: Fraction | None) -> bool:
     same = same_expression(_as_formula(given), _as_formula(expected), value)
     if same or not _E_NOTATION.search(given + expected):
         return same
-    return same_expression(*(_E_NOTATION.sub(r"\1\\times 10^{\2}", text) for text in (given, expected)), value)
+    return same_expression(_power_of_ten(given), _power_of_ten(expected), value)
 
 
 def _flat(text: str) -> str:
@@ -214,11 +214,16 @@ def _value(text: str) -> Fraction | None:
 
 
 def _as_formula(text: str) -> str:
-    """Write 5 million and 5e6, which LaTeX does not have, as 5000000."""
+    """Write 5 million and 5e6, which LaTeX does not have, in digits."""
     number = _multiple(text)
-    if number is None and _EXPONENT.search(text):
-        number = parse_number(text)
+    if number is None and _EXPONENT.search(text) and parse_number(text) is not None:
+        return _power_of_ten(text)
     return text if number is None else str(number)
+
+
+def _power_of_ten(text: str) -> str:
+    r"""Write 5e-6 as 5\times 10^{-6}, which keeps its digits: a decimal is compared as precisely as it is written."""
+    return _E_NOTATION.sub(r"\1\\times 10^{\2}", text)
 
 
 def _multiple(text: str) -> Fraction | None:

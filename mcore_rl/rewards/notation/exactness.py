@@ -5,7 +5,8 @@ to 6 places. 10^{-20} and 10^{-21} are equal to it. The comparison of this modul
 (equations, sets, intervals, matrices) and rejects pairs of numbers that differ:
 
 - both sides exact, or both with decimals: any difference counts; a decimal is the fraction that it spells;
-- one side with decimals: it may differ by the rounding of 6 places, or of 6 significant digits if the value is below 1;
+- one side with decimals: it may differ by the rounding of 6 places, or of 6 significant digits if the value is below 1,
+  and a decimal with more places by its own last place only;
 - expressions with variables: the same rule at fixed rational values of the variables.
 """
 
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from decimal import Decimal
 from functools import lru_cache
 from types import ModuleType
 
-from sympy import Basic, Expr, Float, MatrixBase, Rational, UnevaluatedExpr, floor, log, sqrt
+from sympy import Basic, Expr, Float, MatrixBase, Mul, Rational, UnevaluatedExpr, floor, log, sqrt
 
 PLACES = 6
 _DIGITS = 25
@@ -53,14 +55,15 @@ def are_distinct(gold: object, answer: object) -> bool:
     if gold.has(UnevaluatedExpr) != answer.has(UnevaluatedExpr):
         return False  # math-verify writes a percentage so, and lets 9% be 9
     approximate = gold.has(Float) != answer.has(Float)
+    tolerance = _last_place(gold if gold.has(Float) else answer) if approximate else Rational(0)
     one, other = (_evaluated(_without_decimals(side)) for side in (gold, answer))
     if gold.has(Float):
         one, other = other, one  # if only one side has decimals, the first one is exact
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     if not names:
-        return _differ(one, other, approximate)
+        return _differ(one, other, tolerance)
     at_points = ([expression.subs(point) for expression in (one, other)] for point in _values(names))
-    return all(_differ(left, right, approximate) for left, right in at_points)
+    return all(_differ(left, right, tolerance) for left, right in at_points)
 
 
 def _unless_distinct(equal: Comparison) -> Comparison:
@@ -84,16 +87,29 @@ def _without_decimals(expression: Expr) -> Expr:
     return exact if isinstance(exact, Expr) else expression
 
 
-def _differ(one: Expr, other: Expr, approximate: bool) -> bool:
+def _last_place(decimal: Expr) -> Expr:
+    """Return the value of a decimal's last digit, also of 1.5 * 10^n; 1 for any other expression."""
+    factors = Mul.make_args(decimal)
+    decimals = [factor for factor in factors if isinstance(factor, Float)]
+    others = [_evaluated(factor) for factor in factors if not isinstance(factor, Float)]
+    if len(decimals) != 1 or not all(isinstance(other, Rational) for other in others):
+        return Rational(1)
+    places = Decimal(str(decimals[0])).normalize().as_tuple().exponent
+    return abs(Mul(*others)) * Rational(10) ** int(places)
+
+
+def _differ(one: Expr, other: Expr, tolerance: Expr) -> bool:
+    """Return whether two values differ by more than the tolerance and the rounding of PLACES; 0 is exact."""
     difference = _magnitude(one - other)
     if not difference:
         return False
-    if not approximate:
+    if not tolerance:
         return True
     exact = _magnitude(one)
     if exact is None:
         return False
-    return not exact or bool(2 * difference > Rational(10) ** (min(0, _exponent(exact) + 1) - PLACES))
+    rounding = Rational(10) ** (min(0, _exponent(exact) + 1) - PLACES) / 2 if exact else Rational(0)
+    return bool(difference > min(rounding, tolerance))
 
 
 def _exponent(value: Expr) -> int:
