@@ -129,3 +129,11 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def pid_is_alive(pid: int) -> bool:
+    """Whether a process with this id runs (see `is_alive`)."""
+    try:
+        return is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
-from mcore_rl.runtime.daemons import Daemons
-from mcore_rl.runtime.roles.origins import origin_of, with_origin
+from mcore_rl.runtime.daemons import Daemons, pid_is_alive
+from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin_of
+from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.weights.transports.hosts import this_host
 
@@ -54,6 +55,7 @@ class Watch:
     start_seconds: float = 1800.0
     """How long one may take to start."""
     handles: dict[str, Any] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
     attendant: Attendant | None = None
     """Whose calls are looked after in every wait of this process."""
     _replaceable: set[str] = field(default_factory=set, init=False)
@@ -91,6 +93,7 @@ class Watch:
         name = self.name_of(handle)
         self._lose(name, "")
         del self._lost[name]
+        self.places.forget(handle)
         self.add(name, other)
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
@@ -200,6 +203,7 @@ class Watch:
         ready, pending = self._ended(refs, num_returns)
         if self.names and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
+            self.places.update()
             dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
             if dead:
                 self._report_death(dead[0])
@@ -279,12 +283,14 @@ class Watch:
                 cause = storage_error(cause) or cause
             origin = origin_of(error.cause) or self._called(ref)
             if isinstance(cause, McoreRLError):
-                raise _named(cause, origin) from None
+                raise named(cause, origin) from None
             self.blame_the_dead()
-            raise WorkerDiedError(f"{origin or 'a process'} failed: {_last_lines(error)}") from None
+            raise WorkerDiedError(f"{origin or 'a process'} failed: {last_lines(error)}") from None
         except RayError as error:
             self.blame_the_dead()
-            raise WorkerDiedError(f"{self._called(ref) or 'a process'} died: {_first_line(error)}") from None
+            name = self._called(ref)
+            why = first_line(error) if name is None else self.places.death(self.handles[name], name, error)
+            raise WorkerDiedError(f"{name or 'a process'} died: {why}") from None
 
     def _called(self, ref: Any) -> str | None:
         """Name of the process that was called with the result `ref`; None if it is not of this run."""
@@ -320,17 +326,18 @@ class Watch:
 
     def _report_death(self, ref: Any) -> None:
         """Raises: WorkerDiedError unless it can be replaced."""
+        name = self.names[ref]
         try:
             ray.get(ref, timeout=1)
-        except RayActorError as error:
-            why = f"died: {_first_line(error)}"
+        except (RayActorError, OutOfMemoryError) as error:
+            why = f"died: {self.places.death(self.handles[name], name, error)}"
         except RayTaskError as error:
-            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else _first_line(error)}"
+            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}"
         except (RayError, GetTimeoutError) as error:
-            why = f"stopped: {_first_line(error)}"
+            why = f"stopped: {first_line(error)}"
         else:
             why = "ended: see its log in run.logs"
-        self._give_up([self.names[ref]], why)
+        self._give_up([name], why)
 
 
 def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:
@@ -346,31 +353,5 @@ def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:
     for handle in handles:
         ray.kill(handle, no_restart=True)
     deadline = time.monotonic() + seconds
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(pid_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _named(error: McoreRLError, origin: str | None) -> McoreRLError:
-    """The error with its origin in the message."""
-    error.args = (with_origin(error, origin),)
-    return error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_lines(error: RayTaskError) -> str:
-    """The remote traceback's end: the frame that failed and the message."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[-12:])

@@ -23,10 +23,12 @@ from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
+from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
 from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.runtime.roles.engine_start import EngineStart
+from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.spec.placement import Placement, place, visible_devices
 from mcore_rl.weights.transports.hosts import this_host
@@ -75,6 +77,7 @@ def launch(
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
     say("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
     with (
+        ray_output_to(Path(config.run.logs)),
         ray_cluster(config, placement.bundle) as nodes,
         _started(config, placement, roles, nodes, on_gpus, shares_cores(config)) as started,
     ):
@@ -158,6 +161,7 @@ def _started(
         daemons=Daemons.started(),
         timeout_seconds=cluster.collective_timeout_seconds,
         start_seconds=cluster.start_timeout_seconds,
+        places=Places(config.run.logs),
     )
     handles: list[Any] = []
     logs, journals = config.run.logs, _journals(config)
@@ -199,6 +203,7 @@ def _started(
             engine = EngineStart(f"rollout engine {index}", options, sharing, watch, handles, logs, journals)
             engine.create()
             engines.append(engine)
+        watch.places.ask(handles)
         yield _Handles(watch, ranks, engines, beside)
     finally:
         kill_all(handles)

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from ray._private import worker as ray_worker
+
+RAY_LOG = "ray.log"
+
+
+def log_file(directory: Path, name: str) -> Path:
+    """Log file of the process `name`."""
+    return directory / f"{name.replace(' ', '_')}.log"
 
 
 def write_output_to(directory: Path, name: str) -> None:
     """From now on all that this process writes, libraries in C included, goes to the end of `name`.log."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory / f"{name.replace(' ', '_')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = _open(log_file(directory, name))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
+
+
+@contextlib.contextmanager
+def ray_output_to(directory: Path) -> Iterator[None]:
+    """In the block, what Ray writes in this process goes to ray.log in `directory`: stack dumps and log lines of its
+    C++ code, which it writes to file descriptor 2, and errors of its daemons, which it prints. What Python writes to
+    sys.stderr still goes where it went before. Ray (2.60) has no option for it."""
+    file, terminal, before = _open(directory / RAY_LOG), os.dup(2), (sys.stderr, sys.__stderr__)
+    print_before = ray_worker.print_to_stdstream
+    sys.stderr.flush()
+    with os.fdopen(terminal, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as stream:
+        os.dup2(file, 2)
+        if sys.stderr is sys.__stderr__:  # and not what a test has put there
+            sys.stderr = stream
+        sys.__stderr__ = stream  # type: ignore[misc]
+        ray_worker.print_to_stdstream = _write_lines
+        try:
+            yield
+        finally:
+            ray_worker.print_to_stdstream = print_before
+            sys.stderr, sys.__stderr__ = before  # type: ignore[misc]
+            os.dup2(terminal, 2)
+            os.close(file)
+
+
+def _write_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Stand-in for Ray's print_to_stdstream: write the lines to file descriptor 2."""
+    os.write(2, "".join(f"({data.get('pid')}) {line}\n" for line in data.get("lines", ())).encode())
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

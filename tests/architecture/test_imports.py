@@ -37,7 +37,10 @@ MAY_IMPORT = {
         *("types", "config", "spec", "data", "algorithms", "rewards", "rollout", "sandbox", "trainer", "megatron"),
         "model_converters",
     },
-    "runtime": {"types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"},
+    "runtime": {
+        *("types", "config", "spec", "ports", "data", "megatron", "engines", "rollout", "weights", "rewards"),
+        "processes",
+    },
     "trainer": {"types", "config", "algorithms", "data", "ports"},
     "observe": {"types", "config"},
     "slurm": {"config", "runtime", "doctor"},

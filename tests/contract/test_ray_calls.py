@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +21,7 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerProcess
 from mcore_rl.weights.transports.hosts import this_host
 
@@ -42,6 +45,14 @@ class Rank(RankProcess):
         if failing:
             raise NonFiniteError("loss is nan")
         threading.Event().wait(60)
+
+    def die(self, how: str) -> None:
+        if how == "exit":
+            sys.exit(3)
+        if how == "_exit":
+            os._exit(4)
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}[how])
 
     def fail(self, kind: str) -> None:
         if kind == "unpicklable":
@@ -176,6 +187,31 @@ def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(g
     assert attendant.found[0] == 3
     for rank in (1, 2, 3):
         assert f"rank {rank} died" in (attendant.found[rank] or "")
+
+
+DEATHS = {
+    "kill": "killed by SIGKILL",
+    "segv": "killed by SIGSEGV",
+    "abort": "killed by SIGABRT",
+    "_exit": "exit code 4",
+    "exit": "exit code 3",
+}
+
+
+def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_path: Path) -> None:
+    watch = Watch(places=Places(str(tmp_path)))
+    # Each has the place of the one before, which has died.
+    for how, status in DEATHS.items():
+        name = f"trainer rank {how}"
+        rank = Rank.options(num_cpus=0, scheduling_strategy=node).remote(name, str(tmp_path))  # type: ignore[attr-defined]
+        watch.add(name, rank)
+        watch.let_die([rank])
+        watch.places.ask([rank])
+        watch.get([rank.where.remote()])
+        with pytest.raises(WorkerDiedError) as raised:
+            watch.get([rank.die.remote(how)])
+        expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"
+        assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
 
 def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:

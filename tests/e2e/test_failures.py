@@ -91,7 +91,8 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
         assert run.finish(SECONDS_TO_END) == 1, run.text()[-4000:]
         error = next(line for line in run.text().splitlines() if line.startswith("error:"))
         assert named in error, error
-        assert "died" in error, error
+        log = run_dir / "logs" / f"{named.split(' ', maxsplit=1)[0]}"
+        assert re.search(rf"{named}( \d)? died: killed by SIGKILL \(host \S+, log {log}\S*\.log\)", error), error
         assert not run.left_after(SECONDS_TO_END - (time.monotonic() - killed))
         assert no_segment_is_left()
     assert_resumes_to_the_same(task, run_dir, whole_run)

@@ -73,6 +73,7 @@ class EngineStart:
         for before, after in zip(lost, self.handles, strict=True):
             self.of_run.remove(before)
             self.watch.replace(before, after)
+        self.watch.places.ask(self.handles)
         return self.set_up(*self._given)
 
     def _created(self) -> list[Any]:

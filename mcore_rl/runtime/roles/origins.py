@@ -10,6 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ray.exceptions import RayTaskError
+
+from mcore_rl.errors import McoreRLError
 from mcore_rl.weights.transports.hosts import this_host
 
 _ORIGIN = "mcore_rl_origin"
@@ -49,3 +52,20 @@ def with_origin(error: BaseException, origin: str | None) -> str:
     """The error's message, with its origin unless the message names that already."""
     text = str(error)
     return text if origin is None or origin in text else f"{text} ({origin})"
+
+
+def named(error: McoreRLError, origin: str | None) -> McoreRLError:
+    """The error with its origin in the message."""
+    error.args = (with_origin(error, origin),)
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def last_lines(error: RayTaskError) -> str:
+    """The remote traceback's end: the frame that failed and the message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[-12:])
