@@ -68,6 +68,9 @@ class Up:
     handles: list[Any]
     journal: str | None = None
 
+    def kill(self) -> None:
+        raise AssertionError(f"{self.name} was lost")
+
     def again(self) -> Any:
         raise AssertionError(f"{self.name} was lost")
 

@@ -144,6 +144,7 @@ class _Site:
         else:
             collector = self._collector(pool, sampler, failures)
         engines.supply, engines.note = self._supply(publisher, stages), journal.note
+        engines.interrupted = None if stages.phases is None else stages.phases.interrupted
         reference, kept = self._reference(journal)
         actor = StagedActor(self.processes.trainers, stages)
         return Run(

@@ -30,6 +30,10 @@ PART_OF_CALLS = 16
 SECONDS_TO_GATHER = 0.05
 # Of the time that a silent process has, this much passes between two questions whether it still runs.
 QUESTIONS_PER_TIMEOUT = 10
+# Detection of a silent process takes its timeout, the time between two questions, and a few looks. Processes that wait
+# for a replaceable one get more, so that it is replaced before they give up.
+PART_FOR_DEPENDENTS = 1.25
+SECONDS_FOR_DEPENDENTS = 10.0
 
 
 class Attendant(Protocol):
@@ -70,6 +74,11 @@ class Watch:
     """Processes that have started, or answered: one that still starts is not silent."""
     _waited: float = field(default=0.0, init=False)
     """Seconds since then, of those that this process was awake in."""
+
+    @property
+    def dependent_seconds(self) -> float:
+        """Timeout of processes that wait for a process which can be replaced: longer than detecting its silence."""
+        return PART_FOR_DEPENDENTS * self.timeout_seconds + SECONDS_FOR_DEPENDENTS
 
     def add(self, name: str, handle: Any) -> None:
         """`handle.watch` must block for ever, in a concurrency group of its own."""
@@ -112,16 +121,17 @@ class Watch:
     def name_of(self, handle: Any) -> str:
         return next(name for name, known in self.handles.items() if known is handle)
 
-    def get(self, refs: Sequence[Any]) -> list[Any]:
-        """Results of `refs`, in order.
+    def get(self, refs: Sequence[Any], needs: Sequence[Any] = ()) -> list[Any]:
+        """Results of `refs`, in order. `needs`: handles of other processes without which they cannot come.
 
         Raises: the typed error that a process raised, with that process in its message; WorkerDiedError naming the
-        process that died or failed, as soon as either happens, whatever else is still running; ClusterDiedError when
+        process that died or failed, as soon as either happens, whatever else is still running, and the replaceable
+        process that was lost and owes a result, or is one of `needs`; ClusterDiedError when
         Ray is gone; KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all
         processes).
         """
         with self._explained():
-            return self._results(refs)
+            return self._results(refs, needs)
 
     def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
         """Waits for the ends of set-ups, each by the processes that take part in it.
@@ -183,14 +193,30 @@ class Watch:
             STOPS.end()
             raise WorkerDiedError("\n".join([str(error), *self._meanwhile()])) from None
 
-    def _results(self, refs: Sequence[Any]) -> list[Any]:
+    def _results(self, refs: Sequence[Any], needs: Sequence[Any]) -> list[Any]:
         pending, results = list(dict.fromkeys(refs)), {}
         while pending:
             # All at once: waiting for one at a time would pass every reference to Ray once per result.
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 results[ref] = self.value(ref)
+            if pending:
+                self._require_present(pending, needs)
         return [results[ref] for ref in refs]
+
+    def _require_present(self, pending: Sequence[Any], needs: Sequence[Any]) -> None:
+        """A stopped process keeps its calls open for ever.
+
+        Raises: WorkerDiedError if a lost process owes one of the results, or is needed for them.
+        """
+        names = {id(handle): name for name, handle in self.handles.items()} if needs or self._lost else {}
+        if any(id(handle) not in names for handle in needs):
+            raise WorkerDiedError("a process that was needed has been replaced")
+        needed = [names[id(handle)] for handle in needs]
+        owing = [self._called(ref) for ref in pending] if self._lost else []
+        for name in (*needed, *owing):
+            if name in self._lost:
+                raise WorkerDiedError(self._lost[name])
 
     def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
         """Those of `refs` that have ended, `num_returns` of them if it does not take long, and the others.
@@ -294,7 +320,7 @@ class Watch:
 
     def _called(self, ref: Any) -> str | None:
         """Name of the process that was called with the result `ref`; None if it is not of this run."""
-        if not isinstance(ref, ray.ObjectRef):
+        if not hasattr(ref, "task_id"):
             return None
         called = ref.task_id().actor_id()
         return next((name for name, handle in self.handles.items() if handle._actor_id == called), None)

@@ -13,8 +13,8 @@ Ranks load what a call needs when it comes (megatron.offload); here is what must
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -96,6 +96,16 @@ class Phases:
             self.record({"memory/offloaded_bytes": Total(away)})
             self._wake_weights()
             self._wake_kv_cache()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Free the device of all trainer state, for engines that start again in the block. Afterwards the phase is the
+        same as before, whichever the block has entered."""
+        before = self._phase
+        self._offload(ALL_STATE)
+        yield
+        if before is not None:
+            self.enter(before)
 
     def _put_to_sleep(self, *, keep_weights: bool) -> None:
         if self._weights != "awake":

@@ -65,7 +65,7 @@ class SlicePublisher:
         check_plan(plan)
         kind = PullPublisher if config.weights.transport == VLLM_RDT else SlicePublisher
         address = ray.util.get_node_ip_address()
-        seconds = config.cluster.collective_timeout_seconds
+        seconds = trainers.watch.dependent_seconds
         recompute = config.rollout.swap == RECOMPUTE
         publisher = kind(trainers, engines, plan, open_store(address), address, seconds, recompute)
         publisher._meet(range(engines.num_engines))

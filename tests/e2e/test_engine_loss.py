@@ -115,6 +115,37 @@ def test_the_only_engine_dies_and_starts_again(
     assert_same_run(run_dir, whole_run)
 
 
+BY_TURNS = tuple(f"actor.offload.{part}=true" for part in ("params", "grads", "optimizer"))
+"""Engines and trainer ranks take turns on their devices, as colocated on GPUs."""
+
+
+@pytest.mark.parametrize("overrides", [BY_TURNS, pytest.param((), marks=pytest.mark.on_demand)])
+def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
+    task: Path, whole_run: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """The trainer ranks are stopped in a generation, until the engine, which sleeps then if devices are shared, is."""
+    run_dir = tmp_path / "run"
+    # The trainer ranks must not count as silent meanwhile, on a busy machine either.
+    with TrainProcess(task, run_dir, ("cluster.collective_timeout_seconds=30", *overrides)) as run:
+        (engine,) = run.wait_until(lambda: run.processes(ENGINE))
+        run.wait_until(in_step(run, 3, "generating"))
+        trainers = run.processes("ray::TrainerProcess")
+        for trainer in trainers:
+            trainer.suspend()
+        run.wait_until((run_dir / "rollouts" / "step_3.jsonl").exists)
+        time.sleep(3)  # the engine goes to sleep, and the ranks are asked to fetch
+        engine.suspend()
+        for trainer in trainers:
+            trainer.resume()
+        assert run.finish() == 0, run.text()[-4000:]
+        assert "rollout engine 0 did not answer for 30 s; it starts again (1 of 3 times)" in run.text()
+        assert not run.left_after(30)
+    assert restarts(run_dir) == 1
+    figures, expected = without_restarts(run_dir), without_restarts(whole_run)
+    for step, row in figures.items():
+        assert {name: value for name, value in row.items() if not name.startswith("memory/")} == expected[step]
+
+
 def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
     """Kills one engine after each of `steps`, at different moments of the next one; how many."""
     for number, step in enumerate(steps):

@@ -190,6 +190,11 @@ class Located:
         begins = np.repeat(self._begins[:-1], [len(chunk.parts) for chunk in chunks])
         self._ends = begins + np.array([part.last for part in parts], np.int64)
 
+    @property
+    def handles(self) -> list[Any]:
+        """Handles of all makers."""
+        return list(self._handles.values())
+
     def wanted(self, rows: Rows, told: set[str], timeout_seconds: float) -> Wanted:
         """What a reader fetches that has heard of the makers `told`."""
         begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
@@ -235,7 +240,7 @@ class Delivery:
                 if len(of_reader.rows)
             }
             try:
-                self.watch.get([come for come, _ in fetched.values()])
+                self.watch.get([come for come, _ in fetched.values()], [] if where is None else where.handles)
                 return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
             except WorkerDiedError:
                 self.watch.blame_the_dead()
@@ -244,7 +249,7 @@ class Delivery:
 
     def _sent(self, reader: int, where: Located, rows: Rows) -> tuple[Any, Any]:
         """References of None, when all have come, and of them."""
-        wanted, told = where.wanted(rows, self._told[reader], self.watch.timeout_seconds), self._told[reader]
+        wanted, told = where.wanted(rows, self._told[reader], self.watch.dependent_seconds), self._told[reader]
         come, trajectories = self.readers[reader].fetch.remote(wanted)
         told.update(wanted.makers)
         return come, trajectories

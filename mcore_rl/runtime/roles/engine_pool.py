@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from mcore_rl.runtime.roles.base import drain_spans
 from mcore_rl.runtime.roles.delivery import Chunk, Delivery, Forgotten, Part, Rows
 from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.pool_run import PoolRun
+from mcore_rl.runtime.roles.pooled_engine import PooledEngine
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import (
     BuffersRef,
@@ -32,48 +34,6 @@ from mcore_rl.types import (
 from mcore_rl.weights.transports.topology import Endpoint
 
 T = TypeVar("T")
-
-
-class Start(Protocol):
-    """An EngineStart."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def handles(self) -> list[Any]: ...
-
-    @property
-    def journal(self) -> str | None: ...
-
-    def again(self) -> Any: ...
-
-
-@dataclass
-class PooledEngine:
-    """`starting`: the end of its set-up, while it starts again, which is to come by `deadline`; `has_weights`: those
-    that the others have."""
-
-    start: Start
-    incarnation: int = 0
-    starting: Any = None
-    deadline: float = 0.0
-    has_weights: bool = True
-    busy_seconds: float = 0.0
-    """As it said last."""
-
-    @property
-    def handle(self) -> Any:
-        return self.start.handles[0]
-
-    @property
-    def serves(self) -> bool:
-        return self.starting is None and self.has_weights
-
-    @property
-    def maker(self) -> str:
-        """Of trajectories: a name that no other process has had."""
-        return f"{self.start.name} (started {self.incarnation + 1} times)" if self.incarnation else self.start.name
 
 
 def _nobody_supplies() -> None:
@@ -96,6 +56,8 @@ class EnginePool:
     steals: bool = True
     """Whether an engine that has nothing left to begin takes requests of others."""
     supply: Callable[[], None] = _nobody_supplies
+    interrupted: Callable[[], AbstractContextManager[None]] | None = None
+    """Phases.interrupted, where engines and trainer ranks take turns on their devices."""
     note: Callable[[str], None] = print
     version: int = field(default=0, init=False)
     """Of weights: every engine that serves has these, or later ones."""
@@ -250,13 +212,18 @@ class EnginePool:
 
     def lose_dead(self) -> list[PooledEngine]:
         """Those of which some process has died since the last look; they start again."""
-        dead = []
-        for engine in self.engines if self.watch.any_lost else ():
+        dead = self._dead()
+        for engine in dead:
             reasons = [why for handle in engine.start.handles if (why := self.watch.lost(handle)) is not None]
-            if reasons:
-                self.lose(engine, reasons[0])
-                dead.append(engine)
+            self.lose(engine, reasons[0])
         return dead
+
+    def _dead(self) -> list[PooledEngine]:
+        """Engines of which some process is lost."""
+        if not self.watch.any_lost:
+            return []
+        lost = self.watch.lost
+        return [engine for engine in self.engines if any(lost(handle) is not None for handle in engine.start.handles)]
 
     def settle(self) -> None:
         """Waits until every engine is up."""
@@ -292,13 +259,15 @@ class EnginePool:
         Raises: what it raises for another reason.
         """
         while True:
+            before = self.num_restarts
             try:
                 return call()
             except ClusterDiedError:
                 raise
             except WorkerDiedError:
                 self.watch.blame_the_dead()
-                if not self.lose_dead():
+                self.lose_dead()
+                if self.num_restarts == before:  # `call` may have replaced an engine itself
                     raise
 
     def lack_weights(self, indices: Sequence[int]) -> bool:
@@ -313,12 +282,39 @@ class EnginePool:
             engine.has_weights = True
 
     def renew(self, chunks: Sequence[Chunk]) -> bool:
-        """Generates the trajectories of those chunks again whose engine is lost with them; whether there are any. Not
-        while engines sleep."""
-        self.lose_dead()
+        """Generate the trajectories of those chunks again whose engine is lost with them; return whether there are any.
+        Sleeping engines are woken for it, and sleep again afterwards."""
+        if not self._asleep:
+            return self._renew(chunks)
+        if self.interrupted is None or not (self.watch.any_lost or self._lost_parts(chunks)):
+            return False
+        for engine in self._dead():
+            engine.start.kill()  # ranks that fetch from it have to free their devices next
+        with self.interrupted():
+            self._start_asleep()
+            self.supply()
+            return self._renew(chunks)
+
+    def _start_asleep(self) -> None:
+        """Start lost engines again, and put them to sleep like the others."""
+        before = {engine.start.name: engine.incarnation for engine in self.engines}
+
+        def start() -> None:
+            self.settle()
+            started = [engine for engine in self.engines if engine.incarnation != before[engine.start.name]]
+            self.watch.get([engine.handle.sleep.remote(False) for engine in started])
+
+        self.insist(start)
+
+    def _lost_parts(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, Part]]:
+        """Parts that no present engine keeps."""
         makers = {engine.maker for engine in self.engines}
-        lost = [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.maker not in makers]
-        if not lost or self._asleep:
+        return [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.maker not in makers]
+
+    def _renew(self, chunks: Sequence[Chunk]) -> bool:
+        self.lose_dead()
+        lost = self._lost_parts(chunks)
+        if not lost:
             return False
         again = [self._made_again(chunk.task, part) for chunk, part in lost]
         results = PoolRun(self, again).results() if self.stream is None else self.stream.run(again)

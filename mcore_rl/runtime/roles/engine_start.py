@@ -64,11 +64,15 @@ class EngineStart:
             return None
         return str(self.journals / f"{self.name.replace(' ', '_')}.{self._starts}")
 
+    def kill(self) -> None:
+        """Kill all its processes; whoever waits for one of them learns it."""
+        kill_all(self.handles)
+
     def again(self) -> Any:
         """Others in the place of all its processes; as `set_up`. The journal is another one."""
         assert self._given is not None, "an engine that was never set up cannot start again"
         self._starts += 1
-        kill_all(self.handles)
+        self.kill()
         lost, self.handles = self.handles, self._created()
         for before, after in zip(lost, self.handles, strict=True):
             self.of_run.remove(before)

@@ -21,6 +21,7 @@ from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, Roll
 if TYPE_CHECKING:
     from mcore_rl.runtime.roles.engine import Report
     from mcore_rl.runtime.roles.engine_pool import EnginePool
+    from mcore_rl.runtime.roles.pooled_engine import PooledEngine
 
 MOST_PER_ENGINE = 16
 """Of the loads that are noted for each engine, all but one are out of date: they are dropped when there are so many."""
@@ -191,8 +192,14 @@ class EngineStream:
 
     def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
         """As TaskStream.restore: engines take files in turn."""
-        engine = self.pool.engines[next(self._turns) % self.pool.num_engines]
-        (keys,) = self.pool.watch.get([engine.handle.restore_tasks.remote(str(path), [t.request_ids for t, _ in made])])
+        request_ids = [task.request_ids for task, _ in made]
+
+        def restore() -> tuple[PooledEngine, list[int]]:
+            engine = self.pool.engines[next(self._turns) % self.pool.num_engines]
+            (keys,) = self.pool.watch.get([engine.handle.restore_tasks.remote(str(path), request_ids)])
+            return engine, keys
+
+        engine, keys = self.pool.insist(restore)
         chunks = []
         for key, (task, scalars) in zip(keys, made, strict=True):
             place = self.pool.forgotten.refer(engine.maker, engine.handle, key)

@@ -39,13 +39,24 @@ class Begin:
         return id(self.process), self, self.process.begins
 
 
+@dataclass
+class Sleep:
+    """The call that puts a process to sleep."""
+
+    process: Process
+
+    def remote(self, keep_weights: bool) -> int:
+        self.process.sleeps += 1
+        return 0
+
+
 class Process:
     """An engine's process: runs are noted, and end when the test's Watch says so. Of its tasks the oldest has begun,
     and those that it had at its last report."""
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.forgotten = name, 0, []
-        self.begun = self.asked = self.answers = self.begins = 0
+        self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
         """Number and key of tasks that have not ended."""
@@ -61,6 +72,10 @@ class Process:
     @property
     def give_up(self) -> GiveUp:
         return GiveUp(self)
+
+    @property
+    def sleep(self) -> Sleep:
+        return Sleep(self)
 
     def answer(self, free: int) -> GivenUp:
         self.answers += 1
@@ -94,6 +109,7 @@ class Process:
 class Start:
     name: str
     processes: list[Process] = field(default_factory=list)
+    killed: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.again()
@@ -105,6 +121,9 @@ class Start:
     @property
     def journal(self) -> str:
         return f"{self.name}.{len(self.processes)}"
+
+    def kill(self) -> None:
+        self.killed.append(self.processes[-1])
 
     def again(self) -> str:
         self.processes.append(Process(self.name))

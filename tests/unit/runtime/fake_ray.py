@@ -12,10 +12,19 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 
 class Call:
-    """Of a process that is not there."""
+    """Of a process that is not there. `task_id` and `actor_id` are those of an ObjectRef, in one object."""
 
     ended = False
     answer: Any = None
+
+    def __init__(self, owner: Any = None) -> None:
+        self._owner = owner
+
+    def task_id(self) -> Call:
+        return self
+
+    def actor_id(self) -> Any:
+        return self._owner
 
 
 class Ray:
@@ -81,13 +90,14 @@ class Process:
 
     def __init__(self, ray: Ray) -> None:
         self.ray, self.dead, self.open = ray, False, []
+        self._actor_id = id(self)
         self.watch = Remote(self.open_call)
         self.seconds_stuck = Remote(lambda: self.ended(0.0))
         self.pending_collectives = Remote(lambda: self.ended([]))
 
     def open_call(self) -> Call:
         """It has no answer yet."""
-        call = Call()
+        call = Call(id(self))
         self.open.append(call)
         return self._fail(call) if self.dead else call
 

@@ -220,9 +220,12 @@ class Start:
         self.handles = [Engine(self.ray)]
         self.watch.add(self.name, self.handles[0])
 
+    def kill(self) -> None:
+        self.handles[0].die()
+
     def again(self) -> Call:
         [before] = self.handles
-        before.die()
+        self.kill()
         self.lost.append(before)
         self.handles = [Engine(self.ray)]
         self.watch.replace(before, self.handles[0])
@@ -300,3 +303,51 @@ def test_a_process_that_was_replaced_is_not_asked_what_became_of_it(ray: Ray) ->
     while len(results) < 4:
         stream.wait()
     assert [len(start.lost) for start in starts] == [1, 0]
+
+
+def stop(process: Process) -> None:
+    """As SIGSTOP: it is not dead, and answers nothing."""
+    process.seconds_stuck = Remote(process.open_call)
+
+
+@pytest.mark.parametrize("role", ["owes the result", "is needed by another process"])
+def test_get_of_a_stopped_replaceable_process_raises_in_time(ray: Ray, role: str) -> None:
+    watch, processes = watch_of(ray, ["rank 0", "engine 0", "engine 1"], timeout_seconds=20.0)
+    rank, engine = processes["rank 0"], processes["engine 0"]
+    watch.let_die([engine, processes["engine 1"]])
+    ray.after(15.0, lambda: stop(engine))
+    call, needs = (engine.open_call(), []) if role == "owes the result" else (rank.open_call(), [engine])
+    with pytest.raises(WorkerDiedError, match="engine 0 did not answer for 20 s"):
+        watch.get([call], needs)
+    assert ray.seconds - 15.0 < watch.dependent_seconds
+    assert watch.lost(engine) is not None
+    assert watch.lost(processes["engine 1"]) is None
+
+
+def test_get_ignores_a_lost_process_that_owes_nothing(ray: Ray) -> None:
+    watch, processes = watch_of(ray, ["rank 0", "engine 0"], timeout_seconds=20.0)
+    watch.let_die([processes["engine 0"]])
+    ray.after(15.0, lambda: stop(processes["engine 0"]))
+    assert watch.get([ray.call(90.0, "trained")]) == ["trained"]
+    assert watch.any_lost
+
+
+def test_get_with_a_replaced_process_in_needs_raises_at_once(ray: Ray) -> None:
+    watch, processes = watch_of(ray, ["rank 0", "engine 0"])
+    watch.let_die([processes["engine 0"]])
+    watch.replace(processes["engine 0"], Process(ray))
+    with pytest.raises(WorkerDiedError, match="replaced"):
+        watch.get([processes["rank 0"].open_call()], [processes["engine 0"]])
+    assert ray.seconds < 4.0
+
+
+@pytest.mark.parametrize("seconds", [5, 60, 600])
+def test_dependents_wait_longer_than_silence_is_detected(ray: Ray, seconds: int) -> None:
+    """Whenever the process stops between two questions."""
+    for moment in range(seconds, 3 * seconds, max(1, seconds // 7)):
+        watch, processes = watch_of(ray, ["engine 0"], timeout_seconds=float(seconds))
+        began = ray.seconds
+        ray.after(moment, partial(stop, processes["engine 0"]))
+        with pytest.raises(WorkerDiedError, match="did not answer"):
+            watch.get([ray.call(40.0 * seconds)])
+        assert ray.seconds - began - moment < watch.dependent_seconds - 2 * SECONDS_BETWEEN_LOOKS

@@ -100,11 +100,12 @@ class Come:
     """A Watch: what is to come of `lost` makers does not."""
 
     lost: frozenset[str] = frozenset()
-    timeout_seconds: float = 9.0
+    dependent_seconds: float = 9.0
 
     def blame_the_dead(self) -> None: ...
 
-    def get(self, references: Sequence[Wanted]) -> None:
+    def get(self, references: Sequence[Wanted], needs: Sequence[Any]) -> None:
+        assert {*needs} >= {handle for wanted in references for handle in wanted.handles.values()}
         for wanted in references:
             if gone := self.lost & {*wanted.makers}:
                 raise WorkerDiedError(f"{gone} died")

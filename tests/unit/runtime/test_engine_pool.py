@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,9 @@ class DyingWatch(Watch):
         super().__init__()
         self.dying, self.waits = dying, 0
         self.random = None if seed is None else random.Random(seed)
+
+    def get(self, results: list[Any]) -> list[Any]:
+        return results
 
     def wait(self, calls: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
         self.waits += 1
@@ -226,3 +230,82 @@ def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp
         for part in chunk.parts:
             assert part.place.maker != lost
             assert part in before or part.place.handle.given[part.place.key].records is None
+
+
+class Turns:
+    """The devices that engines and trainer ranks of `pool` hold in turn; notes the moves."""
+
+    def __init__(self, pool: EnginePool, watch: DyingWatch) -> None:
+        self.pool, self.watch, self.moves = pool, watch, list[str]()
+        pool.interrupted, pool.supply = self.interrupted, self.supply
+        pool.call = self.call  # type: ignore[method-assign, assignment]
+
+    def call(self, method: str, *arguments: Any) -> list[int]:
+        self.moves.append(f"{method} {arguments[0]}")
+        return [0]
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        self.moves.append("trainer state leaves")
+        for start in self.watch.starts:  # no rank fetches from a stopped engine any more
+            assert id(start.processes[-1]) not in self.watch.dead or start.processes[-1] in start.killed
+        yield
+        self.pool.sleep(keep_weights=False)
+        self.moves.append("trainer state returns")
+
+    def supply(self) -> None:
+        self.pool.wake_up("weights")
+        self.pool.supplied(range(self.pool.num_engines))
+        self.pool.wake_up("kv_cache")
+
+
+@pytest.mark.parametrize("before_sleep", [False, True])
+def test_renew_while_engines_sleep_wakes_them_and_returns_devices(before_sleep: bool) -> None:
+    """The engine is lost before the others sleep, or later."""
+    pool, watch = pool_of(2)
+    turns = Turns(pool, watch)
+    chunks = [cast(Chunk, chunk) for chunk, _ in pool.run(tasks_of(4))]
+    lost = watch.present("engine 0")
+    if before_sleep:
+        watch.dead[id(lost)] = "engine 0 did not answer for 20 s"
+    pool.sleep(keep_weights=False)
+    if not before_sleep:
+        assert not pool.renew(chunks)
+        watch.dead[id(lost)] = "engine 0 did not answer for 20 s"
+    turns.moves.clear()
+    assert pool.renew(chunks)
+    assert turns.moves == [
+        "trainer state leaves", "wake_up weights", "wake_up kv_cache", "sleep False", "trainer state returns",
+    ]  # fmt: skip
+    assert pool.num_restarts == 1
+    assert watch.present("engine 0").sleeps == (0 if before_sleep else 1)
+    assert watch.present("engine 1").sleeps == 0
+    makers = {engine.maker for engine in pool.engines}
+    assert {part.place.maker for chunk in chunks for part in chunk.parts} <= makers
+    assert not pool.renew(chunks)
+
+
+def test_renew_while_engines_sleep_without_turns_makes_nothing() -> None:
+    pool, watch = pool_of(2)
+    chunks = [cast(Chunk, chunk) for chunk, _ in pool.run(tasks_of(4))]
+    pool.call = lambda *arguments: [0]  # type: ignore[method-assign, assignment]
+    pool.sleep(keep_weights=False)
+    watch.dead[id(watch.present("engine 0"))] = "engine 0 died: killed"
+    assert not pool.renew(chunks)
+
+
+def test_insist_repeats_a_call_that_replaced_the_engine_itself() -> None:
+    """As grading of a whole step, whose grader is an engine."""
+    pool, watch = pool_of(2)
+    calls: list[str] = []
+
+    def call() -> str:
+        calls.append("call")
+        if len(calls) == 1:
+            watch.dead[id(watch.present("engine 0"))] = "engine 0 died: killed"
+            pool.lose_dead()
+            raise WorkerDiedError("a process failed")
+        return "graded"
+
+    assert pool.insist(call) == "graded"
+    assert pool.num_restarts == 1

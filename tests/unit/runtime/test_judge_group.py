@@ -43,9 +43,9 @@ class Handle:
 
 
 class Waiting:
-    timeout_seconds = 1.0
+    dependent_seconds = 1.0
 
-    def get(self, found: Sequence[Any]) -> list[Any]:
+    def get(self, found: Sequence[Any], needs: Sequence[Any] = ()) -> list[Any]:
         return list(found)
 
 

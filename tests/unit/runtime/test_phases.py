@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.phases import Phases, shares_device
+from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.staged import StagedActor, StagedPool, StagedPublisher, Stages
 from mcore_rl.types import BatchHandle, Total
 
@@ -150,6 +150,24 @@ def test_what_moved_is_recorded() -> None:
     turns.run()
     turns.update()
     assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -> None:
+    """As where an engine starts again, gets weights and generates what was lost with it."""
+    device, turns = in_turns()
+    turns.publish()
+    turns.run()
+    phases = turns.pool.stages.phases
+    assert phases is not None
+    phases.enter(phase)
+    device.of_trainer = {"params"} if phase is Phase.SYNC else device.of_trainer
+    with phases.interrupted():
+        assert not device.of_trainer
+        turns.publish()
+        turns.run()
+    assert device.of_engine == {Phase.GENERATE: {"weights", "kv_cache"}, Phase.SYNC: {"weights"}}.get(phase, set())
+    turns.run() if phase is Phase.KEEP else turns.update()
 
 
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])

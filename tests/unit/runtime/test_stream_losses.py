@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +15,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.runtime.roles.delivery import Chunk
 from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.types import RolloutScalars, RolloutTask
-from tests.unit.runtime.engines import Begin, groups, scalars_of
+from tests.unit.runtime.engines import Begin, Process, groups, scalars_of
 from tests.unit.runtime.streams import Once, StreamWatch, begin, finish_all, makers, stream_of, supply, task_of, tickets
 
 
@@ -276,3 +278,29 @@ def test_what_is_made_again_and_comes_out_otherwise_ends_the_run(monkeypatch: py
     watch.kill("engine 0")
     with pytest.raises(WorkerDiedError, match=r"engine 0 was lost .* came out otherwise"):
         stream.pool.renew([cast(Chunk, chunk) for chunk, _ in results.values()])
+
+
+def test_restore_on_a_lost_engine_is_repeated_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, watch = stream_of(2)
+    task = task_of(0, 2)
+    takers: list[Process] = []
+
+    def restore_tasks(process: Process) -> Any:
+        def remote(path: str, request_ids: list[list[str]]) -> Process:
+            takers.append(process)
+            return process
+
+        return SimpleNamespace(remote=remote)
+
+    def get(calls: list[Process]) -> list[list[int]]:
+        if id(calls[0]) in watch.killed:
+            raise WorkerDiedError("a process died")
+        return [[7]]
+
+    monkeypatch.setattr(Process, "restore_tasks", property(restore_tasks), raising=False)
+    monkeypatch.setattr(watch, "get", get, raising=False)
+    watch.kill("engine 0")
+    (chunk,) = stream.restore(Path("file"), [(task, scalars_of(task))])
+    [part] = cast(Chunk, chunk).parts
+    assert (part.place.maker, part.place.handle, part.place.key) == ("engine 1", takers[-1], 7)
+    assert [process.name for process in takers] == ["engine 0", "engine 1"]

@@ -97,9 +97,9 @@ class Ready:
     """A Watch of calls that have run."""
 
     names: dict[Any, str] = field(default_factory=dict)
-    timeout_seconds: float = 1.0
+    dependent_seconds: float = 1.0
 
-    def get(self, references: list[Any]) -> list[Any]:
+    def get(self, references: list[Any], needs: Sequence[Any] = ()) -> list[Any]:
         return list(references)
 
 
