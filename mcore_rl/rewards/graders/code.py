@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from mcore_rl.rewards.graders.programs.bundle import bundle
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
 from mcore_rl.rewards.graders.programs.extraction import extract_program
-from mcore_rl.rewards.graders.programs.tester import LACKS, UNPROTECTED
+from mcore_rl.rewards.graders.programs.tester import LACKS, NO_FIXTURE, UNPROTECTED
 from mcore_rl.rewards.graders.programs.truths import (
     Assertions,
     as_text,
@@ -100,6 +100,12 @@ class CodeGrader:
         verdict = printed.rstrip().rpartition("\n")[2]
         if verdict == f"{UNPROTECTED}{secret}":
             raise RuntimeError("sandbox.python cannot hide the tests from the program (prctl by ctypes); set another")
+        if verdict.startswith(NO_FIXTURE) and verdict.endswith(f" {secret}"):
+            name = verdict.removeprefix(NO_FIXTURE).removesuffix(f" {secret}")
+            raise RuntimeError(
+                f"the tests of the ground truth use the fixture {name}, which this grader does not provide (it has "
+                "tmp_path, tmpdir, capsys and fixtures that the tests define); rewrite the tests or drop the row"
+            )
         if verdict.startswith(LACKS) and verdict.endswith(f" {secret}"):
             modules = verdict.removeprefix(LACKS).removesuffix(f" {secret}").replace(" ", ", ")
             raise RuntimeError(

@@ -91,6 +91,8 @@ def fenced(code: str) -> str:
         ("n = int(input())\nfor _ in range(n): print(*sorted(map(int, input().split())))", {"inputs": [["1", [3, 1]]], "outputs": [[["1", "3"]]]}),
         ("if __name__ == '__main__':\n    print(int(stdin.readline()) * 2)", {"inputs": ["4\n"], "outputs": ["8\n"]}),
         ("print(bisect_left([1, 2], 2), sep='')\nprint()\nprint(math.pi)", {"inputs": [""], "outputs": ["1\n3.1415926"]}),
+        ("import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + int(input()))", {"inputs": ["7\n8\n"], "outputs": ["15"]}),
+        ("print(len(str(2**20000)))", {"inputs": [""], "outputs": ["6021"]}),
         ("print(1e-7)", {"inputs": [""], "outputs": ["0.0000001"]}),
         (TWO_SUM, {"fn_name": "twoSum", "inputs": np.array([np.array([np.array([2, 7]), 9], dtype=object), None], dtype=object)[:1], "outputs": [np.array([0, 1])]}),
         ("print(int(input()) + 1)", {"fn_name": "", "inputs": "12\n", "outputs": "13\n"}),
@@ -115,11 +117,51 @@ def test_program_right_by_its_harness_passes_examples(program: str, truth: Any) 
         ("print('[' * 100000)", {"inputs": [""], "outputs": ["["]}),
         ("print('3')\ndef f(x):\n    import os\n    os._exit(0)", {"fn_name": "f", "inputs": [[5]], "outputs": [3]}),
         (REVERSE, {"fn_name": "reverseList", "inputs": [[[1, 2, 3]]], "outputs": [[1, 2, 3]]}),
+        ("print('1_0')", {"inputs": [""], "outputs": ["10.0"]}),
         ("print('a b')", {"inputs": [""], "outputs": [["a", "b"]]}),
     ],
 )  # fmt: skip
 def test_program_that_is_wrong_fails_examples(program: str, truth: Any) -> None:
     assert GRADER.grade_outputs(fenced(program), truth).accuracy == 0.0
+
+
+FIXTURES = """import pytest
+from solution import f
+
+@pytest.fixture
+def two():
+    return 2
+
+@pytest.fixture
+def four(two):
+    yield f(two)
+    two = 0
+
+@pytest.fixture(autouse=True)
+def greet():
+    print('start')
+
+def test_own(four, capsys, unused=1):
+    print('end')
+    assert four == 4 and capsys.readouterr().out == 'start\\nhi\\nend\\n'
+
+def test_folder(tmp_path, tmpdir):
+    (tmp_path / 'a.txt').write_text('5')
+    assert f(int((tmp_path / 'a.txt').read_text())) == 10 and tmpdir != tmp_path
+
+class TestTwice:
+    @classmethod
+    def setup_class(cls):
+        cls.base = 1
+
+    @pytest.fixture
+    def three(self):
+        return 2 + self.base
+
+    @pytest.mark.parametrize('given, wanted', [(1, 2), (4, 8)])
+    def test_all(self, given, wanted, three):
+        assert f(given) == wanted and f(three) == 6
+"""
 
 
 STACK = """class Empty(IndexError):
@@ -194,6 +236,7 @@ VALUES = "10**30, (1, {2: {3}}, b'x', 2j, None, True), {(1, 2): [3]}, range(3), 
         ("class Node:\n    def __init__(self, data): self.data, self.left = data, None\ndef height(n): return 0 if n is None else 1 + height(n.left)", {"test_setup_code": "root = Node(1)\nroot.left = Node(2)", "test_list": ["assert height(root) == 2"]}),
         ("def ident(x): return x", {"test_list": [f"assert all(ident(x) == x and type(ident(x)) is type(x) for x in ({VALUES}))"]}),
         ("def adder(a): return lambda b: a + b\ndef call(f, x): return list(map(f, x))", {"test_list": ["assert adder(3)(4) == 7", "assert call(lambda x: x + 1, [1, 2]) == [2, 3]", "assert call(abs, [-1]) == [1]"]}),
+        ("def f(x):\n    print('hi')\n    return 2 * x", {"test": FIXTURES}),
         ("def f(x): return x + 1", "from solution import f\n\ndef test_f():\n    assert f(1) == 2\n"),
         ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]),
         ("def f(x): return x + 1", "assert f(1) == 2\nassert f(2) == 3"),
@@ -221,6 +264,19 @@ def test_tests_that_are_not_python_raise_an_error(truth: Any) -> None:
 )  # fmt: skip
 def test_program_that_is_wrong_fails_asserts(truth: Any) -> None:
     assert GRADER.grade_asserts(fenced("def task(x): return x + 1"), truth).accuracy == 0.0
+
+
+@pytest.mark.parametrize(
+    "program", ["def f(x): return x", "def f(x): return 2 * x + (x == 4)", "def f(x): return 2 * x"]
+)
+def test_program_wrong_in_one_test_with_fixtures_fails(program: str) -> None:
+    assert GRADER.grade_asserts(fenced(program), {"test": FIXTURES}).accuracy == 0.0
+
+
+def test_unknown_fixture_is_an_error_that_names_it() -> None:
+    truth = {"test": "from solution import f\ndef test_f(monkeypatch):\n    assert f()"}
+    with pytest.raises(RuntimeError, match="fixture monkeypatch, which this grader does not provide"):
+        GRADER.grade_asserts(fenced("def f(): return 1"), truth)
 
 
 def test_tests_without_a_check_are_an_error_of_the_row() -> None:

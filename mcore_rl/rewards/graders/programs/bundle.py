@@ -8,9 +8,9 @@ from pathlib import Path
 _PACKAGE = __name__.rpartition(".")[0]
 _NEEDED = {
     "script": ("prelude",),
-    "call": ("wire", "plain", "prelude"),
+    "call": ("wire", "prelude"),
     "candidate": ("wire", "peer", "prelude"),
-    "tester": ("wire", "peer", "prelude", "names", "suite"),
+    "tester": ("wire", "peer", "prelude", "names", "fixtures", "suite"),
 }
 _LOADER = """import sys, types
 

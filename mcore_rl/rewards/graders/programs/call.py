@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_rl.rewards.graders.programs.plain import PlainOwner
 from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
-from mcore_rl.rewards.graders.programs.wire import Decoder
+from mcore_rl.rewards.graders.programs.wire import Decoder, PlainOwner
 
 
 def main(program: str, name: str) -> None:

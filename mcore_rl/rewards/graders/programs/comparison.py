@@ -88,8 +88,8 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 
 def _close(one: str, other: str) -> bool:
-    if not any(mark in one + other for mark in ".eE"):
-        return False  # whole numbers are exact
+    if not any(mark in one + other for mark in ".eE") or "_" in one + other:
+        return False  # whole numbers are exact; float() reads 1_0 as 10
     try:
         return math.isclose(float(one), float(other), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     except ValueError:

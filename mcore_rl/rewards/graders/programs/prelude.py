@@ -14,6 +14,8 @@ import types
 from typing import Any
 
 RECURSION_LIMIT = 50_000
+INTEGER_DIGITS = 50_000
+"""Digits of an integer that a program may print: LiveCodeBench's limit, and above Python's 4,300."""
 SOLUTION = "solution"
 """Module name of a program whose functions are called: its `if __name__ == "__main__":` block does not run."""
 _STARRED = (
@@ -86,6 +88,8 @@ def execute(program: str, name: str, *, context: str = "") -> types.ModuleType:
     module, file = types.ModuleType(name), f"{SOLUTION}.py"
     sys.modules[name], sys.argv = module, [file]
     sys.setrecursionlimit(RECURSION_LIMIT)
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(INTEGER_DIGITS)
     linecache.cache[file] = (len(program), None, program.splitlines(True), file)
     code = compile(program, file, "exec")
     if missing := unbound_names(f"{context}\n{program}" if "__future__" not in program else program):

@@ -10,7 +10,10 @@ import unittest
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mcore_rl.rewards.graders.programs.fixtures import Fixtures
 from mcore_rl.rewards.graders.programs.peer import Remote
+
+_SETUPS = ("setup_method", "setUp")
 
 
 def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
@@ -37,31 +40,59 @@ def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
 
 def _collect(names: Mapping[str, Any]) -> None:
     number = 0
+    _call_if_defined(names.get("setup_module"))
     for name, value in list(names.items()):
         if isinstance(value, type) and issubclass(value, unittest.TestCase):
             number += _run_case(value)
         elif isinstance(value, type) and name.startswith("Test"):
-            number += sum(_run(value, method) for method in dir(value) if method.startswith("test"))
+            number += _run_class(value, names)
         elif inspect.isfunction(value) and name.startswith("test"):
-            number += _run_function(value)
+            number += _run_function(value, names)
     if not number:
         raise AssertionError("the tests define no test function")
 
 
-def _run_function(function: Callable[..., Any]) -> int:
-    """Runs it with every combination of its pytest parameters."""
+def _run_class(kind: type, names: Mapping[str, Any]) -> int:
+    """Run the methods of a test class, each with an object of its own; return their number."""
+    number = 0
+    _call_if_defined(getattr(kind, "setup_class", None))
+    for method in dir(kind):
+        if method.startswith("test"):
+            number += _run_function(getattr(kind, method), names, kind, method)
+    return number
+
+
+def _run_function(
+    function: Callable[..., Any], names: Mapping[str, Any], kind: type | None = None, method: str = ""
+) -> int:
+    """Run a test with every combination of its pytest parameters; return their number. kind, method: of a class."""
+    calls = _parameters([*getattr(kind, "pytestmark", []), *getattr(function, "pytestmark", [])])
+    for call in calls:
+        instance = None if kind is None else kind()
+        test = function if kind is None else getattr(instance, method)
+        setups = [names.get("setup_function")] if kind is None else [getattr(instance, each, None) for each in _SETUPS]
+        fixtures = Fixtures(names, instance)
+        with fixtures.captured.active():
+            for setup in setups:
+                _call_if_defined(setup)
+            fixtures.use_automatic()
+            outcome = test(**fixtures.arguments(test, call))
+            if inspect.iscoroutine(outcome):
+                asyncio.run(outcome)
+            fixtures.close()
+    return len(calls)
+
+
+def _parameters(marks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the arguments of every call that parametrize asks for."""
     calls: list[dict[str, Any]] = [{}]
-    for mark in getattr(function, "pytestmark", []):
+    for mark in marks:
         if mark.name == "parametrize":
             names, values = mark.args[:2]
             names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
             sets = [dict(zip(names, _values(value, len(names)))) for value in values]  # noqa: B905 (Python 3.9)
             calls = [{**call, **each} for call in calls for each in sets]
-    for call in calls:
-        outcome = function(**call)
-        if inspect.iscoroutine(outcome):
-            asyncio.run(outcome)
-    return len(calls)
+    return calls
 
 
 def _values(value: Any, count: int) -> Sequence[Any]:
@@ -71,14 +102,10 @@ def _values(value: Any, count: int) -> Sequence[Any]:
     return [value] if count == 1 else list(value)
 
 
-def _run(kind: type, method: str) -> int:
-    instance = kind()
-    for name in ("setup_method", "setUp"):
-        if hasattr(instance, name):
-            setup = getattr(instance, name)
-            setup(*([None] if inspect.signature(setup).parameters else []))
-    getattr(instance, method)()
-    return 1
+def _call_if_defined(setup: Callable[..., Any] | None) -> None:
+    """Call a setup function of xunit style, which may have a parameter for the test that follows."""
+    if setup is not None:
+        setup(*([None] if inspect.signature(setup).parameters else []))
 
 
 def _run_case(kind: type[unittest.TestCase]) -> int:

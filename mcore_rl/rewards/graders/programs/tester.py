@@ -17,6 +17,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_rl.rewards.graders.programs.fixtures import UnknownFixture
 from mcore_rl.rewards.graders.programs.names import Names
 from mcore_rl.rewards.graders.programs.peer import HIDDEN, Peer, Remote
 from mcore_rl.rewards.graders.programs.prelude import (
@@ -32,6 +33,8 @@ from mcore_rl.rewards.graders.programs.suite import run_suite
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 UNPROTECTED = "unprotected "
 """Comes before the secret if the process cannot hide its memory, so that no verdict is possible."""
+NO_FIXTURE = "fixture "
+"""Comes before a fixture of pytest that the tests use and that is not provided, and the secret."""
 LACKS = "lacks "
 """Comes before modules that the tests import and this Python lacks, and the secret."""
 
@@ -94,7 +97,11 @@ def main() -> None:
     peer = Tester(reader, writer, records)
     module = peer.ask("load", request["program"], request["context"], sorted(records))
     _bind(names, module, space)
-    run_suite(request, space)
+    try:
+        run_suite(request, space)
+    except UnknownFixture as error:
+        os.write(verdict, f"\n{NO_FIXTURE}{error} {secret}\n".encode())
+        os._exit(0)
     if not peer.broken:
         os.write(verdict, f"\n{secret}\n".encode())
     os._exit(int(peer.broken))

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_rl.rewards.graders.programs.plain import PlainOwner
-from mcore_rl.rewards.graders.programs.wire import Encoder, WireError
+from mcore_rl.rewards.graders.programs.wire import Encoder, PlainOwner, WireError
 
 
 @dataclass(frozen=True)

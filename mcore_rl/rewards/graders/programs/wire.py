@@ -291,3 +291,19 @@ _FROM_NODE: dict[str, Callable[[list[Any]], Any]] = {
     "timedelta": lambda node: datetime.timedelta(*node[1:]),
     "numpy": _numpy_value,
 }
+
+
+class PlainOwner:
+    """Owner for the arguments of one call: it refuses every object that is not plain data."""
+
+    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+        return None
+
+    def new_record(self, name: str) -> Any:
+        raise WireError(f"unknown class {name}")
+
+    def export(self, value: Any) -> list[Any]:
+        raise WireError(f"a value of type {type(value).__name__} is no data")
+
+    def resolve(self, node: list[Any]) -> Any:
+        raise WireError(f"unknown node {node[0]!r}")
