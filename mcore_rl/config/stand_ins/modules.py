@@ -102,7 +102,7 @@ class MissingVerlName(BaseException):
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Comes after every other finder, so that a verl that is installed is found first."""
+    """Comes before other finders, because a folder named verl would hide it, but leaves an installed verl to them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -121,7 +121,11 @@ class _StandIns(MetaPathFinder, Loader):
     def _is_ours(self) -> bool:
         """No module of ours within a verl that is installed."""
         root = sys.modules.get("verl")
-        return root is None or (root.__spec__ is not None and root.__spec__.loader is self)
+        if root is not None:
+            return root.__spec__ is not None and root.__spec__.loader is self
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (spec for finder in others if (spec := finder.find_spec("verl", None)) is not None)
+        return not any(spec.origin for spec in specs)  # a folder without __init__.py has none
 
 
 def stands_in() -> bool:
@@ -150,4 +154,4 @@ _FINDER = _StandIns()
 def provide_verl_names() -> None:
     """From now on this process imports them; for processes that load users' files."""
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+        sys.meta_path.insert(0, _FINDER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -188,3 +190,24 @@ def test_a_missing_attribute_at_run_time_passes_except_exception() -> None:
         hidden_by_except(module)
     assert not hasattr(module, "gone")
     assert getattr(module, "gone", 3) == 3
+
+
+@pytest.mark.parametrize(("is_package", "score"), [(False, "1.0"), (True, "7")])
+def test_stand_ins_yield_to_a_verl_package_and_not_to_a_folder(tmp_path: Path, is_package: bool, score: str) -> None:
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "utils.py").write_text("reward = 7\n")
+    if is_package:
+        (tmp_path / "verl" / "__init__.py").touch()
+    file = tmp_path / "mine.py"
+    code = "from verl.utils import reward" if is_package else "from verl.utils.reward_score import gsm8k"
+    value = "reward" if is_package else "gsm8k.compute_score('#### 3', '3')"
+    file.write_text(f"{code}\nprint({value})\n")
+    lines = [
+        f"import sys; sys.path.append({str(tmp_path)!r})",
+        "from pathlib import Path",
+        "from mcore_rl.config.user_files import load_file, provide_user_files",
+        f"provide_user_files(); load_file('f', Path({str(file)!r}))",
+    ]
+    script = "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == score, done.stderr
