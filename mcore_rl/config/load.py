@@ -14,7 +14,7 @@ from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
 from mcore_rl.config.reading.expansion import expanded
 from mcore_rl.config.reading.unknown import known_keys, refuse_unknown
-from mcore_rl.config.reading.values import settled
+from mcore_rl.config.reading.values import settled, takes_only_text
 from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -75,7 +75,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     try:
         tree = yaml.load(text, Loader=YamlLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: `!!int x`
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections such as run:, model:, data:")
@@ -104,8 +104,10 @@ def _parse_override(item: str) -> dict[str, Any]:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
         value = yaml.load(text, Loader=YamlLoader) if text else None
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, ValueError):
         value = text
+    if isinstance(value, bool | int | float) and takes_only_text(key):
+        value = text  # `no`, `1.10` and `007` as they are written
     if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
         value = text  # 'Score: (\d+)' is a text: nobody writes YAML's block style on a command line
     tree: Any = value

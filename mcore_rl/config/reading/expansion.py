@@ -13,9 +13,12 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 def expanded(key: str, path: str) -> str:
     """`path` with `~`, `~user`, `$NAME` and `${NAME}` replaced. A path with `$` that exists as written stays.
 
-    Raises: ConfigError naming `key`, for an unknown user, a variable that is not set, and a path that is not UTF-8.
+    Raises: ConfigError naming `key`, for an unknown user, a variable that is not set, and a path that is not UTF-8 or
+    has a NUL character.
     """
     check_utf8(key, path)
+    if "\0" in path:
+        raise ConfigError(f"{key}: {path!r} has a NUL character, which no path may have; remove it")
     text = os.path.expanduser(path)
     if text.startswith("~"):
         user = text.partition("/")[0]
@@ -40,7 +43,8 @@ def check_utf8(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        shown = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
+        shown = shown.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{key}: {shown} is not UTF-8; write it in UTF-8 (rename a file or directory)") from None
 
 

@@ -32,6 +32,17 @@ def settled(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
     return _section(tree, Config, "", expand)
 
 
+def takes_only_text(key: str) -> bool:
+    """Return whether `key` is a text, or a list of texts, that no number or truth value may replace."""
+    hint: Any = Config
+    for part in key.split("."):
+        if is_dataclass(hint):
+            hint = _described(hint)[0].get(part, Any)
+        else:
+            hint = next((get_args(each)[1] for each in (hint, *get_args(hint)) if get_origin(each) is dict), Any)
+    return _is_text(_types(hint))
+
+
 def _section(tree: dict[str, Any], node: Any, prefix: str, expand: bool) -> dict[str, Any]:
     hints, domains = _described(node)
     if prefix == "data.":
@@ -44,6 +55,17 @@ def _section(tree: dict[str, Any], node: Any, prefix: str, expand: bool) -> dict
         else:
             made[name] = _Key(key, domains.get(name, Domain()), expand).fitted(value, hint)
     return made
+
+
+def _types(hint: Any) -> list[Any]:
+    """The type of a field, the members of a union, and the items of lists."""
+    members = [hint, *get_args(hint)]
+    return members + [item for each in members if get_origin(each) is list for item in get_args(each)]
+
+
+def _is_text(types: list[Any]) -> bool:
+    mappings = any(get_origin(each) is dict for each in types)
+    return str in types and not mappings and not {bool, int, float, Any}.intersection(types)
 
 
 @cache
@@ -82,6 +104,8 @@ class _Key:
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]
+        if isinstance(value, bool | float) and not self.domain.choices and _is_text(_types(hint)):
+            raise ConfigError(f"{self.key}: YAML reads the value as {value}; put quotes around the text")
         if isinstance(value, dict):
             return self._mapping(value, next((each for each in types if get_origin(each) is dict), dict[str, Any]))
         return value
@@ -89,6 +113,8 @@ class _Key:
     def _inside(self, key: str, value: Any, hint: Any) -> Any:
         if is_dataclass(hint) and isinstance(value, dict):
             return _section(value, hint, f"{key}.", self.expand)
+        if hint is str and isinstance(value, list | dict):
+            raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, not a text")
         return _Key(key, self.domain, self.expand).fitted(value, hint)
 
     def _mapping(self, value: dict[Any, Any], hint: Any) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ import re
 import yaml
 
 _INT = "tag:yaml.org,2002:int"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _NONE_WORD = "tag:mcore-rl,2026:none"
 
 
@@ -18,11 +19,12 @@ class NoneWord(str):
 
 class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
-    though it is a time limit. It also reads None as a string; here that is a NoneWord."""
+    though it is a time limit. It also reads None as a string; here that is a NoneWord. Dates such as 2026-11-25
+    are text: no key is a date, and directories are named by dates."""
 
 
 YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _TIMESTAMP)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 YamlLoader.add_implicit_resolver(

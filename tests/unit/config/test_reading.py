@@ -180,3 +180,31 @@ def test_load_config_key_unlike_any_other_gets_no_suggestion(minimal: str, overr
     with pytest.raises(ConfigError, match=rf"unknown key .*; no key has this name or a similar one \({keys}") as caught:
         load_config(minimal, [override])
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "On", "true", "1.10", "007", "0x10", "1e3", "2026-11-25", "2026-13-45", "!!int x"]
+)
+def test_load_config_override_of_a_text_keeps_what_is_written(minimal: str, text: str) -> None:
+    config = load_config(minimal, [f"data.system_prompt={text}", f"rollout.stop={text}", f"run.dir={text}"])
+    assert (config.data.system_prompt, config.rollout.stop, config.run.dir) == (text, [text], text)
+    assert load_config(minimal, ["data.template_kwargs.day=2026-11-25"]).data.template_kwargs == {"day": "2026-11-25"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {system_prompt: no}", "data.system_prompt: YAML reads the value as False; put quotes"),
+        ("rollout: {stop: [a, 1.10]}", r"rollout.stop\[1\]: YAML reads the value as 1.1; put quotes"),
+        ("rollout: {stop: [{a: 1}]}", r"rollout.stop\[0\] is a mapping, not a text"),
+        ("data: {val: [[a]]}", r"data.val\[0\] is a list, not a text"),
+        ("trainer: {steps: !!int x}", "not valid YAML"),
+        ('data: {system_prompt: "\\ud800"}', r"data.system_prompt: \\ud800 is not UTF-8"),
+        ('data: {val: "a\\0b"}', "data.val: .* has a NUL character"),
+    ],
+)
+def test_load_config_value_that_is_no_text_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(path), ["run.dir=r", "model.hf_path=m", "data.train=t.jsonl"])
