@@ -7,6 +7,7 @@ call cannot be read.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -58,7 +59,9 @@ class Format:
 def json_value(text: str) -> Any:
     """Raises: ValueError for what is not JSON, NaN and infinities included."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        _check_characters(text, value)
+        return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -67,7 +70,25 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    """Refuse numbers such as 1e999, which json reads as infinity."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is beyond the range of a float")
+    return value
+
+
+def _check_characters(text: str, value: Any) -> None:
+    """Raises: ValueError for half of a surrogate pair, which no file and no tokenizer takes."""
+    if _HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half of a character") from None
+
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 _BLANKS = re.compile(r"\s*+")
 
 
@@ -78,13 +99,16 @@ def _behind_blanks(text: str, place: int) -> int:
 
 def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") -> tuple[Any, int]:
     """A JSON value and its end. Raises: UnreadableError."""
+    end = start
     try:
-        return _decoder.raw_decode(text, start)
+        value, end = _decoder.raw_decode(text, start)
+        _check_characters(text[start:end], value)
+        return value, end
     except RecursionError:
         problem = "it is nested too deeply"
     except ValueError as error:
         problem = str(error)
-    raise UnreadableError(f"the call is not valid JSON ({problem})", start, name, call_id)
+    raise UnreadableError(f"the call is not valid JSON ({problem})", end, name, call_id)
 
 
 def _of_object(value: Any, end: int) -> RawCall:
@@ -302,7 +326,8 @@ def _llama_call(text: str, place: int) -> RawCall | None:
             return None
         return replace(_of_object(value, end), text=text[place:end])
     except UnreadableError as error:
-        return RawCall(text[place:], error.name, reason=error.reason) if meant else None
+        end = error.end if error.end > place else len(text)  # an object that was read ends before further calls
+        return RawCall(text[place:end], error.name, reason=error.reason) if meant else None
 
 
 FORMATS = {

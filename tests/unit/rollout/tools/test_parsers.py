@@ -234,6 +234,22 @@ WRITTEN_OTHERWISE = [
 ]
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "kimi", "deepseek", "deepseek_v31"])
+@pytest.mark.parametrize(
+    ("bad", "reason"), [(r'"\ud800"', r"\ud800 is half of a character"), ("1e999", "beyond the range")]
+)
+def test_parse_value_that_no_file_takes_is_malformed(form: str, bad: str, reason: str) -> None:
+    whole = r'{"q": "\ud83d\ude00"}'
+    message = parser(form).parse(f'{written(form, whole)}\n{written(form, f"""{{"q": {bad}}}""")}')
+    assert calls_of(message) == [{"q": "\U0001f600"}]
+    assert [reason in each for each in reasons_of(message)] == [True]
+
+
+def test_parse_llama_call_behind_one_of_another_form_is_kept() -> None:
+    message = parser("llama3").parse(written("llama3", "null", '"x"', '{"q": "a"}'))
+    assert (calls_of(message), len(reasons_of(message))) == ([{"q": "a"}], 2)
+
+
 @pytest.mark.parametrize("text", WRITTEN_OTHERWISE)
 @pytest.mark.parametrize("form", ["llama3", "hermes", "mistral_list"])
 def test_other_keys_of_a_call_are_understood(form: str, text: str) -> None:
