@@ -125,7 +125,7 @@ class Columns:
     def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
         if isinstance(prompt, list):
-            prompt = to_plain(prompt)
+            prompt = _plain_messages(prompt, where)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
             self._noted["have chat messages as JSON text, read as messages"] += 1
@@ -258,6 +258,23 @@ def _remedy(key: str, wanted: str, row: Mapping[str, Any]) -> str:
 
 def _is_verls(row: Mapping[str, Any]) -> bool:
     return row.get("prompt") is not None and row.get("reward_model") is not None
+
+
+def _plain_messages(prompt: list[Any], where: str) -> Any:
+    """Messages with types of JSON. Raises: DataError for binary values that are not UTF-8."""
+    pending: list[Any] = [prompt]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, bytes):
+            try:
+                value.decode()
+            except UnicodeDecodeError:
+                raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store texts") from None
+    return to_plain(prompt)
 
 
 def _messages_of_text(text: str, where: str) -> Any:

@@ -9,6 +9,8 @@ from mcore_rl.data.json_text import parse_json
 from mcore_rl.errors import DataError
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names that data sets and templates have for the reasoning of an assistant message."""
 _MAX_JSON_LAYERS = 2
 """Arguments that an exporter encoded twice are decoded twice."""
 
@@ -60,14 +62,19 @@ def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise DataError(f"{where} is of type {type(message).__name__}: a chat message needs `role` and `content`")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        found = f"a role of type {type(role).__name__}" if role else "no `role`"
+    if not isinstance(role, str) or not role.strip():
+        found = "no `role`" if not role or isinstance(role, str) else f"a role of type {type(role).__name__}"
         raise DataError(f"{where} has {found}: a chat message needs `role` and `content`")
     if struct_nulls:
         message = _without_nulls(message)
-    where = f"{where} ({message['role']})"
+    where = f"{where} ({role})"
     made = {key: value for key, value in message.items() if value is not None}
+    if role == "function":
+        made["role"] = "tool"  # OpenAI's earlier name of the role that answers a `function_call`
+    _check_reasoning(made, where)
     calls = _tool_calls(made, where)
+    if calls and role != "assistant":
+        raise DataError(f"{where} has tool calls, but only a message with the role 'assistant' calls tools")
     made.pop("function_call", None)
     if calls:
         made["tool_calls"] = calls
@@ -75,6 +82,12 @@ def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
         made.pop("tool_calls", None)
     made["content"] = _content(message.get("content"), where, optional=bool(calls) or "reasoning_content" in made)
     return made
+
+
+def _check_reasoning(message: Mapping[str, Any], where: str) -> None:
+    for name in REASONING_FIELDS:
+        if name in message and not isinstance(message[name], str):
+            raise DataError(f"{where}: {name} is of type {type(message[name]).__name__}, not a string")
 
 
 def _content(content: Any, where: str, *, optional: bool) -> str | list[dict[str, str]]:
@@ -101,16 +114,21 @@ def _part(part: Any, where: str) -> str:
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls")
-    if calls is None and isinstance(message.get("function_call"), dict):
-        calls = [message["function_call"]]  # OpenAI's earlier form of a single call
-    if isinstance(calls, str) and calls.strip():
-        calls = parse_json(calls, f"{where}: tool_calls")
+    calls, single = (_parsed(message.get(name), f"{where}: {name}") for name in ("tool_calls", "function_call"))
+    if single:  # OpenAI's earlier form of a single call
+        if calls:
+            raise DataError(f"{where} has both tool_calls and function_call; leave function_call out")
+        calls = [single]
     if not calls:
         return []
     if not isinstance(calls, list):
         raise DataError(f"{where}: tool_calls is {type(calls).__name__}, not a list of calls")
     return [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls, start=1)]
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """Decode JSON text; other values and blank texts stay."""
+    return parse_json(value, where) if isinstance(value, str) and value.strip() else value
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -131,11 +149,15 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
             given = parse_json(given, where)
     if given is None or given == "":
         return {}
-    if isinstance(given, list) and given and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+    if isinstance(given, list) and given and all(map(_is_pair, given)):
         given = dict(given)  # a map column of an Arrow file
     if not isinstance(given, dict):
         raise DataError(f"{where} are {type(given).__name__}, not an object or the JSON text of one")
     return given
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mcore_rl.data.chat.messages import REASONING_FIELDS
 from mcore_rl.data.chat.style import ChatStyle, Message, is_empty
 from mcore_rl.errors import DataError
 
@@ -40,8 +41,7 @@ class PresenceCheck:
             lost = next((part for part in _texts(message, content) if not _shows(text, part)), None)
             if lost is not None:
                 self._refuse(messages, number - 1, where, f"{_short(lost)} is not in the prompt")
-            reasoning = message.get("reasoning_content")
-            whole = whole and (not isinstance(reasoning, str) or _shows(text, reasoning))
+            whole = whole and all(_shows(text, message.get(name) or "") for name in REASONING_FIELDS)
         dropped = self._dropped_message(messages)
         if dropped is not None:
             self._refuse(messages, dropped, where, "its content is not in the prompt")

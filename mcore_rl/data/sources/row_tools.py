@@ -76,8 +76,12 @@ class RowTools:
         if given.get("type", "function") != "function":
             raise DataError(f"{told} is of type {given['type']!r}; only functions are supported")
         function = {key: value for key, value in function.items() if key != "type" or function is not given}
+        if isinstance(parameters := function.get("parameters"), str):
+            function["parameters"] = parameters = parse_json(parameters, f"{told}: parameters of {name}")
+        if not isinstance(parameters, dict | None):
+            raise DataError(f"{told}: parameters of {name} is {type(parameters).__name__}, not a JSON schema")
         if self._executes:
-            self._check_implemented(name, function.get("parameters") or {}, told)
+            self._check_implemented(name, parameters or {}, told)
         return {"type": "function", "function": function}
 
     def _check_implemented(self, name: str, parameters: Any, told: str) -> None:
@@ -100,7 +104,7 @@ class RowTools:
         if name in there:
             return there[name]
         near = difflib.get_close_matches(name, there, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         where = "rollout.tools has" if there is self._tools else "the row has"
         raise DataError(
             f"{told} names {name!r}, which has no implementation ({where}: {', '.join(there) or 'none'}){hint} "

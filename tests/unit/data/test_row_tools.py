@@ -116,6 +116,9 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
         ("hammer", "tools is not valid JSON"),
         (["hammer"], r"tools\[0\] names 'hammer'"),
         ([{**schema("add"), "function": {"name": "add", "parameters": {"properties": 3}}}], "no JSON schema"),
+        ([{"name": "add", "parameters": True}], "parameters of add is bool, not a JSON schema"),
+        ([{"name": "add", "parameters": [1]}], "parameters of add is list, not a JSON schema"),
+        ([{"name": "add", "parameters": "{"}], "parameters of add is not valid JSON"),
     ],
 )
 def test_load_prompts_tools_that_cannot_be_called_are_rejected(tmp_path: Path, tools: Any, message: str) -> None:
@@ -176,3 +179,28 @@ def test_load_prompts_message_of_the_wrong_type_names_its_row(tmp_path: Path, me
     first = {"role": "user", "content": "?"}
     with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: .*{problem}"):
         load(tmp_path, [ROW, {**ROW, "prompt": [first, message]}], runs=False)
+
+
+def test_load_prompts_parquet_bytes_are_utf8_or_rejected(tmp_path: Path) -> None:
+    def row(content: bytes) -> dict[str, Any]:
+        return {**ROW, "prompt": [{"role": "user", "content": content}]}
+
+    prompts, _ = load(tmp_path, [row("é?".encode())], kind="parquet", runs=False)
+    assert prompts[0].messages == [{"role": "user", "content": "é?"}]
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2: the prompt has binary data that is not UTF-8"):
+        load(tmp_path, [row(b"a"), row(b"\xff")], kind="parquet", runs=False)
+
+
+def test_load_prompts_parquet_map_becomes_arguments_of_a_call(tmp_path: Path) -> None:
+    arguments = pa.map_(pa.string(), pa.string())
+    call = pa.struct({"function": pa.struct({"name": pa.string(), "arguments": arguments})})
+    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(call)})
+    rows = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": [("a", "1")]}}]},
+        {"role": "tool", "content": "2"},
+    ]
+    path = tmp_path / "map.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([rows], pa.list_(message)), "answer": ["2"]}), path)
+    prompts, _ = load_prompts(path, made.tokenizer(SHOWN), DataConfig(), RolloutConfig(max_prompt_tokens=10_000))
+    assert prompts[0].messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": "1"}}

@@ -24,6 +24,7 @@ CALLS: list[dict[str, Any]] = [
     {"name": "look", "arguments": ARGUMENTS},
     {"id": None, "type": None, "function": {"name": "look", "parameters": ARGUMENTS}},
     {**WHOLE, "function": {"name": "look", "arguments": list(ARGUMENTS.items())}},
+    {**WHOLE, "function": {"name": "look", "arguments": list(map(list, ARGUMENTS.items()))}},
 ]
 
 
@@ -158,11 +159,30 @@ def test_prefill_of_reasoning_or_nothing_continues_the_turn() -> None:
         (made.STABLE, [user("?"), assistant("", {"name": "a", "arguments": "{"})], "arguments of a is not valid JSON"),
         (made.STABLE, [user("?"), assistant("", {"name": "a", "arguments": [1]})], "arguments of a are list"),
         (made.STABLE, [user("?"), assistant("", {**WHOLE, "type": "custom"})], "of type 'custom'"),
+        (made.STABLE, [{**user("?"), "tool_calls": [WHOLE]}], "only a message with the role 'assistant' calls tools"),
+        (made.STABLE, [user("?"), {**assistant("", WHOLE), "function_call": WHOLE["function"]}], "both tool_calls and"),
+        (made.STABLE, [user("?"), {**assistant("a"), "thinking": 5}, user("?")], "thinking is of type int"),
+        (made.STABLE, [{"role": " ", "content": "a"}], "no `role`"),
     ],
 )
 def test_message_that_would_be_lost_is_refused_with_its_row(template: str, messages: Any, problem: str) -> None:
     with pytest.raises(DataError, match=rf"^file, row 3.*{problem}"):
         shown(template, messages)
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
+@pytest.mark.parametrize(
+    "single", [{"name": "look", "arguments": TEXT}, json.dumps({"name": "look", "arguments": TEXT})]
+)
+def test_messages_earlier_call_form_becomes_call_and_tool_answer(single: Any, calls: dict[str, Any]) -> None:
+    rows = [user("?"), assistant(None) | calls | {"function_call": single}, {**tool("42"), "role": "function"}]
+    assert shown(made.STABLE, rows)[:2] == shown(made.STABLE, [user("?"), assistant("", WHOLE), tool("42")])[:2]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking"])
+def test_messages_reasoning_that_no_template_reads_is_reported(name: str) -> None:
+    _, _, notes = shown(made.STABLE, [user("?"), {**assistant("a"), name: "hidden"}, user("?")])
+    assert any("have reasoning in earlier assistant messages" in note for note in notes)
 
 
 @pytest.mark.parametrize("answer", [' 7 "a"\n', "{'x': 1}", "ä\\n", "/no_think do it"])
