@@ -49,9 +49,15 @@ def open_regular(file: Path) -> BinaryIO:
 
 def outside_target(file: Path, directory: Path) -> Path | None:
     """The target of a path that leaves `directory` through `..`, as an absolute path or through symbolic links; None
-    for a path that stays inside. Links of a hub snapshot may end in the cache's `blobs`."""
+    for a path that stays inside. Links of a hub snapshot may end in the cache's `blobs`.
+
+    Raises: ConversionError for a loop of links.
+    """
     home = directory.resolve()
-    target = file.resolve()
+    try:
+        target = file.resolve()
+    except (RuntimeError, OSError):  # RuntimeError: pathlib before Python 3.13
+        raise ConversionError(f"{file} is a loop of symbolic links; replace it by a copy of the file") from None
     if target.is_relative_to(home):
         return None
     is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"

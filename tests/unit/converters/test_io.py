@@ -163,6 +163,10 @@ BREAKAGES = {
         lambda d: link(d / "part1.safetensors", (d / "part1.safetensors").rename(d.parent / "elsewhere")),
         r"part1\.safetensors leaves the model directory: it leads to .*/elsewhere",
     ),
+    "shard is a loop of links": (
+        lambda d: link(d / "part1.safetensors", d / "part1.safetensors"),
+        r"part1\.safetensors is a loop of symbolic links",
+    ),
     "index is a link that leaves": (
         lambda d: link(d / "model.safetensors.index.json", "/etc/passwd"),
         r"index\.json leaves the model directory: it leads to /etc/passwd",
