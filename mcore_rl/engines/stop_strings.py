@@ -14,7 +14,7 @@ from mcore_rl.types.stop_strings import first_stop
 Decode = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens included."""
 INCOMPLETE = "\ufffd"
-"""What decoders write for bytes that are no whole character (yet)."""
+"""Replacement character that decoders write for an incomplete character."""
 _CHARACTER_TOKENS = 4
 """A character has at most four bytes, so its last token is at most so many tokens behind its first."""
 _UNSETTLED_TOKENS = 2 * _CHARACTER_TOKENS

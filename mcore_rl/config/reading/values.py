@@ -36,8 +36,9 @@ def takes_only_text(key: str) -> bool:
     """Return whether `key` is a text, or a list of texts, that no number or truth value may replace."""
     hint: Any = Config
     for part in key.split("."):
+        section: Any = hint
         if is_dataclass(hint):
-            hint = _described(hint)[0].get(part, Any)
+            hint = _described(section)[0].get(part, Any)
         else:
             hint = next((get_args(each)[1] for each in (hint, *get_args(hint)) if get_origin(each) is dict), Any)
     return _is_text(_types(hint))

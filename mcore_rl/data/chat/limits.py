@@ -23,11 +23,11 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.parent_death import die_with
 
 MAX_SECONDS = 30.0
-"""Of one rendering: ordinary templates take milliseconds."""
+"""Time limit of one rendering: ordinary templates take milliseconds."""
 MAX_BYTES = 2 << 30
-"""Of memory that a child may add to the parent's."""
+"""Memory that a child may add to the parent's."""
 MAX_RESULT_BYTES = 1 << 26
-"""Of one rendered text."""
+"""Largest size of one rendered text."""
 
 T = TypeVar("T")
 

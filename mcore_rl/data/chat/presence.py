@@ -99,7 +99,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _shows(text: str, part: str) -> bool:
-    """Whether a text holds `part` as it is, without blanks around it, as JSON, or without switches of reasoning."""
+    """Return whether a text holds `part` as it is, without blanks around it, as JSON, or without reasoning switches."""
     part = part.strip()
     if part in text:
         return True

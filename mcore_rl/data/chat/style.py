@@ -144,12 +144,12 @@ class ChatStyle:
 
 
 def opens_thought(content: str) -> bool:
-    """Whether a content begins with reasoning that does not end."""
+    """Return whether a content begins with reasoning that does not end."""
     return _OPEN_THOUGHT.match(content) is not None
 
 
 def is_empty(message: Message) -> bool:
-    """Whether an assistant's message begins nothing: no content, reasoning or call."""
+    """Return whether an assistant's message begins nothing: no content, reasoning or call."""
     return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 

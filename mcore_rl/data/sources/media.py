@@ -14,7 +14,7 @@ _COLUMN = re.compile(
 
 
 def is_media(column: str) -> bool:
-    """Whether a column has the name of images, videos or audio."""
+    """Return whether a column has the name of images, videos or audio."""
     return _COLUMN.fullmatch(column.lower()) is not None
 
 
@@ -29,7 +29,7 @@ def check_media(row: Mapping[str, Any], key: str, where: str) -> None:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether nothing is in a value: null, NaN, an empty text or list, or a struct of empty fields."""
+    """Return whether nothing is in a value: null, NaN, an empty text or list, or a struct of empty fields."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, list | tuple):

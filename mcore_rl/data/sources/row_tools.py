@@ -26,7 +26,7 @@ class RowTools:
 
     @property
     def are_called(self) -> bool:
-        """Whether calls are executed."""
+        """True if calls are executed."""
         return self._executes
 
     def unknown(self, tools_kwargs: Any) -> list[str]:
