@@ -207,6 +207,7 @@ def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_p
         watch.let_die([rank])
         watch.places.ask([rank])
         watch.get([rank.where.remote()])
+        watch.places.update()  # as the next look of any wait does
         with pytest.raises(WorkerDiedError) as raised:
             watch.get([rank.die.remote(how)])
         expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"

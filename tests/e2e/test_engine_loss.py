@@ -119,12 +119,33 @@ BY_TURNS = tuple(f"actor.offload.{part}=true" for part in ("params", "grads", "o
 """Engines and trainer ranks take turns on their devices, as colocated on GPUs."""
 
 
-@pytest.mark.parametrize("overrides", [BY_TURNS, pytest.param((), marks=pytest.mark.on_demand)])
+GATED_REWARD = """
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, {task!r})
+from reward import digits
+
+def gated(*arguments, **named):
+    metrics, gate = pathlib.Path({metrics!r}), pathlib.Path({gate!r})
+    while metrics.exists() and '"step": 2' in metrics.read_text() and not gate.exists():
+        time.sleep(0.05)
+    return digits(*arguments, **named)
+"""
+"""The grades of step 3 come when the gate is there, so that its generation lasts as long as the test needs."""
+
+
+@pytest.mark.on_demand  # the waits, the pool and the phases have unit tests
+@pytest.mark.parametrize("overrides", [BY_TURNS, ()])
 def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
     task: Path, whole_run: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """The trainer ranks are stopped in a generation, until the engine, which sleeps then if devices are shared, is."""
-    run_dir = tmp_path / "run"
+    run_dir, gate, reward = tmp_path / "run", tmp_path / "gate", tmp_path / "gated.py"
+    paths = {"task": str(task.parent), "metrics": str(run_dir / "metrics.jsonl"), "gate": str(gate)}
+    reward.write_text(GATED_REWARD.format(**paths))
+    overrides = (*overrides, f"reward.function={reward}:gated", "reward.timeout_seconds=100")
     # The trainer ranks must not count as silent meanwhile, on a busy machine either.
     with TrainProcess(task, run_dir, ("cluster.collective_timeout_seconds=30", *overrides)) as run:
         (engine,) = run.wait_until(lambda: run.processes(ENGINE))
@@ -132,6 +153,7 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
         trainers = run.processes("ray::TrainerProcess")
         for trainer in trainers:
             trainer.suspend()
+        gate.touch()
         run.wait_until((run_dir / "rollouts" / "step_3.jsonl").exists)
         time.sleep(3)  # the engine goes to sleep, and the ranks are asked to fetch
         engine.suspend()
