@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,13 @@ from model_converters.hf.writer import HFWriter
 from model_converters.mapping.transforms import Shape
 
 __all__ = ["HFCheckpoint", "HFWriter"]
+
+
+def _require_floating(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises: ConversionError for a weight of integers, which only a quantised release or an error produces."""
+    for name, stored in tensors.items():
+        if not stored.dtype.is_floating_point:
+            raise ConversionError(f"{stored.file}: {name} has dtype {stored.dtype}; weights must be floating point")
 
 
 class HFCheckpoint:
@@ -54,6 +62,7 @@ class HFCheckpoint:
         refuse_fused_experts(listed, self.directory)
         tensors, buffers = split_buffers(listed)
         self._stored, self._scales = split_scales(tensors, self.block, self.directory)
+        _require_floating(self._stored)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         self._replaced: dict[str, torch.dtype] = {}
         adapter = self._adapter(lora) if lora is not None else None

@@ -30,7 +30,7 @@ def sharded(directory, config, shards):
 
 @pytest.fixture
 def checkpoint_dir(tmp_path, dense_config):
-    shards = [{"a": torch.arange(24.0).view(4, 6), "b": torch.arange(5)}, {"c": torch.randn(3, 4, 5).bfloat16()}]
+    shards = [{"a": torch.arange(24.0).view(4, 6), "b": torch.arange(5.0).double()}, {"c": torch.randn(3, 4, 5).bfloat16()}]
     return sharded(tmp_path / "hf", dense_config, shards)
 
 
@@ -219,6 +219,10 @@ BREAKAGES = {
     "dtype is a list": (
         lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype=["F32"])),
         r"a has dtype \['F32'\], which is not supported",
+    ),
+    "weight is of integers": (
+        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype="I32")),
+        r"part0\.safetensors: a has dtype torch\.int32; weights must be floating point",
     ),
     "entry is a list": (
         lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(a=["F32"])),

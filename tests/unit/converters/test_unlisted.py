@@ -13,7 +13,7 @@ from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
 from tests.tiny_models import write_tiny_model
 
-A, B, C = torch.arange(24.0).view(4, 6), torch.arange(5), torch.ones(3).bfloat16()
+A, B, C = torch.arange(24.0).view(4, 6), torch.arange(5.0).double(), torch.ones(3).bfloat16()
 MTP = {"model.layers.4.eh_proj.weight": A.clone()}
 
 
