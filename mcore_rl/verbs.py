@@ -20,12 +20,13 @@ CANNOT_RUN = 3
 def train(config: Config) -> int:
     """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code: that of
     Stops where a signal ended the run before it was finished."""
+    from mcore_rl.runtime.output import own_stderr
     from mcore_rl.runtime.stops import STOPS
 
-    start_up = StartUp()
-    with STOPS.listening(lambda: _what_follows(config)), third_party_log() as log:  # what is imported now warns too
+    # Modules that are imported in the block print warnings too.
+    with own_stderr(), STOPS.listening(lambda: _what_follows(config)), third_party_log() as log:
         try:
-            finished = is_finished(config) or _train(config, start_up, log)
+            finished = is_finished(config) or _train(config, StartUp(), log)
         except KeyboardInterrupt:
             print(f"stopped: {_what_follows(config)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -132,13 +133,13 @@ def _what_follows(config: Config) -> str:
 def evaluate(config: Config) -> int:
     """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
     from mcore_rl.errors import ConfigError
+    from mcore_rl.runtime.output import own_stderr
     from mcore_rl.runtime.stops import STOPS
 
     if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
-    start_up = StartUp()
-    with STOPS.listening(), third_party_log() as log:
-        return _evaluate(config, start_up, log)
+    with own_stderr(), STOPS.listening(), third_party_log() as log:
+        return _evaluate(config, StartUp(), log)
 
 
 def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ray._private import worker as ray_worker
-
 RAY_LOG = "ray.log"
 
 
@@ -30,26 +28,41 @@ def write_output_to(directory: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def ray_output_to(directory: Path) -> Iterator[None]:
-    """In the block, what Ray writes in this process goes to ray.log in `directory`: stack dumps and log lines of its
-    C++ code, which it writes to file descriptor 2, and errors of its daemons, which it prints. What Python writes to
-    sys.stderr still goes where it went before. Ray (2.60) has no option for it."""
-    file, terminal, before = _open(directory / RAY_LOG), os.dup(2), (sys.stderr, sys.__stderr__)
-    print_before = ray_worker.print_to_stdstream
+def own_stderr() -> Iterator[None]:
+    """Give sys.stderr a file descriptor of its own for the block, so that descriptor 2, to which C++ code writes, can
+    lead elsewhere. Enter it before anything keeps a reference to sys.stderr."""
+    terminal, before = os.dup(2), (sys.stderr, sys.__stderr__)
     sys.stderr.flush()
     with os.fdopen(terminal, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as stream:
-        os.dup2(file, 2)
         if sys.stderr is sys.__stderr__:  # and not what a test has put there
             sys.stderr = stream
         sys.__stderr__ = stream  # type: ignore[misc]
-        ray_worker.print_to_stdstream = _write_lines
         try:
             yield
         finally:
-            ray_worker.print_to_stdstream = print_before
             sys.stderr, sys.__stderr__ = before  # type: ignore[misc]
-            os.dup2(terminal, 2)
-            os.close(file)
+
+
+@contextlib.contextmanager
+def ray_output_to(directory: Path) -> Iterator[None]:
+    """In the block, output of Ray in this process goes to ray.log in `directory`: stack dumps and log lines of its C++
+    code, which it writes to file descriptor 2, and errors of its daemons, which it prints. Does nothing outside of
+    `own_stderr`, where Python's own output would go there too. Ray (2.60) has no option for it."""
+    if sys.__stderr__ is None or sys.__stderr__.fileno() == 2:
+        yield
+        return
+    from ray._private import worker as ray_worker  # here, since own_stderr is entered before anything heavy is loaded
+
+    file, before, print_before = _open(directory / RAY_LOG), os.dup(2), ray_worker.print_to_stdstream
+    os.dup2(file, 2)
+    ray_worker.print_to_stdstream = _write_lines
+    try:
+        yield
+    finally:
+        ray_worker.print_to_stdstream = print_before
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(file)
 
 
 def _write_lines(data: dict[str, Any], ignore_prefix: bool) -> None:

@@ -30,7 +30,8 @@ def sharded(directory, config, shards):
 
 @pytest.fixture
 def checkpoint_dir(tmp_path, dense_config):
-    shards = [{"a": torch.arange(24.0).view(4, 6), "b": torch.arange(5.0).double()}, {"c": torch.randn(3, 4, 5).bfloat16()}]
+    first = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(5.0).double()}
+    shards = [first, {"c": torch.randn(3, 4, 5).bfloat16()}]
     return sharded(tmp_path / "hf", dense_config, shards)
 
 

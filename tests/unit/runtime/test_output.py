@@ -10,16 +10,22 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from ray._private import worker
-from mcore_rl.runtime.output import ray_output_to
+from mcore_rl.observe.startup import StartUp
+from mcore_rl.runtime.output import own_stderr, ray_output_to
 from mcore_rl.runtime.stops import _say
 before = sys.stderr
+with ray_output_to(Path(sys.argv[1])):
+    print("without own_stderr", file=sys.stderr)
 try:
-    with ray_output_to(Path(sys.argv[1])):
-        os.write(2, b"*** stack dump\\n")
-        worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
-        print("from Python", file=sys.stderr)
-        _say("from a signal handler")
-        raise ValueError
+    with own_stderr():
+        early = StartUp()
+        with ray_output_to(Path(sys.argv[1])):
+            os.write(2, b"*** stack dump\\n")
+            worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
+            print("from Python", file=sys.stderr)
+            early.say("from an early reference")
+            _say("from a signal handler")
+            raise ValueError
 except ValueError:
     assert sys.stderr is before
     os.write(2, b"after it\\n")
@@ -30,6 +36,8 @@ except ValueError:
 def test_ray_output_goes_to_its_log_and_python_output_to_the_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "logs")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.stderr.splitlines() == ["from Python", "from a signal handler", "after it", "error: one message"]
+    lines = [line.rpartition("] ")[2] for line in ended.stderr.splitlines()]
+    expected = ["without own_stderr", "from Python", "from an early reference", "from a signal handler"]
+    assert lines == [*expected, "after it", "error: one message"]
     assert ended.stdout == ""
     assert (tmp_path / "logs" / "ray.log").read_text() == "*** stack dump\n(raylet) Raylet is terminated.\n"
