@@ -77,8 +77,9 @@ def load_named(told: str, name: str) -> ModuleType:
     except (Exception, SystemExit, MissingVerlName) as error:
         hint = "" if "/" not in name else " (a file's name must end in .py)"
         raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error
-    if module.__file__ is not None and not name.startswith("mcore_rl."):
-        check_verl_names(told, Path(module.__file__))
+    file = getattr(module, "__file__", None)  # modules in C that are part of the interpreter have none
+    if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
+        check_verl_names(told, Path(file))
     return module
 
 
