@@ -37,7 +37,7 @@ while True:
 """Speaks as a rank does, without SGLang."""
 
 
-def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
+def start_rank(rank: int, num_ranks: int, address: str, key: bytes, mark: str = "mark") -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", RANK, address, str(rank), key.hex()])
 
 
