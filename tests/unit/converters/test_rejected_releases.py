@@ -114,7 +114,9 @@ def test_rope_variant_is_rejected_by_its_field(kind, key, section, dense_config)
         rotary(dense_config | {section: {key: kind, "factor": 2.0}})
 
 
-@pytest.mark.parametrize("field", ["mrope_section", "long_factor", "short_factor", "alpha", "mrope_interleaved"])
+@pytest.mark.parametrize(
+    "field", ["mrope_section", "use_fope", "rope_dim", "long_factor", "short_factor", "alpha", "mrope_interleaved"]
+)
 def test_field_of_another_rope_variant_is_rejected(field, dense_config):
     with pytest.raises(ConversionError, match=rf"config\.json: rope_scaling\.{field} \[1\.0\] is not supported"):
         rotary(dense_config | {"rope_scaling": {"rope_type": "default", field: [1.0]}})

@@ -34,7 +34,6 @@ REJECTED = [
     ("qwen3_moe", "tie_word_embeddings", {"tie_word_embeddings": True}, "sglang"),
     ("deepseek_v3", "tie_word_embeddings", {"tie_word_embeddings": True}, "vllm"),
     ("llama", "text_config", {"text_config": {"num_hidden_layers": 2}}, "vllm"),
-    ("llama", "use_fope", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "use_fope": True}}, "vllm"),
     ("deepseek_v3", "rms_norm_eps", {"rms_norm_eps": 1e-3}, "vllm"),
     ("deepseek_v3", "compress_ratios", {"compress_ratios": None}, "vllm"),
 ]
