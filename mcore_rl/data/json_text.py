@@ -150,3 +150,12 @@ def _text_of_bytes(value: bytes) -> str:
 
 def _infinity(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without nulls at any depth. Arrow fills the structs of a column with them."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value if each is not None]
+    return value

@@ -124,13 +124,10 @@ def prepare(config: Config) -> Prepared:
     check_judge(config, needs, prompts)
     warnings = [*notes, *_try_rewards(config, prompts)]
     trained = actor_parameters if critic is None else actor_parameters + parameters
-    checkpoint_bytes = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
-    if uses_reference(config) and config.reference.refresh_every_steps:
-        checkpoint_bytes += parameters * (2 if config.model.dtype == "bfloat16" else 4)
-    cost = sequence_cost(hf_config)
+    checkpoint_bytes = _checkpoint_bytes(config, trained, parameters)
     return Prepared(
         layout,
-        cost,
+        sequence_cost(hf_config),
         prompts,
         targets,
         (*reports, *warnings),
@@ -142,6 +139,14 @@ def prepare(config: Config) -> Prepared:
         curriculum,
         parts,
     )
+
+
+def _checkpoint_bytes(config: Config, trained: int, reference: int) -> int:
+    """Size of a checkpoint of `trained` parameters, and of a reference that moves during the run."""
+    size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
+    if uses_reference(config) and config.reference.refresh_every_steps:
+        size += reference * (2 if config.model.dtype == "bfloat16" else 4)
+    return size
 
 
 def _load_prompts(

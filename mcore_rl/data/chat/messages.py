@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.data.json_text import parse_json
+from mcore_rl.data.json_text import parse_json, without_nulls
 from mcore_rl.errors import DataError
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -66,7 +66,7 @@ def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
         found = "no `role`" if not role or isinstance(role, str) else f"a role of type {type(role).__name__}"
         raise DataError(f"{where} has {found}: a chat message needs `role` and `content`")
     if struct_nulls:
-        message = _without_nulls(message)
+        message = without_nulls(message)
     where = f"{where} ({role})"
     made = {key: value for key, value in message.items() if value is not None}
     if role == "function":
@@ -158,11 +158,3 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value if each is not None]
-    return value

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.data.json_text import parse_json
+from mcore_rl.data.json_text import parse_json, without_nulls
 from mcore_rl.errors import DataError
 
 Schema = Mapping[str, Any]
@@ -68,7 +68,7 @@ class RowTools:
                 return self._named(given, self._tools, told)
             given = parse_json(given, told)
         if struct_nulls:
-            given = _without_nulls(given)
+            given = without_nulls(given)
         function = given.get("function", given) if isinstance(given, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name:
@@ -127,11 +127,3 @@ def _names(given: Any, told: str) -> list[str]:
 
 def _name(schema: Schema) -> str:
     return str(schema["function"]["name"])
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value if each is not None]
-    return value
