@@ -151,7 +151,8 @@ class RunLock:
         except (FileNotFoundError, NotADirectoryError):
             return False
         same_file = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-        return same_file and (read_holder(self._path) or _UNKNOWN).token == self._record.token
+        holder = read_holder(self._path)
+        return same_file and holder is not None and holder.token == self._record.token
 
     def _beat(self, descriptor: int) -> None:
         while not self._released.wait(SECONDS_BETWEEN_BEATS):
@@ -228,9 +229,6 @@ def read_holder(path: Path) -> Holder | None:
         return Holder(**record)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-
-
-_UNKNOWN = Holder("", 0, "", "")
 
 
 def _modified(path: Path) -> float:

@@ -155,3 +155,18 @@ def start_engine(
         capture_routing=capture_routing,
         decode=spelled,
     )
+
+
+class FamilyEngine:
+    """Starts engines of one kind from directories, one after the other in one process."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.engine: RemoteEngine | None = None
+
+    def start(self, directory: Path) -> RemoteEngine:
+        if self.engine is None:
+            self.engine = start_engine(self.kind, directory)
+        else:
+            self.engine.restart(directory)
+        return self.engine

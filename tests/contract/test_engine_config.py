@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from model_converters.families import FAMILIES
-from tests.contract.engines import KINDS, LATENT, RemoteEngine, start_engine
+from tests.contract.engines import KINDS, LATENT, FamilyEngine
 from tests.engine_fields import OTHER_VALUES
 from tests.tiny_models import VOCABULARY, YARN, reference_logits, tiny_model
 
@@ -31,24 +31,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 """(family, fields of the model, fields of config.json that replace those that transformers saves)."""
 
 
-class Engines:
-    """Starts an engine per directory, all in one process."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.engine: RemoteEngine | None = None
-
-    def start(self, directory: Path) -> RemoteEngine:
-        if self.engine is None:
-            self.engine = start_engine(self.kind, directory)
-        else:
-            self.engine.restart(directory)
-        return self.engine
-
-
 @pytest.fixture(scope="module", params=KINDS)
-def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    engines = Engines(request.param)
+def engines(request: pytest.FixtureRequest) -> Iterator[FamilyEngine]:
+    engines = FamilyEngine(request.param)
     yield engines
     if engines.engine is not None:
         engines.engine.shutdown()
@@ -77,7 +62,7 @@ def reference_directory(directory: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(("name", "fields", "replaced"), CASES, ids=lambda value: value if value else "plain")
 def test_engine_computes_as_transformers_despite_its_own_fields(
-    engines: Engines, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
+    engines: FamilyEngine, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
 ) -> None:
     if engines.kind == "sglang" and FAMILIES[name].absent_for_engines:
         pytest.skip("refused by config.rules.available")

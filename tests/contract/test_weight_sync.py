@@ -13,7 +13,7 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from model_converters.families import FAMILIES as REGISTRY
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import KINDS, LATENT, MARKS, RemoteEngine, start_engine
+from tests.contract.engines import KINDS, LATENT, MARKS, FamilyEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_mended
 from tests.exported import export_through
@@ -175,21 +175,6 @@ def test_an_update_after_a_broken_one_is_whole(session: Session) -> None:
     # The sender is gone, and another one comes with buckets of its own, of another size.
     break_update(session.engine, trainer, 3)
     check_mended(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
-
-
-class FamilyEngine:
-    """Starts engines of a kind from directories, all in one process, one after the other."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.engine: RemoteEngine | None = None
-
-    def start(self, directory: Path) -> RemoteEngine:
-        if self.engine is None:
-            self.engine = start_engine(self.kind, directory)
-        else:
-            self.engine.restart(directory)
-        return self.engine
 
 
 @pytest.fixture(scope="module", params=KINDS)
