@@ -1,4 +1,6 @@
+import shutil
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -38,3 +40,12 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch):
 def test_the_writer_needs_no_tensorflow(tmp_path):
     TensorBoardLog(tmp_path).close()
     assert "tensorflow" not in sys.modules
+
+
+def test_tensorboard_log_deleted_directory_raises_nothing(tmp_path, capfd):
+    threads = threading.active_count()
+    with TensorBoardLog(tmp_path / "log") as log:
+        assert threading.active_count() == threads  # a thread of the writer would print a traceback
+        shutil.rmtree(tmp_path / "log")
+        log.append(1, {"loss": 1.0})
+    assert not capfd.readouterr().err
