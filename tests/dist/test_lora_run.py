@@ -217,8 +217,9 @@ def test_a_checkpoint_goes_on_in_another_layout(case: Case, into: Layout, saved:
         assert error <= 0.1 * whole
         return
     for key, tensor in moments.items():
-        # Float32 sums in another order, whose rounding the processor decides: 0.9e-5 and 1.3e-5 were seen on two.
-        assert errors[key].abs().max() <= 3e-5 * tensor.abs().max(), key
+        # Float32 sums in another order. Relative differences of 0.9e-5, 1.3e-5 and (router of a MoE) more than 3e-5
+        # were measured on three processors; an optimizer state that is lost or misplaced differs by more than 0.1.
+        assert errors[key].abs().max() <= 2e-4 * tensor.abs().max(), key
 
 
 def test_memory_and_overlap_change_nothing(root: Path) -> None:

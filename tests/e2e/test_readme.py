@@ -92,6 +92,7 @@ CASES = {
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
     "make bench": Case(add="advantages", says="advantages"),
+    'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
 }
 NOT_RUN = {
     "make test": "this suite",
