@@ -33,7 +33,7 @@ def run() -> list[Result]:
 
 
 def _measure(directory: Path) -> list[Result]:
-    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = actor_config(write_model(directory / "model"), tokens_per_microbatch=BUDGET)

@@ -94,7 +94,7 @@ def _initialize_alone() -> None:
 
 def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
     """megatron's groups, in the place of those of the row before. Collective over all ranks of the layout."""
-    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.model import parallel
 
     parallel.destroy()
     parallel.initialize(layout, rank=rank, init_method=init_method, device="cpu", timeout_seconds=60, seed=0)

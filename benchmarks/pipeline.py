@@ -46,7 +46,7 @@ def run() -> list[Result]:
 
 def _rank(rank: int, directory: str) -> dict[int, float]:
     """Seconds of forward and backward by number of micro-batches."""
-    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     torch.set_num_threads(1)

@@ -71,7 +71,7 @@ def _planned(config: Config) -> int:
     from mcore_rl.planner.plan import Job, planned_activations
     from mcore_rl.planner.stages import stage_parameters
     from mcore_rl.planner.state import stage_state
-    from mcore_rl.spec.installed import here
+    from mcore_rl.resolved.installed import here
 
     job = Job.of(config)
     job = replace(job, implementation=job.spec.implementation(config, here()), cuda=torch.cuda.is_available())

@@ -101,7 +101,7 @@ def configure(directory: Path, size: Size) -> Config:
 def one_actor(size: Size, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, dict[str, Any]]]:
     """The only rank of an actor of `size` with random weights, and its config.json. cpu_offload: its optimizer's state
     is in host memory."""
-    from mcore_rl.megatron.build import parallel
+    from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     gc.collect()  # of the one before: it may hold most of the device

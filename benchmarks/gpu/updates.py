@@ -17,7 +17,7 @@ from benchmarks.gpu.machine import require, stated_flops
 from benchmarks.gpu.models import DENSE, MOE, Size, one_actor, size_of
 from benchmarks.result import Result
 from mcore_rl.planner.flops import forward_flops
-from mcore_rl.spec.layout import model_arguments
+from mcore_rl.resolved.layout import model_arguments
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor

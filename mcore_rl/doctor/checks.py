@@ -20,9 +20,9 @@ from pathlib import Path
 from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.resolved import installed
+from mcore_rl.resolved.installed import TRANSFORMER_ENGINE, has_module
 from mcore_rl.sandbox.check import check_local
-from mcore_rl.spec import installed
-from mcore_rl.spec.installed import TRANSFORMER_ENGINE, has_module
 
 
 class Need(Enum):

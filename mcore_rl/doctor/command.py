@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         return _list_what_is_here(only_missing=options.missing)
     if options.missing:
         raise ConfigError("--missing does not go with --node: leave one of them out")
-    from mcore_rl.spec.installed import has_module
+    from mcore_rl.resolved.installed import has_module
 
     if not has_module("torch"):
         raise ConfigError("--node needs torch: make setup")
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _list_what_is_here(*, only_missing: bool) -> int:
     from mcore_rl.doctor import checks, report
-    from mcore_rl.spec.installed import here
+    from mcore_rl.resolved.installed import here
 
     results = checks.report()
     complete = [path for path in (checks.Need.CPU, checks.Need.GPU) if report.is_complete(results, path)]

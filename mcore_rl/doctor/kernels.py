@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_rl.spec.installed import has_module
+from mcore_rl.resolved.installed import has_module
 
 if TYPE_CHECKING:
     import torch

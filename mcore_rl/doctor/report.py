@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
-from mcore_rl.spec.attention import BACKENDS
-from mcore_rl.spec.implementation import USUAL_HEADS, Implementation, Wanted, choose
-from mcore_rl.spec.installed import Installed
+from mcore_rl.resolved.attention import BACKENDS
+from mcore_rl.resolved.implementation import USUAL_HEADS, Implementation, Wanted, choose
+from mcore_rl.resolved.installed import Installed
 
 
 def implementation(installed: Installed) -> Implementation:

@@ -3,7 +3,7 @@ nothing; every module below it that imports megatron.core calls `cpu.install()` 
 
 How an actor is made, on every rank (all of it collective):
 
-    layout = train_layout(config.actor.parallel, world_size, hf_config)           # spec/layout.py; ConfigError names it
+    layout = train_layout(config.actor.parallel, world_size, hf_config)  # ConfigError for an invalid layout
     parallel.initialize(layout, rank=r, init_method="tcp://127.0.0.1:29500", device="cpu", timeout_seconds=600, seed=1)
     chunks = model.build_model(hf_config, config.actor, config.model, layout)      # one PolicyModel per VPP chunk
     loading.load_hf(chunks, config.model.hf_path, layout)                          # complete both ways, or an error

@@ -36,7 +36,7 @@ added to the buffer, and on the last stage the output projection: hidden states 
 two tiles of logits, and float32 gradients of the hidden states and of the weight (see megatron/step/logprobs.py).
 
 Source: megatron-core 0.16.1, and V. Korthikanti et al. 2022, "Reducing activation recomputation", section 4, for the
-accounting. tests/dist/test_planned_activations.py compares the table with what autograd saves.
+accounting. tests/distributed/test_planned_activations.py compares the table with what autograd saves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
-from mcore_rl.spec.layout import sequence_parallel
+from mcore_rl.resolved.layout import sequence_parallel
 from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 

@@ -9,7 +9,7 @@ from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.plan import Job
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.resolved.layout import train_layout
 from model_converters.mapping.layout import TrainLayout
 
 SHORTEST_PART = 4096

@@ -22,7 +22,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.model_size import ModelSize
-from mcore_rl.spec.costs import attention_flops
+from mcore_rl.resolved.costs import attention_flops
 from model_converters.families import ModelArguments
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.layout import model_arguments
+from mcore_rl.resolved.layout import model_arguments
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout

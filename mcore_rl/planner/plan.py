@@ -12,7 +12,7 @@ from mcore_rl.config.rules.available import cannot_run
 from mcore_rl.config.rules.defaults import settle_dtype
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.megatron.build.model import DTYPES
+from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.asynchronous.overlap import Overlap, overlap_of
 from mcore_rl.planner.asynchronous.sides import Sides
@@ -26,12 +26,12 @@ from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_state
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.verdict import Verdict, judge
-from mcore_rl.spec.adapters import bound_adapters
-from mcore_rl.spec.engine_model import check_engine_model
-from mcore_rl.spec.implementation import Implementation
-from mcore_rl.spec.installed import planned_machine
-from mcore_rl.spec.model import ModelSpec
-from mcore_rl.spec.recompute import recomputed_modules
+from mcore_rl.resolved.adapters import bound_adapters
+from mcore_rl.resolved.engine_model import check_engine_model
+from mcore_rl.resolved.implementation import Implementation
+from mcore_rl.resolved.installed import planned_machine
+from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.errors import LayoutError
 from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout

@@ -25,8 +25,8 @@ from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.build.model import DTYPES
-from mcore_rl.megatron.build.value_model import ValueModel
+from mcore_rl.megatron.model.model import DTYPES
+from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
@@ -34,11 +34,11 @@ from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
 from mcore_rl.planner.sync import gpu_window_bytes
-from mcore_rl.spec.engine_model import check_engine_model
-from mcore_rl.spec.installed import planned_machine
-from mcore_rl.spec.layout import model_arguments
-from mcore_rl.spec.model import ModelSpec, policy_config
-from mcore_rl.spec.recompute import recomputed_modules
+from mcore_rl.resolved.engine_model import check_engine_model
+from mcore_rl.resolved.installed import planned_machine
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ModelSpec, policy_config
+from mcore_rl.resolved.recompute import recomputed_modules
 
 if TYPE_CHECKING:
     from mcore_rl.config.rules.roles import Section

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.megatron.build.output import PolicyModel
-from mcore_rl.megatron.build.sharded import meta_model
 from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.sharded import meta_model
 from mcore_rl.planner.state import HeldParameter
 from model_converters.mapping.layout import TrainLayout
 

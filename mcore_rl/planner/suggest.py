@@ -38,7 +38,7 @@ from mcore_rl.planner.model_size import is_parameter, model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
 from mcore_rl.planner.state import Numerics, RankState
-from mcore_rl.spec.recompute import recomputed_modules
+from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
 
 PEAK_TFLOPS = 989.0

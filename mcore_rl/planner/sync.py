@@ -9,7 +9,7 @@ from itertools import count
 from mcore_rl.config import num_trainer_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.placement import Slot, place
+from mcore_rl.resolved.placement import Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.needs import Needs
 from mcore_rl.weights.slices.routes import Places

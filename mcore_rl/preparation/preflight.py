@@ -15,7 +15,7 @@ from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, v
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
-from mcore_rl.spec.placement import place
+from mcore_rl.resolved.placement import place
 
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")

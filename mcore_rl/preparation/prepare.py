@@ -37,14 +37,14 @@ from mcore_rl.preparation.models import (
     critic_layout,
     reward_model_layout,
 )
+from mcore_rl.resolved.costs import sequence_cost
+from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
+from mcore_rl.resolved.model import ModelSpec
 from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function, runs_code
 from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.sandbox.check import check_sandbox
-from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.engine_model import check_engine_model, overridden_fields
-from mcore_rl.spec.model import ModelSpec
 from mcore_rl.trainer.batches import response_filter
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
 from model_converters.mapping.layout import TrainLayout

@@ -7,8 +7,8 @@ import sys
 
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
-from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.model import policy_config
+from mcore_rl.resolved.costs import sequence_cost
+from mcore_rl.resolved.model import policy_config
 
 THREADS = "OMP_NUM_THREADS"
 SMALL = 2 * 16e6

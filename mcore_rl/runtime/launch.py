@@ -15,6 +15,7 @@ from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.placement import Placement, place, visible_devices
 from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
@@ -30,7 +31,6 @@ from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.runtime.roles.engine_start import EngineStart
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.spec.placement import Placement, place, visible_devices
 from mcore_rl.weights.transports.hosts import this_host
 
 PLACE = "scheduling_strategy"

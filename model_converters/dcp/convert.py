@@ -203,7 +203,7 @@ def _bound(config: dict[str, Any]) -> list[BoundRow]:
 
 
 def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[RankState]:
-    """What every rank of `layout` writes, in megatron's names; see mcore_rl.megatron.build.sharded.rank_state.
+    """What every rank of `layout` writes, in megatron's names; see mcore_rl.megatron.model.sharded.rank_state.
 
     Raises: ConversionError.
     """
@@ -213,7 +213,7 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
         with warnings.catch_warnings():
             # megatron's: every optional package that is absent, every option of the model that has no effect.
             warnings.simplefilter("ignore")
-            from mcore_rl.megatron.build.sharded import rank_state
+            from mcore_rl.megatron.model.sharded import rank_state
 
             return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
     except McoreRLError as error:

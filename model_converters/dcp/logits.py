@@ -61,7 +61,7 @@ def compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> LogitDiffere
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from mcore_rl.megatron.build import parity
+            from mcore_rl.megatron.model import parity
 
             return LogitDifference(*parity.compare_logits(hf, ckpt, config))
     except McoreRLError as error:

@@ -57,7 +57,7 @@ def test_the_policy_waits_for_its_critic(whole_ppo_run: Path) -> None:
     assert all("actor/loss" in rows[step] for step in (2, 3, 4))
 
 
-@pytest.mark.on_demand  # test_failures kills processes of a run too, and tests/dist resumes a critic
+@pytest.mark.on_demand  # test_failures kills processes of a run too, and tests/distributed resumes a critic
 def test_a_killed_critic_ends_the_run_by_name_and_both_models_resume(
     task: Path, whole_ppo_run: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ def trained(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     }
 
 
-@pytest.mark.on_demand  # tests/dist/test_offload has the ranks, tests/contract the engine
+@pytest.mark.on_demand  # tests/distributed/test_offload has the ranks, tests/contract the engine
 def test_a_run_by_turns_repeats_the_run_without(whole_run: Path, task: Path, tmp_path: Path) -> None:
     """Its second half, from a checkpoint of the run that kept everything in memory."""
     directory = tmp_path / "by_turns"

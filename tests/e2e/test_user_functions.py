@@ -94,7 +94,7 @@ def test_functions_of_a_user_make_a_run(user_run: Path) -> None:
     assert first["advantages/max"] == pytest.approx(2 * max(deviations(records)), rel=1e-5)
 
 
-@pytest.mark.on_demand  # tests/unit has the fraction of errors, tests/dist advantages of tokens
+@pytest.mark.on_demand  # tests/unit has the fraction of errors, tests/distributed advantages of tokens
 def test_a_function_that_fails_on_everything_ends_the_run(
     user_run: Path, task: Path, functions: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.spec.installed import TRANSFORMER_ENGINE, version_of
+from mcore_rl.resolved.installed import TRANSFORMER_ENGINE, version_of
 
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS_ON") == "cpu"
 FIGURE = "figure"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.dist import policy_batch
-from tests.dist.two_updates import make_actor
+from tests.distributed import policy_batch
+from tests.distributed.two_updates import make_actor
 from tests.tiny_models import VOCABULARY
 
 LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128}
@@ -31,7 +31,7 @@ def sequences() -> list[list[int]]:
 
 def logits(rank: int, directory: str) -> dict[str, Any]:
     """Of the packed sequences in bfloat16, by local layers and by TransformerEngine's, and the attention of those."""
-    from mcore_rl.spec.installed import here
+    from mcore_rl.resolved.installed import here
 
     installed = here()
     assert installed.transformer_engine
@@ -45,12 +45,12 @@ def logits(rank: int, directory: str) -> dict[str, Any]:
 def _logits(directory: str, installed: Any) -> list[torch.Tensor]:
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.build import parallel
-    from mcore_rl.megatron.build.attention import pack_sequences
-    from mcore_rl.megatron.build.loading import load_hf
-    from mcore_rl.megatron.build.model import build_model
-    from mcore_rl.megatron.build.output import logits_emitted
-    from mcore_rl.spec.layout import train_layout
+    from mcore_rl.megatron.model import parallel
+    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.loading import load_hf
+    from mcore_rl.megatron.model.model import build_model
+    from mcore_rl.megatron.model.output import logits_emitted
+    from mcore_rl.resolved.layout import train_layout
     from model_converters.families.parts.hf_config import read_hf_config
 
     hf_config = read_hf_config(directory)
@@ -120,7 +120,7 @@ Scales = dict[str, list[float]]
 def save_and_resume(rank: int, directory: str, checkpoint: str) -> tuple[Scales, Scales]:
     """What delayed scaling of FP8 remembers after an update, by module; and what an actor does that loads it."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
-    from tests.dist.saving import save_checkpoint
+    from tests.distributed.saving import save_checkpoint
 
     # The other recipes remember nothing from one step to the next.
     settings = {"actor": {"fp8": "delayed"}, "model": {"dtype": "bfloat16"}}

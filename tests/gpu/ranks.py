@@ -7,24 +7,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.dist.launch import launch
+from tests.distributed.launch import launch
 
 TIMEOUT_SECONDS = 300.0
 """A process on a GPU imports everything anew, and its first calls compile and load kernels."""
 
 
 def launch_local(function: Callable[..., Any], num_ranks: int, *args: Any, device: str) -> list[Any]:
-    """As tests.dist.launch, with models of local layers, whatever is installed: torch and megatron-core alone."""
+    """Run `function` on `num_ranks` ranks with models of local layers: needs only torch and megatron-core."""
     return launch(_locally, num_ranks, function, *args, timeout_seconds=TIMEOUT_SECONDS, device=device)
 
 
 def launch_installed(function: Callable[..., Any], num_ranks: int, *args: Any, device: str) -> list[Any]:
-    """As tests.dist.launch, with models of the best layers that are installed."""
+    """Run `function` on `num_ranks` ranks with models of the best layers that are installed."""
     return launch(function, num_ranks, *args, timeout_seconds=TIMEOUT_SECONDS, device=device)
 
 
 def _locally(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    from mcore_rl.megatron.build import model
+    from mcore_rl.megatron.model import model
 
     look = model.here
     model.here = lambda: replace(look(), transformer_engine=None, gradient_fusion=False, deep_ep=False)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import policy_batch
-from tests.dist.two_updates import make_actor
+from tests.distributed import policy_batch
+from tests.distributed.two_updates import make_actor
 from tests.gpu.ranks import launch_local, repeat_to_the_bit
 from tests.tiny_models import write_tiny_model
 
@@ -29,7 +29,7 @@ def test_a_resumed_actor_draws_and_steps_as_the_one_that_saved(directory: str, d
 def save_and_resume(rank: int, directory: str, checkpoint: str, device: str) -> list[dict[str, Any]]:
     """Of the actor that saved and of one that loads: numbers drawn next, and the next update's metrics."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
-    from tests.dist.saving import save_checkpoint
+    from tests.distributed.saving import save_checkpoint
 
     repeat_to_the_bit()
     after = []
@@ -68,7 +68,7 @@ def test_one_written_without_a_gpu_goes_on_with_one(directory: str, device: str,
 
 def save(rank: int, directory: str, checkpoint: str) -> dict[str, float]:
     """Metrics of the update behind the one that is saved."""
-    from tests.dist.saving import save_checkpoint
+    from tests.distributed.saving import save_checkpoint
 
     actor, shares = make_actor(rank, directory, {})
     update(actor, shares[0])

@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.megatron.step import logprobs
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
-from tests.dist.projection import assert_close, fused, reference
+from tests.distributed.projection import assert_close, fused, reference
 
 pytestmark = pytest.mark.cuda
 

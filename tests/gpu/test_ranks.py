@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import policy_batch
-from tests.dist.two_updates import make_actor
+from tests.distributed import policy_batch
+from tests.distributed.two_updates import make_actor
 from tests.gpu.engine_layers import FIELDS
 from tests.gpu.ranks import launch_installed
 from tests.tiny_models import write_tiny_model

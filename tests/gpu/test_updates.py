@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.two_updates import Joined, join, reference, train
+from tests.distributed.two_updates import Joined, join, reference, train
 from tests.gpu.ranks import launch_local
 from tests.tiny_models import write_tiny_model
 
@@ -41,7 +41,7 @@ def test_the_weights_change_as_adamw_changes_them(
     assert weights.keys() == expected.keys()
     errors = {name: float((weights[name] - tensor).abs().max()) for name, tensor in expected.items()}
     worst = max(errors, key=errors.__getitem__)
-    # As tests/dist/test_actor_update.py (2e-6), and room for a GPU's order of sums; a wrong step is off by 1e-4.
+    # As tests/distributed/test_actor_update.py (2e-6), and room for a GPU's order of sums; a wrong step is off by 1e-4.
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
 
 

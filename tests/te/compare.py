@@ -18,14 +18,14 @@ import torch
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.schema import ModelConfig
-from mcore_rl.megatron.build import parallel
-from mcore_rl.megatron.build.attention import pack_sequences
-from mcore_rl.megatron.build.loading import load_hf
-from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.names import canonical_name
-from mcore_rl.megatron.build.output import PolicyModel, logits_emitted
-from mcore_rl.spec.installed import Installed
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.attention import pack_sequences
+from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.names import canonical_name
+from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
+from mcore_rl.resolved.installed import Installed
+from mcore_rl.resolved.layout import train_layout
 from model_converters.families.parts.hf_config import read_hf_config
 from tests.tiny_models import write_tiny_model
 

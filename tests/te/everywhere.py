@@ -1,6 +1,6 @@
-"""Imported first in a process, TransformerEngine is simulated in it, and every model of it is built from its layers.
+"""Simulate TransformerEngine in this process and build every model from its layers. Must be imported first.
 
-tests/dist/launch.py preloads it in its ranks where MCORE_RL_TE=1 is set: then the whole of tests/dist runs so.
+With MCORE_RL_TE=1, tests/distributed/launch.py preloads this module in its ranks, so all of tests/distributed uses it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from tests.te.simulation import VERSION, install
 
 install()
 
-from mcore_rl.megatron.build import model  # noqa: E402
-from mcore_rl.spec.installed import Installed  # noqa: E402
+from mcore_rl.megatron.model import model  # noqa: E402
+from mcore_rl.resolved.installed import Installed  # noqa: E402
 
 ENGINE = Installed(cuda=True, capability=(9, 0), transformer_engine=VERSION, flash_attention="2.8.3")
 

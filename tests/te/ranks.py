@@ -1,5 +1,5 @@
 """Launches ranks under the simulated TransformerEngine from tests whose own process has none: `launch_simulated` is
-tests.dist.launch.launch in a process whose ranks have it."""
+tests.distributed.launch.launch in a process whose ranks have it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.dist.launch import SIMULATION, launch
+from tests.distributed.launch import SIMULATION, launch
 from tests.te.processes import run_python
 
 

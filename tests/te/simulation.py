@@ -175,9 +175,9 @@ def _attend_on_cpu() -> None:
     cpu.install()
     import megatron.core.extensions.transformer_engine as adapter
 
-    from mcore_rl.megatron.build.attention import SDPACoreAttention
-    from mcore_rl.megatron.build.context import ALONE, ContextPart
-    from mcore_rl.spec import attention, implementation
+    from mcore_rl.megatron.model.attention import SDPACoreAttention
+    from mcore_rl.megatron.model.context import ALONE, ContextPart
+    from mcore_rl.resolved import attention, implementation
 
     assert adapter.HAVE_TE, "megatron does not see the simulated TransformerEngine"
 

@@ -1,11 +1,11 @@
-"""spec/attention.py says of every pretended GPU what TransformerEngine's own Python says there."""
+"""resolved/attention.py and TransformerEngine select the same attention backend on every simulated GPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from mcore_rl.spec.attention import BACKENDS, Heads
-from mcore_rl.spec.installed import Installed
+from mcore_rl.resolved.attention import BACKENDS, Heads
+from mcore_rl.resolved.installed import Installed
 from tests.te.backends import Asked, cases
 from tests.te.processes import NEEDS_TE, json_lines
 

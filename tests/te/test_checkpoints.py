@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import test_resharding as resharding
-from tests.dist.launch import launch
-from tests.dist.test_resharding import Case
+from tests.distributed import test_resharding as resharding
+from tests.distributed.launch import launch
+from tests.distributed.test_resharding import Case
 from tests.te.processes import NEEDS_TE
 from tests.te.ranks import launch_simulated
 from tests.tiny_models import write_tiny_model

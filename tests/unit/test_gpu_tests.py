@@ -67,7 +67,7 @@ def test_each_test_says_what_it_needs() -> None:
 
 
 def _has_vllm() -> bool:
-    from mcore_rl.spec.installed import version_of
+    from mcore_rl.resolved.installed import version_of
 
     return version_of(["vllm"]) is not None
 

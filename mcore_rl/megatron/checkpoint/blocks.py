@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
+from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.optimizer_state import HeldState, held_state
 from model_converters.dcp.blocks import Box, Chunk, StateObject, flat_index, range_boxes, run
 from model_converters.dcp.reader import DcpReader

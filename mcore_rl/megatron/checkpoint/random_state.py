@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build import parallel
+from mcore_rl.megatron.model import parallel
 from model_converters.dcp.blocks import StateObject
 from model_converters.dcp.reader import DcpReader
 

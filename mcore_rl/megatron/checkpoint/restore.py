@@ -32,7 +32,7 @@ from mcore_rl.megatron.checkpoint.reader import (
     verify_files,
 )
 from mcore_rl.megatron.optim.optimizer_state import set_updates_done
-from mcore_rl.spec.adapters import adapter_identity
+from mcore_rl.resolved.adapters import adapter_identity
 from mcore_rl.types import SavedFile
 from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.reader import DcpReader

@@ -23,7 +23,7 @@ from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, extra
 from mcore_rl.megatron.checkpoint.format_files import write_format_files
 from mcore_rl.megatron.checkpoint.random_state import random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
-from mcore_rl.spec.adapters import adapter_identity
+from mcore_rl.resolved.adapters import adapter_identity
 from mcore_rl.types import SavedFile, SavedState
 from model_converters.dcp.blocks import Chunk, RankState, StateObject
 from model_converters.dcp.metadata import METADATA_NAME

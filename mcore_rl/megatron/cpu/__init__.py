@@ -19,7 +19,7 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.cpu import collectives, devices, fused, groups, modules  # noqa: F401  (they register the fixes)
 from mcore_rl.megatron.cpu.hook import MegatronFinder
 from mcore_rl.megatron.cpu.registry import FIXES
-from mcore_rl.spec.installed import transformer_engine
+from mcore_rl.resolved.installed import transformer_engine
 
 SUPPORTED_VERSION = "0.16.1"
 

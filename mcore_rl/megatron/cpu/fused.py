@@ -17,9 +17,9 @@ from mcore_rl.megatron.cpu.registry import Fix, fix
 @fix("fused_rotary", "models.common.embeddings.rope_utils")
 def _fused_rotary(this: Fix, module: ModuleType) -> None:
     """Slices the frequencies of every sequence in Python, in every layer, for queries and for keys."""
-    from mcore_rl.megatron.build.context import ContextPart
     from mcore_rl.megatron.cpu.kernels.jit import takes
     from mcore_rl.megatron.cpu.kernels.rotary import rotate
+    from mcore_rl.megatron.model.context import ContextPart
 
     original = module._apply_rotary_pos_emb_thd
 

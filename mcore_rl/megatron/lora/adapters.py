@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build.names import canonical_name
-from mcore_rl.megatron.build.output import PolicyModel, unwrap
+from mcore_rl.megatron.model.names import canonical_name
+from mcore_rl.megatron.model.output import PolicyModel, unwrap
 from model_converters.families.parts.adapter_rows import A, B
 from model_converters.mapping.placement import local_shape, segments_of
 from model_converters.mapping.table import BoundRow

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.megatron.build.names import canonical_tensors
-from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.lora.adapters import Adapter, Factor, Read, adapters, attach
-from mcore_rl.spec.adapters import base_rows, bound_adapters, check_adapter, scale_of
+from mcore_rl.megatron.model.names import canonical_tensors
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.resolved.adapters import base_rows, bound_adapters, check_adapter, scale_of
 from model_converters.families.parts.adapter_rows import PREFIX
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.files import TensorFiles

@@ -12,7 +12,7 @@ from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_released
 from mcore_rl.megatron.optim.main_params import optimizer_parts
 

@@ -17,11 +17,11 @@ from mcore_rl.config.rules.lora import base_is_reference, uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build import parallel
-from mcore_rl.megatron.build.loading import load_hf
-from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
@@ -33,7 +33,7 @@ from mcore_rl.megatron.step.mtp_objective import MTPObjective
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, logp_gap, mismatch, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import RankBatch
 from mcore_rl.megatron.step.replay import engine_routing
-from mcore_rl.spec.model import ModelSpec
+from mcore_rl.resolved.model import ModelSpec
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan

@@ -13,10 +13,10 @@ from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.build import parallel
-from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.output import PolicyModel
-from mcore_rl.megatron.build.value_model import ValueModel, initialize_head, load_value_model
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.value_model import ValueModel, initialize_head, load_value_model
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite import describe_samples, require_finite
@@ -24,7 +24,7 @@ from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, ow
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.spec.model import ModelSpec
+from mcore_rl.resolved.model import ModelSpec
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
 

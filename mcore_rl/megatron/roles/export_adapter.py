@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.megatron.lora.adapters import adapter_parameters
-from mcore_rl.spec.adapters import base_rows, bound_adapters, targets_of
+from mcore_rl.resolved.adapters import base_rows, bound_adapters, targets_of
 from model_converters.hf.adapter_writer import LoraDescription, write_adapter
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_pieces, export_plan

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build import parallel
-from mcore_rl.megatron.build.context import ALONE, ContextPart
-from mcore_rl.megatron.build.output import PolicyModel
-from mcore_rl.megatron.build.routers import Routers, Row
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.routers import Routers, Row
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.replay import RoutingStore
-from mcore_rl.spec.costs import sequence_cost
-from mcore_rl.spec.fp8 import row_multiple
+from mcore_rl.resolved.costs import sequence_cost
+from mcore_rl.resolved.fp8 import row_multiple
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
 

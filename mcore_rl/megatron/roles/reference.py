@@ -13,12 +13,12 @@ from mcore_rl.algorithms import kl_penalty
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.build.context import ContextPart
-from mcore_rl.megatron.build.loading import load_hf
-from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.names import canonical_tensors
-from mcore_rl.megatron.build.output import PolicyModel
 from mcore_rl.megatron.lora.adapters import base_only
+from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.names import canonical_tensors
+from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.roles.rank_model import RankModel

@@ -11,15 +11,15 @@ from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.names import role_keys
 from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.build import parallel
-from mcore_rl.megatron.build.model import build_model
-from mcore_rl.megatron.build.value_model import ValueModel, load_value_model
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.value_model import ValueModel, load_value_model
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.spec.model import ModelSpec
+from mcore_rl.resolved.model import ModelSpec
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 

@@ -9,9 +9,9 @@ import torch
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.build.output import PolicyModel
-from mcore_rl.megatron.build.routers import Row
 from mcore_rl.megatron.lora.weights import merged_tensors
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.routers import Row
 from mcore_rl.megatron.optim.gradient_norms import gradient_norms
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import (

@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction, beside the policy's (its formula: build/mtp.py)."""
+"""The loss of multi-token prediction, beside the policy's (formula: model/mtp.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.types import Mean, Metric

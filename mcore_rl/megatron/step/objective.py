@@ -22,8 +22,8 @@ from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.build.context import ALONE, ContextPart
-from mcore_rl.megatron.build.output import output_weight, unwrap
+from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
 from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.build.context import ContextPart
-from mcore_rl.megatron.build.routers import Row
+from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.routers import Row
 from mcore_rl.megatron.step.microbatches import MicroBatch, computed_tokens
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 

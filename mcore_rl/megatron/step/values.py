@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mcore_rl.megatron.build.context import ContextPart
+from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.step.microbatches import MicroBatch
 
 

@@ -65,7 +65,10 @@ def splits(config: Config, layout: TrainLayout) -> Iterator[Split]:
 
 
 def room_for_engines(config: Config, num_ranks: int, nodes: int) -> int:
-    """Engines in the last `nodes` nodes, or with 0 in the slots that the ranks leave, as spec.placement places them."""
+    """Number of engines that fit in the last `nodes` nodes; with 0, in the slots that the ranks leave free.
+
+    resolved.placement places them in the same order.
+    """
     slots, tp = config.cluster.gpus_per_node, config.rollout.tp
     node, used = (config.cluster.nodes - nodes, 0) if nodes else divmod(num_ranks, slots)
     free = config.cluster.nodes - node  # nodes, the first of which may hold ranks as well

@@ -43,10 +43,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.delivery import Delivery, Wanted, fetch, rows_by_rank
 from mcore_rl.runtime.roles.fanout import Calls, FanOut, call_all
-from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
 

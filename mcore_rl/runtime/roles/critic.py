@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.roles.base import (
     Held,
     RankGroup,
@@ -31,7 +32,6 @@ from mcore_rl.runtime.roles.base import (
     set_up_ranks,
 )
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Batch, TokenRefs, merge_metrics
 
 

@@ -17,6 +17,7 @@ from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
 from mcore_rl.ports import ResponseScorer
+from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
 from mcore_rl.rewards.judge.judge import Judge
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
@@ -28,7 +29,6 @@ from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
 from mcore_rl.runtime.roles.delivery import Delivery, Rows
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.spec.placement import Guests
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 

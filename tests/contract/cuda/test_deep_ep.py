@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mcore_rl.spec.implementation import Choice, Implementation
+from mcore_rl.resolved.implementation import Choice, Implementation
 from tests.contract.cuda.packages import DEEP_EP_1, DEEP_EP_2, MEGATRON, needs, sources
 from tests.contract.cuda.uses import Use, uses
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.spec import fp8
-from mcore_rl.spec.implementation import GROUPED_GEMM_VERSION, PERMUTE_FUSION_VERSION
+from mcore_rl.resolved import fp8
+from mcore_rl.resolved.implementation import GROUPED_GEMM_VERSION, PERMUTE_FUSION_VERSION
 from tests.contract.cuda.packages import MEGATRON, OURS, TRANSFORMER_ENGINES, needs, sources
 from tests.contract.cuda.sources import Definition, Sources
 from tests.contract.cuda.uses import Call, Use, keys_of, uses

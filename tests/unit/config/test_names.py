@@ -14,12 +14,12 @@ from mcore_rl.config.rules.roles import keys_of
 
 ROOT = Path(__file__).parents[3]
 SHARED = (
-    "mcore_rl/spec/layout.py",
-    "mcore_rl/spec/implementation.py",
-    "mcore_rl/spec/recompute.py",
-    "mcore_rl/spec/model.py",
+    "mcore_rl/resolved/layout.py",
+    "mcore_rl/resolved/implementation.py",
+    "mcore_rl/resolved/recompute.py",
+    "mcore_rl/resolved/model.py",
     "mcore_rl/data/tokenizer.py",
-    "mcore_rl/megatron/build",
+    "mcore_rl/megatron/model",
     "mcore_rl/weights/engine_config.py",
 )
 """Code that more than one role runs."""

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mcore_rl.config import Config, load_config, num_trainer_ranks, read_hf_config, validate
-from mcore_rl.spec.layout import train_layout
+from mcore_rl.resolved.layout import train_layout
 from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp
 

@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.doctor import checks as machine
 from mcore_rl.doctor import main, report
 from mcore_rl.doctor.checks import Check, Need
-from mcore_rl.spec.installed import Installed, here
+from mcore_rl.resolved.installed import Installed, here
 
 ROOT = Path(__file__).parents[3]
 
@@ -143,7 +143,7 @@ def test_of_a_gpu_it_says_which_attention_can_be_used_and_why_the_others_cannot(
 def test_a_machine_from_which_nothing_can_be_built_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mcore_rl.spec.installed.here", lambda: Installed(True, (7, 0), "2.11.0"))
+    monkeypatch.setattr("mcore_rl.resolved.installed.here", lambda: Installed(True, (7, 0), "2.11.0"))
     assert main([]) == 1
     assert "no model can be built from what is here: model.hf_path: no attention" in capsys.readouterr().out
 

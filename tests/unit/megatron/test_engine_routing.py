@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.replay import engine_routing
-from tests.dist import policy_batch
+from tests.distributed import policy_batch
 
 
 def test_a_sample_has_the_experts_of_its_computed_tokens_and_one_without_is_named() -> None:

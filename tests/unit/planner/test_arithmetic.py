@@ -12,8 +12,8 @@ from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import engine_weights, kv_bytes_per_token
 from mcore_rl.planner.flops import forward_flops, step_flops
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
-from mcore_rl.spec.layout import model_arguments
-from mcore_rl.spec.model import policy_config
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import policy_config
 from model_converters.mapping.layout import TrainLayout
 
 ON_512 = TrainLayout(512, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)

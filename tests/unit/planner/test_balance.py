@@ -15,7 +15,7 @@ from mcore_rl.planner.asynchronous.overlap import overlap_of
 from mcore_rl.planner.asynchronous.sides import Sides
 from mcore_rl.planner.engine import EngineRank
 from mcore_rl.planner.flops import StepFlops
-from mcore_rl.spec.placement import place
+from mcore_rl.resolved.placement import place
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.planner.asynchronous import config_of, sides_of, sync_of
 

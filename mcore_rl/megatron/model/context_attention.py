@@ -1,0 +1,216 @@
+"""Causal self-attention over context-parallel ranks on a CPU: the order of tokens is that of `context`.
+
+Keys and values are gathered from all ranks and their gradients reduced and scattered; they are gathered anew for the
+backward pass, so that what a layer keeps stays a rank's share. Of a sequence of 2 * size chunks, queries of chunk c
+meet chunk c under a causal mask and the chunks before it under none, and log-sum-exps join the two results. So nothing
+is computed that the mask hides: each rank does exactly 1 / size of a sequence's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mcore_rl.megatron.model.context import ContextPart
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one kernel call computes of each sequence of a group: queries of one of the two chunks that a rank holds
+    (`half` 0 or 1) against the keys at positions `keys` of the sequence."""
+
+    half: int
+    keys: slice
+    causal: bool
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The sequences with chunks of one length.
+
+    Shapes: queries int64 [rows * 2 * chunk], their cells in the rank's row; keys int64 [rows * seen], their cells in
+    the gathered rows of all ranks, by position, as far as the rank's later chunk sees.
+    """
+
+    rows: int
+    chunk: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    blocks: tuple[Block, ...]
+
+
+def blocks_of(part: ContextPart, chunk: int) -> tuple[Block, ...]:
+    """All that a rank computes of a sequence with chunks of `chunk` tokens; a half's causal block comes first."""
+    blocks = []
+    for half, number in enumerate(part.chunks()):
+        start = number * chunk
+        blocks.append(Block(half, slice(start, start + chunk), causal=True))
+        if start:
+            blocks.append(Block(half, slice(0, start), causal=False))
+    return tuple(blocks)
+
+
+def context_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    part: ContextPart,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention of every token to its sequence's tokens up to itself, wherever they lie.
+
+    Shapes: query [T, heads, d], key [T, groups, d], value [T, groups, e], this rank's tokens; lengths: of the whole
+    sequences, padded; returns [T, heads, e]. scale None: 1 / sqrt(d).
+    Collective: all ranks of part.group, twice more in the backward pass.
+    """
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    # The kernel wants heads of one width: zeros add nothing to a score and give zeros of value.
+    heads = max(width, value.shape[-1])
+    q, k, v = (F.pad(x, (0, heads - x.shape[-1])) for x in (query, key, value))
+    plan = _plan(lengths, part.rank, part.size, query.device)
+    return _ContextAttention.apply(q, torch.stack((k, v)), plan, part, scale)[..., : value.shape[-1]]
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> tuple[SequenceGroup, ...]:
+    """Cached: every layer, forward and backward, asks for the same one."""
+    part, rank_tokens = ContextPart(rank, size), sum(lengths) // size
+    by_chunk: dict[int, list[int]] = {}
+    start = 0
+    for length in lengths:
+        assert length % part.multiple == 0, f"a sequence of {length} tokens on {size} context-parallel ranks"
+        by_chunk.setdefault(length // part.multiple, []).append(start // size)
+        start += length
+    groups = []
+    for chunk, starts in by_chunk.items():
+        first = torch.tensor(starts)[:, None]
+        queries = first + torch.arange(2 * chunk)
+        number, offset = torch.arange(2 * size).repeat_interleave(chunk), torch.arange(chunk).repeat(2 * size)
+        owner = torch.minimum(number, 2 * size - 1 - number)
+        source = owner * rank_tokens + (number >= size) * chunk + offset
+        keys = first + source[: (part.chunks()[1] + 1) * chunk]
+        blocks = blocks_of(part, chunk)
+        groups.append(
+            SequenceGroup(len(starts), chunk, queries.flatten().to(device), keys.flatten().to(device), blocks)
+        )
+    return tuple(groups)
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        plan: tuple[SequenceGroup, ...],
+        part: ContextPart,
+        scale: float,
+    ) -> torch.Tensor:
+        """Shapes: query [T, heads, d]; key_value [2, T, groups, d]; returns [T, heads, d]."""
+        gathered = _gather(key_value, part)
+        out = torch.empty_like(query)
+        log_sum = query.new_empty(query.shape[:2], dtype=_accurate(query.dtype))
+        for group in plan:
+            q, kv = _queries(query, group), _keys(gathered, group)
+            halves = [_attend_half(q[half], kv, blocks, scale) for half, blocks in _by_half(group)]
+            _put_queries(out, group, torch.stack([attended for attended, _ in halves]))
+            _put_queries(log_sum, group, torch.stack([total for _, total in halves]))
+        ctx.save_for_backward(query, key_value, out, log_sum)
+        ctx.plan, ctx.part, ctx.scale = plan, part, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        query, key_value, out, log_sum = ctx.saved_tensors
+        gathered = _gather(key_value, ctx.part)
+        grad_query = torch.empty_like(query)
+        # Several blocks and ranks add to a key's gradient: the sum has at least float32.
+        grad_gathered = torch.zeros_like(gathered, dtype=_accurate(query.dtype))
+        for group in ctx.plan:
+            q, kv, o, g = _queries(query, group), _keys(gathered, group), _queries(out, group), _queries(grad, group)
+            total = _queries(log_sum, group)
+            grad_q = torch.zeros_like(q, dtype=grad_gathered.dtype)
+            grad_kv = torch.zeros_like(kv, dtype=grad_gathered.dtype)
+            for block in group.blocks:
+                h, keys = block.half, block.keys
+                dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    g[h], q[h], *kv[..., keys, :], o[h], total[h], 0.0, block.causal, scale=ctx.scale
+                )
+                grad_q[h] += dq
+                grad_kv[0][..., keys, :] += dk
+                grad_kv[1][..., keys, :] += dv
+            _put_queries(grad_query, group, grad_q)
+            rows = grad_kv.transpose(2, 3).flatten(1, 2)
+            grad_gathered.index_copy_(1, group.keys, rows)
+        return grad_query, _reduce_scatter(grad_gathered, ctx.part).to(key_value.dtype), None, None, None
+
+
+def _by_half(group: SequenceGroup) -> Iterator[tuple[int, list[Block]]]:
+    for half in (0, 1):
+        yield half, [block for block in group.blocks if block.half == half]
+
+
+def _attend_half(
+    q: torch.Tensor, kv: torch.Tensor, blocks: list[Block], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries to all their blocks, and the logarithm of its denominator.
+
+    Shapes: q [rows, heads, chunk, d]; kv [2, rows, groups, seen, d]; returns as q, and [rows, heads, chunk].
+    """
+    parts = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, *kv[..., block.keys, :], 0.0, block.causal, scale=scale
+        )
+        for block in blocks
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    log_sum = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(attended * torch.exp(part - log_sum)[..., None] for attended, part in parts)
+    return out.to(q.dtype), log_sum
+
+
+def _queries(row: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """[T, heads, ...] -> [2, rows, heads, chunk, ...]."""
+    cells = row.index_select(0, group.queries).unflatten(0, (group.rows, 2, group.chunk))
+    return cells.transpose(0, 1).transpose(2, 3)
+
+
+def _put_queries(row: torch.Tensor, group: SequenceGroup, cells: torch.Tensor) -> None:
+    """The inverse of _queries, into `row`."""
+    flat = cells.transpose(2, 3).transpose(0, 1).flatten(0, 2)
+    row.index_copy_(0, group.queries, flat.to(row.dtype))
+
+
+def _keys(gathered: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """[2, T * size, groups, d] -> [2, rows, groups, seen, d]."""
+    return gathered.index_select(1, group.keys).unflatten(1, (group.rows, -1)).transpose(2, 3)
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _gather(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
+    """[2, T, groups, d] -> [2, size * T, groups, d], rank after rank."""
+    by_rank = key_value.new_empty(part.size, *key_value.shape)
+    dist.all_gather_single(by_rank.flatten(0, 1), key_value.contiguous(), group=part.group)
+    return by_rank.transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scatter(whole: torch.Tensor, part: ContextPart) -> torch.Tensor:
+    """The inverse of _gather, summed over ranks."""
+    by_rank = whole.unflatten(1, (part.size, -1)).transpose(0, 1).contiguous()
+    summed = torch.empty_like(by_rank[0])
+    dist.reduce_scatter_single(summed, by_rank.flatten(0, 1), group=part.group)
+    return summed

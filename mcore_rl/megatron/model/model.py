@@ -1,0 +1,294 @@
+"""From an HF configuration to this rank's model chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.names import role_key
+from mcore_rl.config.rules.defaults import settled_dtype
+from mcore_rl.config.schema import ModelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.model.attention import SDPACoreAttention
+from mcore_rl.megatron.model.mtp import DetachedMTPLayer
+from mcore_rl.megatron.model.norm import LocalRMSNorm
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.routers import use_policy_router
+from mcore_rl.resolved.implementation import Implementation, choose, wanted
+from mcore_rl.resolved.installed import Installed, here
+from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
+from mcore_rl.resolved.recompute import recompute_arguments
+from model_converters.families import ModelArguments
+from model_converters.mapping.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # noqa: E402
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    MultiTokenPredictionBlockSubmodules,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+
+
+def build_model(
+    hf_config: dict[str, Any],
+    actor_config: ActorConfig,
+    model_config: ModelConfig,
+    layout: TrainLayout,
+    *,
+    gpus_per_node: int | None = None,
+    kind: type[PolicyModel] = PolicyModel,
+    installed: Installed | None = None,
+) -> list[PolicyModel]:
+    """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
+
+    Weights are initialised only with model_config.random_init (megatron's streams make it repeatable for one layout);
+    otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
+
+    gpus_per_node: decides whether experts are spread over nodes; None: they are not. kind: the class of the chunks.
+    installed: what to build from, if not from what this process has.
+
+    Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
+    Collective: all ranks, after parallel.initialize.
+    """
+    arguments = model_arguments(hf_config)
+    check_experts(actor_config.moe, arguments.transformer)
+    implementation = choose(installed or here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
+    config = transformer_config(arguments, actor_config, model_config, layout, implementation)
+    stages = [None] if layout.vpp is None else range(layout.vpp)
+    return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
+
+
+def transformer_config(
+    arguments: ModelArguments,
+    actor_config: ActorConfig,
+    model_config: ModelConfig,
+    layout: TrainLayout,
+    implementation: Implementation,
+) -> TransformerConfig:
+    """Megatron's configuration of the model, its parallelism, and what the actor relies on.
+
+    Raises: ConfigError.
+    """
+    given = dict(arguments.transformer)
+    if isinstance(given.get("activation_func"), str):
+        given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    # None and 0 differ: at 0 megatron would still look for the layers.
+    given["mtp_num_layers"] = arguments.mtp_num_layers or None
+    kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+    unknown = set(given) - {f.name for f in fields(kind)}
+    assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
+    groups = (
+        _parallel_arguments(layout, actor_config.parallel),
+        _numeric_arguments(model_config),
+        implementation.arguments(),
+        recompute_arguments(actor_config, arguments, layout, implementation),
+        _expert_arguments() if given.get("num_moe_experts") else {},
+        {} if model_config.random_init else _no_initialisation(),
+    )
+    for group in groups:
+        given.update(group)
+    return kind(**given)
+
+
+def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        # Mixture-of-experts layers require it with tp > 1; dense ones save activations with it.
+        "sequence_parallel": sequence_parallel(parallel, layout.tp),
+        # Packed micro-batches differ in length: stages tell each other the shape before they send.
+        "variable_seq_lengths": layout.pp > 1,
+        # 0.16.1 on gloo: an interleaved schedule without overlap is silently wrong at pp=2, and with outputs
+        # deallocated it races.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
+    dtype = DTYPES.get(settled_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
+    if dtype is None:
+        raise ConfigError(f"model.dtype is {model_config.dtype!r}; known: {', '.join(DTYPES)}")
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss is a sum over tokens; DDP must know before it is built, or gradients are off by the DP size.
+        "calculate_per_token_loss": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_activation_fusion": True,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        # Megatron allocates weights on the current device otherwise, whatever torch's default device is.
+        "use_cpu_initialization": torch.get_default_device().type == "meta",
+    }
+
+
+def _expert_arguments() -> dict[str, Any]:
+    return {
+        # PolicyRouter has auxiliary losses and the bias's updates of its own.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+        # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _no_initialisation() -> dict[str, Any]:
+    """Initialisers that do nothing. perform_initialization=False would skip more than the values: the marks on
+    tensor-parallel weights too, without which gradient norms count only rank 0's shards (0.16.1)."""
+    return {"init_method": _leave, "output_layer_init_method": _leave, "embedding_init_method": _leave}
+
+
+def _build_chunk(
+    kind: type[PolicyModel],
+    config: TransformerConfig,
+    arguments: ModelArguments,
+    implementation: Implementation,
+    vp_stage: int | None,
+) -> PolicyModel:
+    engine = implementation.transformer_engine
+    tp = config.tensor_model_parallel_size
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    use_policy_router(spec.layer_specs)
+    if not engine:
+        _use_local_modules(spec, config)
+    model = kind(
+        config,
+        spec,
+        vocab_size=-(-arguments.vocab_size // tp) * tp,
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=arguments.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=arguments.rotary.fraction,
+        rotary_base=arguments.rotary.base,
+        rope_scaling=arguments.rotary.scaling_factor is not None,
+        rope_scaling_factor=arguments.rotary.scaling_factor or 1.0,
+        mtp_block_spec=_mtp_spec(config, spec, engine, vp_stage),
+        vp_stage=vp_stage,
+    )
+    model.unpadded_vocab_size = arguments.vocab_size
+    for module in model.modules():
+        if isinstance(module, MultiLatentAttention):
+            _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
+        if isinstance(module, MoELayer) and config.expert_tensor_parallel_size != tp:
+            # 0.16.1 sets experts apart only where ep > 1. Else it sums their gradients over the ranks that replicate
+            # dense weights, which hold other shards of the experts.
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
+    on_meta = next(model.parameters()).is_meta
+    return model.cuda() if torch.cuda.is_available() and not on_meta else model
+
+
+def _mtp_spec(
+    config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Multi-token-prediction layers like the model's last layer, where this chunk has any."""
+    if not config.mtp_num_layers:
+        return None
+    if not spec.layer_specs:
+        # A stage of a pipeline layout may hold them without a decoder layer, which megatron 0.16.1 takes for granted.
+        layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
+        spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
+        use_policy_router(spec.layer_specs)
+        if not engine:
+            _use_local_modules(spec, config)
+    mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+    for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
+        layer.module = DetachedMTPLayer
+        if not engine:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = LocalRMSNorm
+    return mtp_spec
+
+
+def _finish_latent_attention(
+    attention: MultiLatentAttention, config: TransformerConfig, norm_epsilon: float | None
+) -> None:
+    """megatron 0.16.1 gives the latent norms, which TransformerEngine fuses into the projections behind them, the
+    model's epsilon, and the replicated projections torch's initial values. TransformerEngine (2.11) marks the weights
+    of the latter as divided over the tensor-parallel ranks, and a gradient norm would count them once for each.
+    """
+    for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+        module: Any = getattr(attention, name, None)
+        if hasattr(module, "eps") and norm_epsilon is not None:
+            module.eps = norm_epsilon
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        projection = getattr(attention, name, None)
+        if isinstance(projection, Linear):
+            config.init_method(projection.weight)
+        elif projection is not None and projection.parallel_mode is None:  # TransformerEngine's, "duplicated"
+            projection.weight.tensor_model_parallel = False
+
+
+def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Puts our attention and norm where megatron's local ones refuse packed sequences and sequence parallelism."""
+    if config.normalization != "RMSNorm":
+        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({role_key('model.hf_path')})")
+    spec.layer_norm = LocalRMSNorm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        parts.sharded_state_dict_keys_map = _keys_of_transformer_engine(parts, config)
+        if config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
+            # A column-parallel one is gathered, and the gradient of the key's shared part is then that of one rank's
+            # heads (0.16.1). Replicated, with sequence parallelism, it is summed over the ranks.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+
+
+def _keys_of_transformer_engine(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
+    """Of a local layer's tensors in a checkpoint: those that TransformerEngine's layer gives the same ones, by prefix.
+    It fuses a norm into the projection behind it, where that is one, so that hosts with and without read each other's
+    checkpoints."""
+    keys: dict[str, str] = {}
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            keys[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
+        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not isinstance(getattr(parts.mlp, "submodules", None), MoESubmodules):
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return keys

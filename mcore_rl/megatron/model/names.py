@@ -1,0 +1,108 @@
+"""Canonical names of a live model's tensors: global layer and expert indices, one spelling for every layer spec.
+
+| live name, by spec | canonical |
+|---|---|
+| `decoder.layers.{local}` | `decoder.layers.{global}` |
+| `self_attention.linear_qkv.layer_norm_weight` (TransformerEngine fuses the norm) | `input_layernorm.weight` |
+| `self_attention.linear_q_up_proj.layer_norm_weight` | `self_attention.q_layernorm.weight`; `kv` likewise |
+| `mlp.linear_fc1.layer_norm_weight` | `pre_mlp_layernorm.weight` |
+| `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
+| `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}` |
+
+Multi-token-prediction layers are `mtp.layers.{m}`, with an ordinary layer under `transformer_layer`; the last of
+several stages then has a copy of the embedding.
+
+`output_layer.weight` exists where the live model has one: with tied embeddings that is the copy on the last of
+several stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.model.output import PolicyModel, unwrap
+
+cpu.install()
+
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
+}
+_OUTSIDE_LAYERS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
+_IN_LAYER = re.compile(
+    r"(input_layernorm|pre_mlp_layernorm|self_attention\.(q_layernorm|k_layernorm|linear_qkv|linear_proj"
+    r"|linear_q_proj|linear_(q|kv)_(down|up)_proj|kv_layernorm)"
+    r"|mlp\.(linear_fc1|linear_fc2|router|shared_experts\.linear_fc[12]))\.(weight|bias)|mlp\.router\.expert_bias"
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.(.+)")
+_IN_MTP = re.compile(r"mtp\.layers\.\d+\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Everything that this rank holds, live (writing to a value writes the model), by canonical global name:
+    parameters, and the buffers that belong to the model's weights (the router's expert bias).
+
+    Raises: KeyError for a tensor whose name this table does not know, or two that get the same name.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        for live_name, tensor in _live_tensors(model):
+            name = canonical_name(model, live_name)
+            if name in named:
+                raise KeyError(f"{live_name}: a second tensor is called {name}")
+            named[name] = tensor.data
+    return named
+
+
+def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+    # Adapters are no part of the model's own weights; lora.adapters.adapter_parameters has them.
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
+    for name, buffer in model.named_buffers():
+        if name.endswith("router.expert_bias"):
+            yield name, buffer
+
+
+def canonical_name(model: PolicyModel, live_name: str) -> str:
+    """Raises: KeyError for a tensor whose name this table does not know."""
+    if live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
+        return live_name
+    canonical = None
+    if matched := _LAYER.fullmatch(live_name):
+        layer = model.decoder.layers[int(matched[1])]
+        canonical = _in_layer(f"decoder.layers.{layer.layer_number - 1}.", layer, matched[2])
+    elif matched := _MTP_LAYER.fullmatch(live_name):
+        layer = model.mtp.layers[int(matched[1])].transformer_layer
+        canonical = _in_layer(f"mtp.layers.{matched[1]}.transformer_layer.", layer, matched[2])
+    if canonical is None:
+        raise KeyError(f"no canonical name is known for {live_name}; add it to mcore_rl/megatron/model/names.py")
+    return canonical
+
+
+def _in_layer(prefix: str, layer: Any, inner: str) -> str | None:
+    inner = _FUSED_NORMS.get(inner, inner)
+    if _IN_LAYER.fullmatch(inner):
+        return prefix + inner
+    if expert := _SEQUENTIAL_EXPERT.fullmatch(inner):
+        return f"{prefix}mlp.experts.{expert[2]}.weight{_global_expert(layer.mlp, int(expert[1]))}"
+    if expert := _GROUPED_EXPERT.fullmatch(inner):
+        return f"{prefix}mlp.experts.{expert[1]}.weight{_global_expert(layer.mlp, int(expert[2]))}"
+    return None
+
+
+def _global_expert(layer: MoELayer, local: int) -> int:
+    return int(layer.local_expert_indices[local])

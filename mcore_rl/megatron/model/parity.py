@@ -1,0 +1,80 @@
+"""The logits of a distributed checkpoint against those of transformers' own model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.schema import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.attention import pack_sequences
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.oracle import transformers_logits
+from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
+from mcore_rl.resolved.installed import Installed
+from model_converters.families.parts.mtp import without_mtp
+from model_converters.mapping.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+
+_LENGTHS = (17, 5, 42)
+
+
+def compare_logits(
+    hf_directory: str | Path, checkpoint: str | Path, hf_config: dict[str, Any], *, seed: int = 0
+) -> tuple[float, float]:
+    """(largest absolute difference, largest absolute logit) on random tokens, both models in float32: megatron's, of
+    `hf_config`, with the weights that its own reader finds in `checkpoint`; transformers' of `hf_directory`.
+
+    Raises: CheckpointError when the checkpoint is not of this model, or transformers cannot load the directory.
+    """
+    vocabulary = int(hf_config["vocab_size"])
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _LENGTHS]
+    ours = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
+    theirs = torch.cat(transformers_logits(hf_directory, sequences))
+    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout = TrainLayout(1)
+    with tempfile.TemporaryDirectory() as store:
+        parallel.initialize(
+            layout, rank=0, init_method=f"file://{store}/store", device=device, timeout_seconds=60, seed=0
+        )
+        try:
+            # Logits are those of the next token only.
+            settings = ModelConfig(hf_path="", dtype="float32")
+            # No attention of TransformerEngine's takes packed rows in float32.
+            local = Installed(cuda=device == "cuda")
+            (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout, installed=local)
+            _load(model, checkpoint)
+            tokens = torch.cat(sequences)[None].to(device)
+            packed = pack_sequences([len(sequence) for sequence in sequences], device)
+            with torch.no_grad(), logits_emitted([model]):
+                return model(tokens, None, None, packed_seq_params=packed)[0].float().cpu()
+        finally:
+            parallel.destroy()
+
+
+def _load(model: PolicyModel, checkpoint: str | Path) -> None:
+    state = model.sharded_state_dict()
+    # Objects would be unpickled, and hold nothing that the logits depend on.
+    tensors = {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
+    try:
+        loaded = dist_checkpointing.load({"model": tensors}, str(checkpoint))["model"]
+    except (CheckpointingException, KeyError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} does not fit this model: {error}") from error
+    absent = set(model.load_state_dict(loaded, strict=False).missing_keys) - (set(state) - set(tensors))
+    assert not absent, f"megatron loads no {sorted(absent)}"

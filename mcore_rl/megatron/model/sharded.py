@@ -1,0 +1,169 @@
+"""What a rank of any layout writes to a distributed checkpoint, asked of megatron's own model without its ranks,
+its memory or its weights: the model is built on the meta device, in a process group that only counts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.names import role_keys
+from mcore_rl.config.schema import ModelConfig
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.model.model import build_model
+from mcore_rl.megatron.model.names import canonical_tensors
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.resolved.installed import Installed
+from mcore_rl.resolved.layout import train_layout
+from model_converters.dcp.blocks import Box, Chunk, Naming, RankState, StateObject
+from model_converters.mapping.layout import TrainLayout
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
+
+FLAGS = {f"actor.parallel.{field.name}": "--" + field.name.replace("_", "-") for field in fields(ParallelConfig)}
+"""What converters call the sizes of a layout."""
+
+
+def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default") -> RankState:
+    """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
+    A model that a naming does not concern is named by its default.
+
+    Raises: ConfigError, which calls sizes as the converter's flags (--tp), for a model that cannot be built or does not
+    fit the layout; McoreRLError when this process is in a process group.
+    """
+    with role_keys(FLAGS), meta_model(hf_config, layout, rank) as chunks:
+        tensors = canonical_tensors(chunks)
+        entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
+        return RankState(
+            chunks=tuple(_chunks(entries, tensors)),
+            objects=tuple(_object(entry) for entry in entries if isinstance(entry, ShardedObject)),
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        )
+
+
+@contextmanager
+def meta_model(
+    hf_config: dict[str, Any], layout: TrainLayout, rank: int, kind: type[PolicyModel] = PolicyModel
+) -> Iterator[list[PolicyModel]]:
+    """The chunks, of class `kind`, that `rank` of `layout` would build, in bfloat16 without memory; megatron's parallel
+    state is that of the rank within the block.
+
+    Raises: as rank_state.
+    """
+    axes = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(layout)}
+    sizes = {axis: getattr(layout, axis) for axis in axes}
+    layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
+    with _counted_world(layout, rank):
+        with torch.device("meta"):
+            model = ModelConfig(hf_path="", dtype="bfloat16")
+            # TransformerEngine cannot build without memory; keys and shapes are the same.
+            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed())
+        yield chunks
+
+
+@contextmanager
+def _counted_world(layout: TrainLayout, rank: int) -> Iterator[None]:
+    """A process group in which this process is `rank` and whose collectives move nothing."""
+    if dist.is_initialized():
+        raise McoreRLError("a checkpoint cannot be planned in a process that is in a process group already")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        with _own_groups_only(rank):
+            parallel.initialize_groups(layout, timeout_seconds=60, seed=0, gloo_groups=False)
+        yield
+    finally:
+        parallel.destroy()
+
+
+@contextmanager
+def _own_groups_only(rank: int) -> Iterator[None]:
+    """Within the block megatron makes the groups of this rank. Left alone it makes all groups of the world on every
+    rank, 2,800 for 512 ranks, and enumerates them anew each time: half of what a simulated rank costs."""
+    make, enumerate_groups = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
+
+    def make_own(ranks: Sequence[int], **options: Any) -> Any:
+        return make(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    def enumerated(world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+        # Copies: the caller may shift them.
+        return [list(ranks) for ranks in _rank_groups(enumerate_groups, world_size, tuple(parallel_size), tuple(mask))]
+
+    parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = make_own, enumerated
+    try:
+        yield
+    finally:
+        parallel_state.create_group = make
+        parallel_state.generate_masked_orthogonal_rank_groups = enumerate_groups
+
+
+@lru_cache(maxsize=64)
+def _rank_groups(
+    enumerate_groups: Callable[..., list[list[int]]],
+    world_size: int,
+    parallel_size: tuple[int, ...],
+    mask: tuple[bool, ...],
+) -> list[list[int]]:
+    return enumerate_groups(world_size, list(parallel_size), list(mask))
+
+
+def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | ShardedObject]:
+    metadata: dict[str, Any] = {}
+    if naming == "by layer":
+        metadata["non_homogeneous_layers"] = True
+    if naming == "by expert":
+        metadata["singleton_local_shards"] = True
+    if naming == "stacked layers" and set(_frequency(chunk)) == {1}:
+        chunk.config.moe_layer_freq = 1
+    state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(metadata))
+    apply_factories(state)
+    return [entry for entry in nested_values(state) if is_main_replica(entry.replica_id)]
+
+
+def _frequency(chunk: PolicyModel) -> Sequence[int]:
+    frequency = chunk.config.moe_layer_freq
+    return frequency if isinstance(frequency, list) else (frequency,)
+
+
+def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+    """A shard is a view of the tensor that it is part of: the storage tells which, the offset where."""
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    for entry in entries:
+        if not isinstance(entry, ShardedTensor):
+            continue
+        name = owners.get(entry.data.untyped_storage()._cdata)
+        assert name is not None, f"{entry.key} is part of no tensor that has a canonical name"
+        yield Chunk(
+            key=entry.key,
+            global_shape=tuple(entry.global_shape),
+            stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
+            mcore_name=name,
+            local=Box.of_view(entry.data, tensors[name]),
+            padded=entry.allow_shape_mismatch,
+        )
+
+
+def _object(entry: ShardedObject) -> StateObject:
+    # The format of megatron's own writer: a list, as one rank may hold several objects of one key.
+    stream = io.BytesIO()
+    torch.save([entry.data], stream)
+    return StateObject(entry.unique_key, stream.getvalue())

@@ -1,0 +1,139 @@
+"""Which of TransformerEngine's kernels of attention take a model's packed rows, and why the others do not.
+
+TransformerEngine looks only when the first row comes, and then says that there is none. Imports neither it nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_rl.config.names import role_key
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.installed import Installed
+from mcore_rl.resolved.versions import dotted, release
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a head: of queries and keys, and of values."""
+
+    keys: int
+    values: int
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys} (keys) and {self.values} (values)"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel under TransformerEngine's name of it. `lacks` says what keeps it from a model's rows; "" where nothing
+    does."""
+
+    name: str
+    needs: str
+    lacks: Callable[[Installed, Heads], str]
+    source: str
+
+
+FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
+FLASH_ON_BLACKWELL = (2, 7, 3)
+WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (12, 0))
+"""Capabilities on which flash-attn takes heads of more than 192."""
+CUDNN_FOR_ROWS = (9, 6)
+
+
+def _flash(installed: Installed, heads: Heads) -> str:
+    first, last = FLASH_VERSIONS
+    capability = installed.capability or (9, 0)
+    if capability >= (10, 0):
+        first = FLASH_ON_BLACKWELL
+    if capability < (8, 0):
+        return _capability("8.0", installed)
+    if installed.flash_attention is None:
+        return f"flash-attn is not installed (versions {dotted(first)} to {dotted(last)})"
+    if not (first, False) <= _release(installed.flash_attention) <= (last, False):
+        return f"flash-attn {installed.flash_attention} is none of {dotted(first)} to {dotted(last)}"
+    if heads.keys != heads.values:
+        return "it takes values of the size of the keys only"
+    if heads.keys % 8 or heads.keys > 256:
+        return "it takes heads of multiples of 8 up to 256"
+    if heads.keys > 192 and capability not in WIDE_FLASH:
+        return f"it takes heads of up to 192 on compute capability {dotted(capability)}"
+    return ""
+
+
+def _flash_3(installed: Installed, heads: Heads) -> str:
+    if (installed.capability or (9, 0)) != (9, 0):
+        return _capability("9.0", installed)
+    if installed.flash_attention_3 is None:
+        return "flash-attn-3 is not installed"
+    if heads.keys > 256:
+        return "it takes heads of up to 256"
+    unequal = (128 < heads.keys <= 192 and 96 < heads.values <= 128) or (heads.keys <= 64 and heads.values <= 512)
+    if heads.keys != heads.values and not unequal:
+        return "it takes values of another size than the keys only for keys of 129 to 192 with values of 97 to 128"
+    return ""
+
+
+def _fused(installed: Installed, heads: Heads) -> str:
+    capability = installed.capability or (9, 0)
+    if not (9, 0) <= capability < (12, 0):
+        return _capability("9.0 to 11", installed)
+    if installed.cudnn is not None and release(installed.cudnn)[:2] < CUDNN_FOR_ROWS:
+        return f"cuDNN {dotted(CUDNN_FOR_ROWS)} or newer is needed, but {installed.cudnn} is installed"
+    if heads.keys % 8 or heads.values % 8:
+        return "it takes heads of multiples of 8"
+    largest = 256 if capability < (10, 0) else 128
+    if max(heads.keys, heads.values) > largest and (heads.keys, heads.values) != (192, 128):
+        return f"it takes heads of up to {largest} on compute capability {dotted(capability)}"
+    return ""
+
+
+BACKENDS = (
+    Backend(
+        "FusedAttention", "cuDNN 9.6, compute capability 9 to 11, heads of multiples of 8", _fused,
+        "common/fused_attn/fused_attn.cpp",
+    ),
+    Backend(
+        "FlashAttention 3", "flash-attn-3, compute capability 9.0", _flash_3,
+        "pytorch/attention/dot_product_attention/utils.py",
+    ),
+    Backend(
+        "FlashAttention 2", "flash-attn 2.1.1 to 2.8.3, capability 8, heads of multiples of 8 up to 256", _flash,
+        "pytorch/attention/dot_product_attention/utils.py",
+    ),
+)  # fmt: skip
+"""In the order in which they are preferred from Hopper on; before it FusedAttention takes no packed rows. All take
+bfloat16 only. Sources: of TransformerEngine 2.11. Its unfused attention, which takes float32, is none of them: it holds
+the scores of all pairs of tokens, and context-parallel ranks cannot share it."""
+
+
+def pick(installed: Installed, dtype: str, heads: Heads) -> Backend:
+    """What TransformerEngine will pick.
+
+    Raises: ConfigError naming the key, where nothing takes the rows.
+    """
+    if dtype != "bfloat16":
+        key = role_key("model.dtype")
+        raise ConfigError(f"{key}={dtype}: attention on GPUs takes packed rows in bfloat16 only; set {key}=bfloat16")
+    lacking = {}
+    for backend in BACKENDS:
+        lacking[backend.name] = backend.lacks(installed, heads)
+        if not lacking[backend.name]:
+            return backend
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in lacking.items())
+    raise ConfigError(
+        f"{role_key('model.hf_path')}: no attention on this GPU takes packed rows of heads of {heads} ({reasons}); "
+        "install what is missing, use another model, or uninstall transformer-engine: attention is then torch's"
+    )
+
+
+def _capability(wanted: str, installed: Installed) -> str:
+    return f"it needs compute capability {wanted}, and this GPU has {dotted(installed.capability or ())}"
+
+
+def _release(version: str) -> tuple[tuple[int, ...], bool]:
+    """Numbers, and whether it comes after the release of these numbers: a post-release, a build with a name."""
+    return release(version), bool(re.search(r"post|\+", version))

@@ -1,0 +1,112 @@
+"""Which activations are computed again in the backward pass. Imports no megatron.core, so the driver can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.names import role_key
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.implementation import Implementation
+from model_converters.families import ModelArguments
+from model_converters.mapping.layout import TrainLayout
+
+Missing = Callable[[dict[str, Any], Implementation], str]
+
+
+def _needs(present: Callable[[dict[str, Any]], Any], what: str) -> Missing:
+    return lambda sizes, _: "" if present(sizes) else f"the model has no {what}"
+
+
+def _lacks_grouped_gemm(sizes: dict[str, Any], implementation: Implementation) -> str:
+    if not sizes.get("num_moe_experts"):
+        return "the model has no experts"
+    return "" if implementation.grouped_gemm else f"it needs grouped GEMM, but {implementation.experts.why}"
+
+
+def _lacks_norms(sizes: dict[str, Any], implementation: Implementation) -> str:
+    apart = sizes.get("num_moe_experts") or sizes.get("multi_latent_attention")
+    if apart or not implementation.transformer_engine:
+        return ""
+    return "TransformerEngine computes the model's norms within the projections behind them, so nothing is kept of them"
+
+
+MODULES: dict[str, Missing] = {
+    "core_attn": _needs(lambda sizes: True, "attention"),
+    "layernorm": _lacks_norms,
+    "mlp": _needs(lambda sizes: not all(sizes.get("moe_layer_freq", [0])), "dense feed-forward layers"),
+    "moe": _needs(lambda sizes: sizes.get("num_moe_experts"), "experts"),
+    "moe_act": _lacks_grouped_gemm,
+    "shared_experts": _needs(lambda sizes: sizes.get("moe_shared_expert_intermediate_size"), "shared experts"),
+    "mla_up_proj": _needs(lambda sizes: sizes.get("multi_latent_attention"), "latent attention"),
+}
+"""Module of selective recomputation -> what it lacks in a model ("": nothing).
+Source: megatron.core.transformer.transformer_config (0.16.1)."""
+
+
+def recompute_arguments(
+    actor: ActorConfig, arguments: ModelArguments, layout: TrainLayout, implementation: Implementation
+) -> dict[str, Any]:
+    """TransformerConfig's.
+
+    Raises: ConfigError naming the key.
+    """
+    if actor.recompute == "none":
+        return {}
+    if actor.recompute == "full":
+        _check_layers(actor.recompute_layers, arguments, layout)
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": actor.recompute_layers,
+        }
+    if actor.recompute != "selective":
+        raise ConfigError(f"{role_key('actor.recompute')} is {actor.recompute!r}; known: none, selective, full")
+    modules = recomputed_modules(actor, arguments, implementation)
+    key = f"{role_key('actor.recompute_modules')}={','.join(modules)}"
+    if len(set(modules)) < len(modules):
+        raise ConfigError(f"{key} must name modules, each once")
+    for module in modules:
+        if module not in MODULES:
+            raise ConfigError(f"{key}: {module} is not known; known: {', '.join(MODULES)}")
+        missing = MODULES[module](arguments.transformer, implementation)
+        if missing:
+            raise ConfigError(f"{key}: {module}: {missing}; leave it out")
+        if module in ("moe_act", "layernorm") and implementation.fp8.value == "delayed":
+            raise ConfigError(
+                f"{key}: {module} cannot be recomputed with {role_key('actor.fp8')}=delayed; leave it out"
+            )
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementation: Implementation) -> list[str]:
+    """Of selective recomputation: what is configured, else by the model and what it is built from.
+
+    Torch's attention is most of what there is. TransformerEngine's keeps no scores: with it, norms, activations of
+    experts and up-projections of latent attention, which cost no large product, and in a model without experts the
+    feed-forward layers.
+    """
+    if actor.recompute_modules:
+        return list(actor.recompute_modules)
+    if not implementation.transformer_engine:
+        return ["core_attn"]
+    sizes, delayed = arguments.transformer, implementation.fp8.value == "delayed"
+    cheap = ["mla_up_proj"] if delayed else ["layernorm", "moe_act", "mla_up_proj"]
+    if not sizes.get("num_moe_experts"):
+        cheap.append("mlp")
+    return [module for module in cheap if not MODULES[module](sizes, implementation)] or ["core_attn"]
+
+
+def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout) -> None:
+    """megatron 0.16.1 runs past the last layer of a stage that `layers` does not divide."""
+    key = f"{role_key('actor.recompute_layers')}={layers}"
+    if layers > 1 and arguments.mtp_num_layers:
+        raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")
+    stages = layout.stage_layers(arguments.transformer["num_layers"])
+    layer_counts = {len(chunk) for chunks in stages for chunk in chunks}
+    wrong = sorted(count for count in layer_counts if count % layers)
+    if wrong:
+        raise ConfigError(
+            f"{key} does not divide the {wrong[0]} layers of a pipeline stage or chunk; set it to a divisor, such as 1"
+        )

@@ -1,0 +1,145 @@
+"""What the tests of checkpoint conversion share: one process that converts, and what real ranks load and save."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.mapping.layout import TrainLayout
+from tests.distributed.launch import launch
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls function(*args) in a process that has megatron-core imported and is in no process group."""
+    (result,) = launch(_without_group, 1, function, args)
+    return result
+
+
+def _without_group(_: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.destroy_process_group()
+    return function(*args)
+
+
+def to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int = 30_000) -> None:
+    """In a process of its own; files so small that every rank writes several."""
+    alone(_to_mcore, hf, out, sizes, max_file_bytes)
+
+
+def _to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int) -> None:
+    from model_converters.dcp.convert import to_mcore
+
+    to_mcore(hf, out, TrainLayout(**sizes), max_file_bytes=max_file_bytes)
+
+
+def to_hf(ckpt: Path, out: Path, hf: Path | None = None) -> None:
+    """In a process of its own; several shards."""
+    alone(_to_hf, ckpt, out, hf)
+
+
+def _to_hf(ckpt: Path, out: Path, hf: Path | None) -> None:
+    from model_converters.dcp.convert import to_hf
+
+    to_hf(ckpt, out, hf=hf, max_shard_bytes=50_000)
+
+
+def there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> None:
+    """Both, in one process."""
+    alone(_there_and_back, hf, ckpt, out, sizes)
+
+
+def _there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> None:
+    _to_mcore(hf, ckpt, sizes, 30_000)
+    _to_hf(ckpt, out, None)
+
+
+def cli(*arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `python -m model_converters arguments`, in a process of its own. What a traceback
+    would end fails the test."""
+    result: tuple[int, str, str] = alone(_cli, tuple(map(str, arguments)))
+    return result
+
+
+def _cli(arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    from model_converters.cli import main
+
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        code = main(arguments)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Read by safetensors itself."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(found: Path, wanted: Path) -> None:
+    """Names, dtypes and every bit."""
+    ours, theirs = hf_tensors(found), hf_tensors(wanted)
+    assert set(ours) == set(theirs)
+    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], TrainLayout]:
+    """A real model on the ranks of the group that exists; its weights are undefined."""
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.model import model, parallel
+
+    layout = TrainLayout(**sizes)
+    parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
+    return model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="float32"), layout), layout
+
+
+def load_distributed(directory: str, chunks: list[Any]) -> None:
+    """Megatron's own reader fills the chunks; a tensor that it leaves alone stays NaN."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.data.fill_(torch.nan)
+    metadata = ensure_metadata_has_dp_cp_group({})
+    state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(state, directory)
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(index)], strict=True)
+
+
+def save_distributed(rank: int, hf: str, directory: str, sizes: dict[str, Any], naming: str = "default") -> None:
+    """What real ranks save, in one of megatron's namings, of the model that load_hf gives them; runs on a rank."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    from mcore_rl.megatron.model.loading import load_hf
+
+    chunks, layout = build(read_hf_config(hf), sizes)
+    load_hf(chunks, hf, layout)
+    settings = {"by layer": {"non_homogeneous_layers": True}, "by expert": {"singleton_local_shards": True}}
+    metadata = ensure_metadata_has_dp_cp_group(settings.get(naming, {}))
+    if naming == "stacked layers":
+        for chunk in chunks:
+            chunk.config.moe_layer_freq = 1
+    if rank == 0:
+        os.makedirs(directory)
+    dist.barrier()
+    state = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    dist_checkpointing.save(state, directory)
+
+
+def arrays(chunks: list[Any]) -> dict[str, np.ndarray]:
+    from mcore_rl.megatron.model.names import canonical_tensors
+
+    return {name: tensor.numpy().copy() for name, tensor in canonical_tensors(chunks).items()}

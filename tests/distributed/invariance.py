@@ -1,0 +1,185 @@
+"""What the invariance suite runs on every rank: one distributed checkpoint, loaded in a layout, and everything that
+must not depend on the layout."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config.models import ParallelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.layout import train_layout
+from tests.distributed import policy_batch
+
+LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
+# Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
+EPS = 1e-2
+ONE_MICROBATCH, SMALL = 10_000, 24  # SMALL is a little above the longest sequence
+AXES = ("tp", "pp", "vpp", "ep", "etp", "cp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the update. `math` are settings of the actor, dotted, that change what is computed; `means`
+    are those that must not."""
+
+    model: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    tokens: int = SMALL
+    math: dict[str, Any] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """The case of one rank and one micro-batch that it must equal."""
+        return str(replace(self, parallel={}, tokens=ONE_MICROBATCH, means={}))
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{key}{value}" if key in AXES else f"{key}={value}" for key, value in self.parallel.items())
+        options = " ".join(f"{key}={value}" for key, value in (self.math | self.means).items())
+        cut = "whole" if self.tokens == ONE_MICROBATCH else ""
+        return " ".join(part for part in (self.model, sizes, options, cut) if part)
+
+
+def layouts(num_ranks: int, hf_config: dict[str, Any]) -> list[dict[str, int]]:
+    """Every layout of num_ranks ranks that the model allows, its axes powers of two; axes of size 1 are left out."""
+    powers = [1 << exponent for exponent in range(num_ranks.bit_length())]
+    found = []
+    for tp, pp, cp, ep, etp in itertools.product(powers, repeat=5):
+        for vpp in (1, 2):
+            sizes = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
+            if hf_config.get("num_experts") is None and hf_config.get("n_routed_experts") is None:
+                if etp != tp:
+                    continue
+                del sizes["etp"]
+            try:
+                layout = train_layout(ParallelConfig(**sizes), num_ranks, hf_config)
+            except ConfigError:
+                continue
+            if vpp > 1 and layout.vpp is None:
+                continue
+            kept = {key: size for key, size in sizes.items() if size > 1 or key == "etp"}
+            found.append(kept)
+    return found
+
+
+def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str], cases: list[Case]) -> list[Any]:
+    """Results of every case on this rank."""
+    return [_measure(rank, directories[case.model], checkpoints[case.model], case) for case in cases]
+
+
+def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
+    from mcore_rl.megatron.step.rank_batch import RankBatch
+
+    actor = build_actor(rank, directory, case)
+    load_weights(actor, checkpoint)
+    place = actor.layout.coordinates(rank)
+    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    chunks = policy_batch.chunks()
+    values = {s: found for share in shares for s, found in policy_values(actor, share, chunks).items()}
+    old_logp = {
+        sample: torch.from_numpy(logp + policy_batch.drift(sample)[held]) for sample, (held, logp, _) in values.items()
+    }
+    # As a second update, which has an old policy.
+    later = RankBatch([shares[1], shares[0]], chunks, old_logp)
+    # A reduction that overlaps the pass leaves sums only where the optimizer needs them.
+    on_every_replica = not case.means.get("overlap_grad_reduce")
+    _, reports = actor.accumulate_gradients(later, 1, on_every_replica=on_every_replica)
+    loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
+    gradients = pieces(actor, gradients=True) if on_every_replica else []
+    batch, _ = actor.recompute_logp(shares, chunks)
+    metrics = [actor.update(batch, index) for index in range(len(shares))]
+    actor.gather_parameters()
+    speaks = place.tp == 0
+    return {
+        "loss": loss,
+        "values": values if speaks else {},
+        "gradients": gradients,
+        "weights": pieces(actor, gradients=False),
+        "norms": {name: metric for name, metric in metrics[0].items() if "grad_norm" in name},
+    }
+
+
+def build_actor(rank: int, directory: str, case: Case) -> Any:
+    """A rank of the actor with random weights of its own."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = policy_batch.config(directory, case.parallel, case.tokens)
+    config.model.random_init = True
+    optimizer = config.actor.optimizer
+    optimizer.lr, optimizer.warmup_steps, optimizer.eps = LR, WARMUP, EPS
+    optimizer.weight_decay, optimizer.clip_grad = WEIGHT_DECAY, CLIP_GRAD
+    for key, value in (case.math | case.means).items():
+        *path, name = key.split(".")
+        section: Any = config.actor
+        for part in path:
+            section = getattr(section, part)
+        assert name in {f.name for f in fields(section)}
+        setattr(section, name, value)
+    return MegatronActor(config, rank, dist.get_world_size(), None)
+
+
+def load_weights(actor: Any, checkpoint: str) -> None:
+    """The model's part of a distributed checkpoint, by megatron's own reader."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    metadata = ensure_metadata_has_dp_cp_group({})
+    wanted = {
+        f"model{index}": {
+            name: entry
+            for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+            if not isinstance(entry, ShardedObject)
+        }
+        for index, chunk in enumerate(actor.chunks)
+    }
+    state = dist_checkpointing.load(wanted, checkpoint)
+    for index, chunk in enumerate(actor.chunks):
+        missing = set(chunk.load_state_dict(state[f"model{index}"], strict=False).missing_keys)
+        assert all(name.endswith("_extra_state") for name in missing), missing
+    actor.optimizer.reload_model_params()
+
+
+def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """By sample, on the ranks of the last stage: which of its trained tokens this rank has, and their log-probabilities
+    and entropies."""
+
+    def closure(model: Any, batch: Any) -> Any:
+        def evaluate(hidden: torch.Tensor) -> Any:
+            found = actor.objective.logp(model, hidden, batch, compute_entropy=True)
+            return found[0].sum(), torch.tensor(0, dtype=torch.int), (batch, found)
+
+        return evaluate
+
+    batches = actor.model.microbatches(share, chunks)
+    rows = [actor.routing.row(batch) for batch in batches]
+    values = {}
+    with torch.no_grad():
+        for batch, found in actor.model.run(batches, rows, closure, forward_only=True):
+            parts = [tensor.split(list(batch.trained_counts)) for tensor in found]
+            for sample, logp, entropy in zip(batch.samples, *parts, strict=True):
+                held = policy_batch.held(sample, actor.layout, actor.rank)
+                values[sample] = held, logp.numpy().copy(), entropy.numpy().copy()
+    return values
+
+
+def pieces(actor: Any, *, gradients: bool) -> list[Any]:
+    """The parameters or their gradients, as this rank's slices of HF tensors."""
+    from model_converters.mapping.plan import export_pieces
+
+    held = actor.tensors()
+    if gradients:  # what has none, the bias that chooses experts, stands with its value
+        parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+        found = {parameter.data_ptr(): parameter.main_grad for parameter in parameters}
+        held = {name: found.get(tensor.data_ptr(), tensor) for name, tensor in held.items()}
+    return [
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
+        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
+    ]

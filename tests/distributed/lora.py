@@ -1,0 +1,129 @@
+"""Adapters that PEFT made of tiny models, what PEFT computes with them, and ours by PEFT's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.models import LoraConfig
+from mcore_rl.config.schema import Config
+from tests.distributed import policy_batch
+from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny model and the adapters on it. `targets` are all that PEFT is told; actor.lora is told them only where
+    `named`, and else finds the same by itself."""
+
+    kind: str
+    targets: list[str]
+    changes: dict[str, Any] = field(default_factory=dict)
+    named: bool = False
+    rank: int = 3
+    alpha: float = 7.0
+    rslora: bool = False
+
+
+MODELS = {
+    "dense": Model("qwen3", ATTENTION + MLP),
+    "biased": Model("qwen2", ATTENTION + MLP),
+    "some": Model("qwen3", ["q_proj", "v_proj", "up_proj"], named=True, rslora=True),
+    # Fewer key-value heads than tensor-parallel ranks.
+    "odd": Model("qwen3", ATTENTION + MLP, {"num_key_value_heads": 1, "vocab_size": VOCABULARY + 1}),
+    "moe": Model("qwen3_moe", ATTENTION),
+    "v3": Model("deepseek_v3", LATENT + MLP, {"rope_parameters": YARN, **GROUPS}),
+    "v3 without query latent": Model("deepseek_v3", ["q_proj", *LATENT[2:], *MLP], {"q_lora_rank": None}),
+}
+
+
+def write_models(root: Path, names: list[str] | None = None) -> dict[str, str]:
+    """By name: directories with a model, and in `adapter` beside its files what PEFT saved for it."""
+    directories = {}
+    for name in names or MODELS:
+        model = MODELS[name]
+        directory = write_tiny_model(root / name.replace(" ", "_"), model.kind, **model.changes)
+        _write_adapter(directory, model)
+        directories[name] = str(directory)
+    return directories
+
+
+def _write_adapter(directory: Path, model: Model) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    options = {"r": model.rank, "lora_alpha": model.alpha, "use_rslora": model.rslora, "task_type": "CAUSAL_LM"}
+    base = _as_it_is(AutoModelForCausalLM.from_pretrained(directory, local_files_only=True))
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=model.targets, **options))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.05)  # B is zero otherwise, and A's gradient with it
+    adapted.save_pretrained(directory / "adapter")
+
+
+def peft_model(directory: str, adapter: str | Path) -> Any:
+    """PEFT's model in float64 with all adapters trainable."""
+    import peft
+
+    base = _as_it_is(policy_batch.reference_model(directory))
+    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).double()
+
+
+def _as_it_is(model: Any) -> Any:
+    """PEFT would take gate_proj and its like for names of the routed experts, and adapt nothing else by them."""
+    model.config.model_type = "no type that PEFT knows"
+    return model
+
+
+def named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a PeftModel's tensors those of adapters, as files call them."""
+    return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if "lora_" in name}
+
+
+def peft_gradients(directory: str, samples: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """As policy_batch.reference_gradients, of the adapters, with gradients of nothing else."""
+    model = peft_model(directory, f"{directory}/adapter")
+    with torch.no_grad():
+        old = {
+            s: policy_batch.reference_logp(model, s)[0] + torch.from_numpy(policy_batch.drift(s)).double()
+            for s in samples
+        }
+    loss, _ = policy_batch.reference_loss(model, samples, old)
+    loss.backward()
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora_" not in name)
+    return float(loss.detach()), named({name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def lora_config(name: str, directory: str, parallel: dict[str, Any], tokens: int, *, path: bool = True) -> Config:
+    """Of the actor; path=False: with adapters of its own."""
+    model = MODELS[name]
+    config = policy_batch.config(directory, parallel, tokens)
+    targets = model.targets if model.named else []
+    config.actor.lora = LoraConfig(
+        model.rank, model.alpha, model.rslora, targets, f"{directory}/adapter" if path else None
+    )
+    return config
+
+
+def adapter_pieces(actor: Any, *, gradients: bool = False) -> list[Any]:
+    """This rank's slices of the adapters' tensors, or of their gradients, as policy_batch.assemble takes them."""
+    from mcore_rl.megatron.lora.adapters import adapter_parameters
+    from mcore_rl.megatron.roles.export_adapter import adapter_plan
+    from model_converters.mapping.plan import export_pieces
+
+    held = {
+        factor.bound.mcore: parameter.main_grad if gradients else parameter
+        for factor, parameter in adapter_parameters(actor.chunks)
+    }
+    return [
+        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
+        for plan, piece, view in export_pieces(adapter_plan(actor), held, actor.rank)
+    ]

@@ -1,0 +1,400 @@
+"""HF directories to distributed checkpoints and back: every bit, in any layout, for megatron's reader and writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from model_converters.families import FAMILIES, missing_engine_fields
+from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.hf.io import HFCheckpoint
+from tests.distributed import converting, policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import add_mtp_layer, write_tiny_model
+
+Sizes = dict[str, Any]
+
+ONE: Sizes = {"world_size": 1}
+TP2: Sizes = {"world_size": 2, "tp": 2, "etp": 2}
+PP2: Sizes = {"world_size": 2, "pp": 2}
+VPP2: Sizes = {"world_size": 2, "pp": 2, "vpp": 2}
+UNEVEN: Sizes = {"world_size": 4, "tp": 2, "pp": 2, "etp": 2, "first_stage_layers": 1}
+EP2: Sizes = {"world_size": 2, "ep": 2}
+TP2_EP2: Sizes = {"world_size": 2, "tp": 2, "ep": 2}
+ETP2: Sizes = {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}
+ALL: Sizes = {"world_size": 8, "tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2}
+REPLICATED: Sizes = {"world_size": 4, "tp": 2, "etp": 2}
+TP4: Sizes = {"world_size": 4, "tp": 4, "etp": 4}
+DENSE_LAYOUTS = (TP2, VPP2, UNEVEN)
+EXPERT_LAYOUTS = (ONE, UNEVEN, EP2, TP2_EP2, ALL, REPLICATED)
+MTP = {"num_nextn_predict_layers": 1}
+MIXED = {"mlp_only_layers": [1], "num_experts": 4}
+ODD = {"vocab_size": 97}  # no size of a vocabulary that more than one rank can share
+
+
+def cases() -> list[Any]:
+    """Of every family one layout at least, and of every layout one family; all of them on demand."""
+    found: list[Any] = [("qwen3_moe", {}, sizes) for sizes in EXPERT_LAYOUTS]
+    found += [("qwen3_moe", MIXED, ALL), ("qwen3", {}, UNEVEN), ("llama", {}, TP2), ("qwen2", {}, VPP2)]
+    found += [("qwen2", {"tie_word_embeddings": True}, PP2), ("qwen2", ODD | {"tie_word_embeddings": True}, TP4)]
+    found += [("deepseek_v3", MTP, ALL), ("glm4_moe", MTP, ETP2), ("deepseek_v2", {}, TP2_EP2)]
+    found += [("mixtral", {}, ALL), ("kimi_k2", {}, ALL)]
+    more: list[Any] = [("qwen3_moe", MIXED, ONE), ("qwen2", ODD, TP2), ("qwen2", ODD, TP4)]
+    more += [(family, {}, sizes) for family in ("qwen3", "llama", "qwen2") for sizes in DENSE_LAYOUTS]
+    more += [("qwen2", {"tie_word_embeddings": True}, sizes) for sizes in (ONE, TP2)]
+    more += [("deepseek_v3", MTP, sizes) for sizes in (ONE, PP2)]
+    more += [("glm4_moe", MTP, sizes) for sizes in (TP2, UNEVEN)]
+    more += [("deepseek_v2", {}, VPP2), ("mixtral", {}, ONE), ("kimi_k2", {}, ONE)]
+    more = [case for case in more if case not in found]
+    usual = [pytest.param(*case, id=_name(case)) for case in found]
+    return usual + [pytest.param(*case, id=_name(case), marks=pytest.mark.on_demand) for case in more]
+
+
+def _name(case: tuple[str, Sizes, Sizes]) -> str:
+    family, changes, sizes = case
+    return "-".join([family, *changes, *(f"{key}{size}" for key, size in sizes.items())])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory):
+    """A tiny model of a family with changes to its configuration, written once by transformers."""
+    written: dict[str, Path] = {}
+
+    def write(family: str, **changes: Any) -> Path:
+        key = json.dumps([family, changes])
+        if key not in written:
+            written[key] = tmp_path_factory.mktemp(family) / "hf"
+            mtp = bool(changes.get("num_nextn_predict_layers"))
+            tiny_checkpoint.write(family, written[key], changes=changes, seed=0, mtp=mtp)
+        return written[key]
+
+    return write
+
+
+# ---- there and back ----
+
+
+@pytest.mark.parametrize(("family", "changes", "sizes"), cases())
+def test_every_bit_comes_back(family: str, changes: Sizes, sizes: Sizes, source: Any, tmp_path: Path) -> None:
+    hf = source(family, **changes)
+    converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", sizes)
+    assert len(list((tmp_path / "mcore").glob("*.distcp"))) > sizes["world_size"]
+    converting.assert_same_tensors(tmp_path / "back", hf)
+    config = read_hf_config(hf)
+    assert read_hf_config(tmp_path / "back") == config | missing_engine_fields(config)
+    assert (tmp_path / "back" / "generation_config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mcore"]
+
+
+def test_dtypes_stay_as_they_are_tensor_by_tensor(source: Any, tmp_path: Path) -> None:
+    """A float32 router in a bfloat16 model, as many checkpoints have it."""
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    tensors = converting.hf_tensors(source("qwen3_moe"))
+    tensors = {name: t if name.endswith("mlp.gate.weight") else t.bfloat16() for name, t in tensors.items()}
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    (hf / "config.json").write_text(json.dumps(read_hf_config(source("qwen3_moe")) | {"dtype": "bfloat16"}))
+    converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", TP2_EP2)
+    converting.assert_same_tensors(tmp_path / "back", hf)
+    assert converting.hf_tensors(tmp_path / "back")["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+
+
+def test_tokenizer_and_templates_travel_with_the_weights(source: Any, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(source("qwen3"), hf)
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model", "tokenization_own.py"]
+    for name in names:
+        (hf / name).write_text(f"this is {name}")
+    (hf / "notes.txt").write_text("not of the model")
+    converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", ONE)
+    for name in names:
+        assert (tmp_path / "back" / name).read_text() == f"this is {name}"
+    assert not (tmp_path / "back" / "notes.txt").exists()
+
+
+def test_a_vocabulary_that_others_padded_further_is_cut(source: Any, tmp_path: Path) -> None:
+    """Megatron-LM pads to a multiple of 128; config.json says how many entries are real."""
+    hf, cut = source("qwen3"), tmp_path / "cut"
+    converting.to_mcore(hf, tmp_path / "mcore", TP2)
+    cut.mkdir()
+    (cut / "config.json").write_text(json.dumps(read_hf_config(hf) | {"vocab_size": 77}))
+    converting.to_hf(tmp_path / "mcore", tmp_path / "back", hf=cut)
+    found, wanted = converting.hf_tensors(tmp_path / "back"), converting.hf_tensors(hf)
+    for name, tensor in wanted.items():
+        vocabulary = name in ("lm_head.weight", "model.embed_tokens.weight")
+        assert torch.equal(found[name], tensor[:77] if vocabulary else tensor)
+
+
+# ---- multi-token prediction ----
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def mtp_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_model(tmp_path_factory.mktemp("mtp"), request.param)
+    add_mtp_layer(path)
+    return path
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(ONE, PP2), (ALL, TP2_EP2)], ids=["one rank", "eight ranks"])
+def test_layers_for_multi_token_prediction_are_kept(
+    saved: Sizes, loaded: Sizes, mtp_source: Path, tmp_path: Path
+) -> None:
+    converting.there_and_back(mtp_source, tmp_path / "mcore", tmp_path / "back", saved)
+    converting.assert_same_tensors(tmp_path / "back", mtp_source)
+    assert read_hf_config(tmp_path / "back")["num_nextn_predict_layers"] == 1
+    code, output, _ = converting.cli("verify", "--hf", mtp_source, "--ckpt", tmp_path / "mcore", "--logits", "--json")
+    assert (code, json.loads(output)["mismatched"]) == (0, [])
+    for found, wanted in launch(_loaded, loaded["world_size"], str(mtp_source), str(tmp_path / "mcore"), loaded):
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+
+
+def test_the_trainer_leaves_them_out_and_to_hf_says_so(mtp_source: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    launch(_train_and_save, 2, str(mtp_source), str(saved), str(tmp_path / "exported"), {"ep": 2})
+    converting.to_hf(saved, tmp_path / "back")
+    converting.assert_same_tensors(tmp_path / "back", tmp_path / "exported")
+    assert read_hf_config(tmp_path / "back")["num_nextn_predict_layers"] == 0
+    code, output, _ = converting.cli("verify", "--hf", mtp_source, "--ckpt", saved, "--json")
+    assert code == 1
+    assert "model.layers.4.eh_proj.weight" in json.loads(output)["mismatched"]
+
+
+def test_a_copy_that_is_none_is_refused(mtp_source: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(mtp_source, hf)
+    tensors = converting.hf_tensors(hf)
+    tensors["model.layers.4.embed_tokens.weight"][1, 1] += 1
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    code, _, errors = converting.cli("to-mcore", "--hf", hf, "--out", tmp_path / "out")
+    assert code == 2
+    assert "model.layers.4.embed_tokens.weight differs from model.embed_tokens.weight" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# ---- what is changed on the way ----
+
+
+def _read(directory: Path, lora: Path | None = None) -> dict[str, torch.Tensor]:
+    with HFCheckpoint(directory, lora) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.shapes}
+
+
+def test_fp8_leaves_and_enters(source: Any, tmp_path: Path) -> None:
+    """The tensor-parallel cut is inside a block. Sizes are multiples of 128: others transformers reads wrongly."""
+    changes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 384, "num_hidden_layers": 2}
+    hf, mcore, fp8 = source("qwen3", **changes), tmp_path / "mcore", tmp_path / "fp8"
+    converting.to_mcore(hf, mcore, TP2)
+    assert converting.cli("to-hf", "--ckpt", mcore, "--out", fp8, "--fp8")[0] == 0
+    assert read_hf_config(fp8)["quantization_config"]["quant_method"] == "fp8"
+    certificate = json.loads(converting.cli("verify", "--hf", fp8, "--ckpt", mcore, "--json")[1])
+    # q, k, v, o, gate, up and down of two layers.
+    assert (certificate["mismatched"], certificate["quantised"]) == ([], 14)
+    converting.there_and_back(fp8, tmp_path / "again", tmp_path / "back", TP2)
+    found, wanted = converting.hf_tensors(tmp_path / "back"), _read(fp8)
+    assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in wanted.items()}
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert "quantization_config" not in read_hf_config(tmp_path / "back")
+    code, output, _ = converting.cli("verify", "--hf", fp8, "--ckpt", tmp_path / "again", "--logits", "--json")
+    certificate = json.loads(output)
+    assert (code, certificate["mismatched"], certificate["quantised"]) == (0, [], 0)
+    assert certificate["max_abs_logit_diff"] < 1e-4
+
+
+def test_a_changed_fp8_code_is_found(source: Any, tmp_path: Path) -> None:
+    mcore, fp8 = tmp_path / "mcore", tmp_path / "fp8"
+    converting.to_mcore(source("qwen3"), mcore, ONE)
+    assert converting.cli("to-hf", "--ckpt", mcore, "--out", fp8, "--fp8")[0] == 0
+    tensors = converting.hf_tensors(fp8)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] ^= 1
+    save_file(tensors, fp8 / "model.safetensors", metadata={"format": "pt"})
+    code, output, _ = converting.cli("verify", "--hf", fp8, "--ckpt", mcore, "--json")
+    assert (code, json.loads(output)["mismatched"]) == (1, [name])
+
+
+def test_an_adapter_is_merged_on_the_way_in(source: Any, tmp_path: Path) -> None:
+    hf, lora, mcore = source("qwen3"), tmp_path / "lora", tmp_path / "mcore"
+    lora.mkdir()
+    targets = {"self_attn.q_proj": (64, 32), "mlp.down_proj": (32, 48)}
+    pairs = {
+        f"base_model.model.model.layers.2.{module}.lora_{side}.weight": torch.randn(shape)
+        for module, (rows, columns) in targets.items()
+        for side, shape in (("A", (3, columns)), ("B", (rows, 3)))
+    }
+    save_file(pairs, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    flags = ("--tp", "2", "--logits", "never")
+    code, _, errors = converting.cli("to-mcore", "--hf", hf, "--lora", lora, "--out", mcore, *flags)
+    assert (code, errors) == (0, "")
+    converting.to_hf(mcore, tmp_path / "back")
+    found, wanted, base = converting.hf_tensors(tmp_path / "back"), _read(hf, lora), _read(hf)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    changed = sorted(f"model.layers.2.{module}.weight" for module in targets)
+    assert [name for name in sorted(base) if not torch.equal(found[name], base[name])] == changed
+    assert converting.cli("verify", "--hf", hf, "--lora", lora, "--ckpt", mcore)[0] == 0
+    code, output, _ = converting.cli("verify", "--hf", hf, "--ckpt", mcore, "--json")
+    assert (code, json.loads(output)["mismatched"]) == (1, changed)
+
+
+# ---- megatron's reader ----
+
+
+def _loaded(_: int, hf: str, mcore: str, sizes: Sizes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    from mcore_rl.megatron.model.loading import load_hf
+
+    chunks, layout = converting.build(read_hf_config(hf), sizes)
+    converting.load_distributed(mcore, chunks)
+    from_checkpoint = converting.arrays(chunks)
+    load_hf(chunks, hf, layout)
+    return from_checkpoint, converting.arrays(chunks)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "saved", "loaded"),
+    [
+        ("qwen3_moe", {}, ALL, ONE),
+        ("qwen3_moe", {}, TP2, EP2),
+        ("qwen3_moe", {}, EP2, VPP2),
+        ("qwen3_moe", {}, ONE, ETP2),
+        ("qwen3_moe", MIXED, PP2, TP2_EP2),
+        ("qwen3", {}, UNEVEN, VPP2),
+        ("qwen3", {}, VPP2, TP2),
+        ("llama", {}, TP2, UNEVEN),
+        ("qwen2", {"tie_word_embeddings": True}, PP2, TP2),
+        ("qwen2", {"tie_word_embeddings": True}, TP2, PP2),
+        ("deepseek_v3", {}, ALL, ONE),
+        ("glm4_moe", {}, EP2, TP2),
+        ("qwen3", ODD, TP4, ONE),
+        ("qwen3", ODD, ONE, TP4),
+        ("qwen3", ODD, TP2, TP4),
+    ],
+)
+def test_a_real_model_in_any_other_layout_loads_it(
+    family: str, changes: Sizes, saved: Sizes, loaded: Sizes, source: Any, tmp_path: Path
+) -> None:
+    hf = source(family, **changes)
+    converting.to_mcore(hf, tmp_path / "mcore", saved)
+    for found, wanted in launch(_loaded, loaded["world_size"], str(hf), str(tmp_path / "mcore"), loaded):
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+
+
+def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
+    from model_converters.dcp.convert import verify
+
+    certificates = {name: verify(hf, ckpt, logits=True) for name, (hf, ckpt) in pairs.items()}
+    return {name: c.logits.max_abs_diff if c.holds and c.logits else -1.0 for name, c in certificates.items()}
+
+
+def test_every_family_computes_what_transformers_computes(source: Any, tmp_path: Path) -> None:
+    """2e-5 on logits of a spread above 1, in float32."""
+    pairs = {}
+    for family in sorted(FAMILIES):
+        pairs[family] = source(family), tmp_path / family
+        sizes = TP2_EP2 if "experts" in str(read_hf_config(pairs[family][0])) else TP2
+        converting.to_mcore(*pairs[family], sizes)
+    found = converting.alone(_logit_differences, pairs)
+    assert len(found) >= 9
+    assert {name: difference for name, difference in found.items() if not 0 <= difference < 2e-5} == {}
+
+
+def test_logits_that_transformers_cannot_give_are_one_message(source: Any, tmp_path: Path) -> None:
+    """A directory that the converters read whole, with an attention that transformers does not have."""
+    hf = tmp_path / "hf"
+    shutil.copytree(source("qwen3"), hf)
+    converting.to_mcore(hf, tmp_path / "mcore", ONE)
+    (hf / "config.json").write_text(json.dumps(read_hf_config(hf) | {"num_hidden_layers": 4, "pad_token_id": "none"}))
+    code, _, errors = converting.cli("verify", "--hf", hf, "--ckpt", tmp_path / "mcore", "--logits")
+    assert (code, errors.count("error: ")) == (2, 1)
+    assert f"transformers cannot load {hf}" in errors
+    assert "Traceback" not in errors
+
+
+# ---- megatron's writer ----
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    metadata = FileSystemReader(directory).read_metadata()
+    return {
+        key: (v.size, v.properties, sorted((tuple(c.offsets), tuple(c.sizes)) for c in v.chunks))
+        if isinstance(v, TensorStorageMetadata)
+        else "object"
+        for key, v in metadata.state_dict_metadata.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes"),
+    [("qwen3_moe", {}, TP2_EP2), ("qwen3_moe", MIXED, VPP2), ("qwen3", {}, PP2), ("llama", {}, REPLICATED)],
+)
+def test_it_describes_what_real_ranks_of_that_layout_save(
+    family: str, changes: Sizes, sizes: Sizes, source: Any, tmp_path: Path
+) -> None:
+    hf = source(family, **changes)
+    converting.to_mcore(hf, tmp_path / "ours", sizes)
+    launch(converting.save_distributed, sizes["world_size"], str(hf), str(tmp_path / "theirs"), sizes)
+    assert _description(tmp_path / "ours") == _description(tmp_path / "theirs")
+    for name in ("metadata.json", "common.pt"):
+        assert (tmp_path / "ours" / name).is_file()
+    assert (tmp_path / "ours" / "metadata.json").read_text() == (tmp_path / "theirs" / "metadata.json").read_text()
+
+
+NAMINGS = ("default", "by layer", "stacked layers", "by expert")
+
+
+@pytest.mark.parametrize(
+    ("family", "naming"),
+    [
+        ("qwen3", "default"),
+        *(pytest.param("qwen3", naming, marks=pytest.mark.on_demand) for naming in NAMINGS[1:]),
+        *(("qwen3_moe", naming) for naming in NAMINGS),
+    ],
+)
+def test_every_naming_of_layers_and_experts_is_read(family: str, naming: str, source: Any, tmp_path: Path) -> None:
+    sizes = TP2_EP2 if family == "qwen3_moe" else TP2
+    hf = source(family)
+    launch(converting.save_distributed, sizes["world_size"], str(hf), str(tmp_path / "mcore"), sizes, naming)
+    stacked = any(key.startswith("decoder.layers.mlp.") for key in _description(tmp_path / "mcore"))
+    assert stacked == (naming == "stacked layers" or (naming == "default" and family == "qwen3"))
+    converting.to_hf(tmp_path / "mcore", tmp_path / "back", hf=hf)
+    converting.assert_same_tensors(tmp_path / "back", hf)
+
+
+def _train_and_save(rank: int, hf: str, directory: str, exported: str, parallel: Sizes) -> None:
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
+    from tests.distributed.saving import save_checkpoint
+
+    actor = MegatronActor(policy_batch.config(hf, parallel, 64), rank, dist.get_world_size(), None)
+    for samples in policy_batch.UPDATES:
+        share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
+        batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+        actor.update(batch, 0)
+    if rank == 0:
+        os.makedirs(directory)
+    dist.barrier()
+    save_checkpoint(directory, actor)
+    export_hf(actor, exported, hf)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}, {"pp": 2}], ids=str)
+def test_a_trainers_checkpoint_is_what_the_trainer_exports(parallel: Sizes, source: Any, tmp_path: Path) -> None:
+    hf = source("qwen3_moe")
+    launch(_train_and_save, 2, str(hf), str(tmp_path / "step_2"), str(tmp_path / "exported"), parallel)
+    converting.to_hf(tmp_path / "step_2", tmp_path / "back")
+    converting.assert_same_tensors(tmp_path / "back", tmp_path / "exported")
+    trained, before = converting.hf_tensors(tmp_path / "back"), converting.hf_tensors(hf)
+    assert any(not trained[name].equal(before[name]) for name in before)

@@ -1,0 +1,221 @@
+"""What is written is what there was when the save began, whole; what is damaged or of another model is not loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.types import SavedFile
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("integrity")
+    write_tiny_model(directory / "moe", "qwen3_moe")
+    for name, layers in (("deeper", 6), ("shallower", 2)):
+        write_tiny_model(directory / name, "qwen3_moe", num_hidden_layers=layers)
+    return str(directory)
+
+
+def _actor(rank: int, directory: str, layout: dict[str, int], dtype: str = "float32") -> Any:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = policy_batch.config(directory, layout, 24)
+    config.model.dtype, config.actor.optimizer.lr = dtype, 4e-3
+    return MegatronActor(config, rank, dist.get_world_size(), None)
+
+
+def _update(actor: Any) -> None:
+    dp = actor.layout.coordinates(actor.rank).dp
+    share = policy_batch.share(policy_batch.UPDATES[0], dp, actor.layout.dp)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
+
+
+def _state(actor: Any) -> list[torch.Tensor]:
+    from mcore_rl.megatron.checkpoint.blocks import blocks_to_load
+
+    return [block.view.clone() for block in blocks_to_load(actor.chunks, actor.optimizer)]
+
+
+def _directory(root: str, name: str, rank: int) -> str:
+    import torch.distributed as dist
+
+    path = Path(root, name)
+    if rank == 0:
+        path.mkdir()
+    dist.barrier()
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def outcome(root: str) -> list[dict[str, Any]]:
+    """Everything that two ranks are asked here, in one launch."""
+    return launch(_all, 2, root)
+
+
+def _all(rank: int, root: str) -> dict[str, Any]:
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from tests.distributed.saving import save_checkpoint
+
+    found: dict[str, Any] = {}
+    actor = _actor(rank, f"{root}/moe", {"ep": 2})
+    found["before any update"] = _before_any_update(actor, _directory(root, "first", rank))
+    found["isolated"] = _isolated(actor, _directory(root, "isolated", rank))
+    directory = _directory(root, "whole", rank)
+    files = _shared(save_checkpoint(directory, actor)).files
+    found["files"] = files
+    found["random"] = _random_streams(actor, directory)
+    found["damaged"] = [_refused(actor, directory, _damaged(files, name)) for name in ("__0_0.distcp", "__1_0.distcp")]
+    found["unwritable"] = _unwritable(actor, f"{root}/nowhere")
+    load_checkpoint(directory, actor, files)
+    for name, layout in (("deeper", {"ep": 2}), ("shallower", {"pp": 2})):
+        found[name] = _refused(_actor(rank, f"{root}/{name}", layout), directory, files)
+    found["bfloat16"] = _refused(_actor(rank, f"{root}/moe", {"tp": 2}, "bfloat16"), directory, files)
+    return found
+
+
+def _shared(saved: Any) -> Any:
+    import torch.distributed as dist
+
+    holder = [saved]
+    dist.broadcast_object_list(holder)
+    return holder[0]
+
+
+def _before_any_update(actor: Any, directory: str) -> tuple[bool, bool]:
+    """Whether what is saved before the first update changes nothing, and counts no update, after it is loaded too."""
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.optim.optimizer_state import updates_done
+    from tests.distributed.saving import save_checkpoint
+
+    weights = [tensor.clone() for tensor in actor.tensors().values()]
+    save_checkpoint(directory, actor)
+    counts = [updates_done(actor.optimizer)]
+    load_checkpoint(directory, actor)
+    counts.append(updates_done(actor.optimizer))
+    same = all(torch.equal(old, new) for old, new in zip(weights, actor.tensors().values(), strict=True))
+    return same, counts == [0, 0]
+
+
+def _isolated(actor: Any, directory: str) -> tuple[bool, bool]:
+    """Whether an update after the snapshot changed anything, and whether what is written afterwards shows it."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
+
+    _update(actor)
+    before = _state(actor)
+    writer = CheckpointWriter(directory, actor, snapshot=True)
+    _update(actor)
+    after = _state(actor)
+    reports: list[Any] = [None, None]
+    dist.all_gather_object(reports, writer.write())
+    if actor.rank == 0:
+        writer.finish(reports)
+    dist.barrier()
+    load_checkpoint(directory, actor)
+    loaded = _state(actor)
+    changed = not any(torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel() > 1000)
+    return changed, all(torch.equal(a, b) for a, b in zip(before, loaded, strict=True))
+
+
+def _random_streams(actor: Any, directory: str) -> bool:
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+
+    drawn = []
+    for _ in range(2):
+        load_checkpoint(directory, actor)
+        drawn.append(torch.rand(8))
+    torch.manual_seed(99)
+    load_checkpoint(directory, actor)
+    drawn.append(torch.rand(8))
+    return torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+def _damaged(files: tuple[SavedFile, ...], name: str) -> tuple[SavedFile, ...]:
+    """As if one bit of the file were another."""
+    return tuple(replace(file, crc32=file.crc32 ^ 1) if file.name == name else file for file in files)
+
+
+def _refused(actor: Any, directory: str, files: tuple[SavedFile, ...]) -> tuple[str, str, bool]:
+    """Kind and text of the refusal, and whether the weights stayed as they were."""
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+
+    before = [tensor.clone() for tensor in actor.tensors().values()]
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(directory, actor, files)
+    same = all(torch.equal(old, new) for old, new in zip(before, actor.tensors().values(), strict=True))
+    return type(caught.value).__name__, str(caught.value), same
+
+
+def _unwritable(actor: Any, directory: str) -> tuple[int | None, str]:
+    from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
+
+    with pytest.raises(FileNotFoundError) as caught:
+        CheckpointWriter(directory, actor, snapshot=False).write()
+    return caught.value.errno, str(caught.value.filename)
+
+
+def test_a_snapshot_shows_no_later_update(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        assert rank["isolated"] == (True, True)
+
+
+def test_a_checkpoint_before_the_first_update_counts_none(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        assert rank["before any update"] == (True, True)
+
+
+def test_every_file_is_in_the_account_with_its_bytes(outcome: list[dict[str, Any]], root: str) -> None:
+    directory = Path(root, "whole")
+    files = {file.name: file for file in outcome[0]["files"]}
+    assert set(files) == {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    for name, file in files.items():
+        content = (directory / name).read_bytes()
+        assert (file.num_bytes, file.crc32) == (len(content), zlib.crc32(content))
+
+
+def test_random_streams_go_on_where_the_layout_is_the_same(outcome: list[dict[str, Any]]) -> None:
+    assert all(rank["random"] for rank in outcome)
+
+
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        for name, (kind, message, same) in zip(("__0_0.distcp", "__1_0.distcp"), rank["damaged"], strict=True):
+            assert kind == DamagedCheckpointError.__name__
+            assert f"{name} has another checksum than was saved" in message
+            assert same
+
+
+def test_another_model_or_dtype_is_refused_on_every_rank_by_tensor(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        for name, expected in (
+            ("deeper", "does not fit this model: it has no decoder.layers.4."),
+            ("shallower", "holds tensors that this model does not have: decoder.layers.2."),
+            ("bfloat16", "is torch.float32, here torch.bfloat16 (model.dtype)"),
+        ):
+            kind, message, same = rank[name]
+            assert (kind, same) == ("CheckpointError", True)
+            assert expected in message
+
+
+def test_what_cannot_be_written_names_the_file(outcome: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(outcome):
+        number, name = found["unwritable"]
+        assert number == errno.ENOENT
+        assert os.path.basename(name) == f"__{rank}_0.distcp"

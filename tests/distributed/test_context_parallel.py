@@ -1,0 +1,222 @@
+"""Context parallelism: the cut of packed rows, attention over it, and what crosses the ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.megatron.model import attention
+from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.context_attention import blocks_of
+from tests.distributed.launch import launch
+
+HEADS, GROUPS, WIDTH = 4, 2, 16
+# Several of one length, not adjacent; the shortest possible; chunks of one token.
+LENGTHS = [16, 48, 8, 16, 8, 128, 32]
+SHAPES = {"grouped": (GROUPS, WIDTH, WIDTH), "latent": (HEADS, WIDTH, 12), "wide values": (GROUPS, 8, 20)}
+
+
+def test_the_documented_example() -> None:
+    lengths = torch.tensor([8, 4])
+    assert ContextPart(0, 2).cells(lengths).tolist() == [0, 1, 6, 7, 8, 11]
+    assert ContextPart(1, 2).cells(lengths).tolist() == [2, 3, 4, 5, 9, 10]
+    assert ContextPart(1, 2).positions(lengths).tolist() == [2, 3, 4, 5, 1, 2]
+    assert ContextPart(1, 2).owners(lengths).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_token_has_one_rank(size: int) -> None:
+    lengths = torch.tensor([8, 24, 16])
+    owners = ContextPart(0, size).owners(lengths)
+    for rank in range(size):
+        part = ContextPart(rank, size)
+        assert part.cells(lengths).tolist() == (owners == rank).nonzero().flatten().tolist()
+    if size == 1:
+        odd = torch.tensor([5, 1, 3])
+        assert ContextPart().positions(odd).tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2]
+        assert ContextPart().owners(odd).tolist() == [0] * 9
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_attention_work_is_an_equal_share_and_hides_nothing_twice(size: int) -> None:
+    """Pairs of query and key, each causal pair of the sequence computed once, on the rank of its query."""
+    chunk = 3
+    length = 2 * size * chunk
+    seen = np.zeros((length, length), int)
+    work = []
+    for rank in range(size):
+        part = ContextPart(rank, size)
+        cells = part.cells(torch.tensor([length])).numpy().reshape(2, chunk)
+        work.append(0)
+        for block in blocks_of(part, chunk):
+            keys = np.arange(length)[block.keys]
+            pairs = np.tril(np.ones((chunk, len(keys)), int)) if block.causal else np.ones((chunk, len(keys)), int)
+            seen[np.ix_(cells[block.half], keys)] += pairs
+            work[-1] += pairs.sum()
+    assert np.array_equal(seen, np.tril(np.ones_like(seen)))
+    assert work == [length * (length + 1) // 2 // size] * size
+
+
+def _inputs(num_tokens: int, groups: int, width: int, value_width: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(num_tokens, HEADS, width), (num_tokens, groups, width), (num_tokens, groups, value_width)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _weights(num_tokens: int, value_width: int) -> torch.Tensor:
+    return torch.randn(num_tokens, HEADS, value_width, generator=torch.Generator().manual_seed(6))
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    outputs = []
+    for a, b, c in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        b, c = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (b, c))
+        scores = torch.einsum("qhd,khd->hqk", a, b) / a.shape[-1] ** 0.5
+        future = torch.ones(len(a), len(a), dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), c))
+    return torch.cat(outputs)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
+    return request.param, launch(_worker, request.param)
+
+
+def _worker(rank: int) -> dict[str, Any]:
+    part = ContextPart(rank, dist.get_world_size(), dist.group.WORLD)
+    return {
+        "attention": {name: _attend(part, shape, torch.float32) for name, shape in SHAPES.items()},
+        "bfloat16": _attend(part, SHAPES["grouped"], torch.bfloat16),
+        "unpacked": _attend_unpacked(part),
+        "gathered": _gather(part),
+        "rolled": _roll(part),
+        "rotated": _rotate(part),
+    }
+
+
+def _core(part: ContextPart) -> attention.SDPACoreAttention:
+    config = SimpleNamespace(context_parallel_size=part.size, attention_dropout=0.0)
+    groups = SimpleNamespace(cp=part.group)
+    return attention.SDPACoreAttention(config, 1, attention.AttnMaskType.causal, "self", pg_collection=groups)
+
+
+def _attend(part: ContextPart, shape: tuple[int, int, int], dtype: torch.dtype) -> list[np.ndarray]:
+    cells = part.cells(torch.tensor(LENGTHS))
+    inputs = [x[cells].to(dtype).requires_grad_() for x in _inputs(sum(LENGTHS), *shape)]
+    packed = attention.pack_sequences(LENGTHS, context_parallel=True)
+    out = _core(part)(*inputs, packed_seq_params=packed)
+    weights = _weights(sum(LENGTHS), shape[2])[cells].flatten(1).to(dtype)
+    gradients = torch.autograd.grad((out * weights).sum(), inputs)
+    return [x.detach().float().numpy() for x in (out.unflatten(1, (HEADS, -1)), *gradients)]
+
+
+def _expected(shape: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    inputs = [x.to(dtype).double().requires_grad_() for x in _inputs(sum(LENGTHS), *shape)]
+    out = _written_out(*inputs, LENGTHS)
+    weights = _weights(sum(LENGTHS), shape[2]).to(dtype)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_and_its_gradients_equal_those_of_each_whole_sequence(shape: str, found: Any) -> None:
+    size, ranks = found
+    expected = _expected(SHAPES[shape], torch.float32)
+    for rank, results in enumerate(ranks):
+        cells = ContextPart(rank, size).cells(torch.tensor(LENGTHS))
+        for ours, theirs in zip(results["attention"][shape], expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[cells], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_loses_no_more_than_its_digits(found: Any) -> None:
+    size, ranks = found
+    expected = _expected(SHAPES["grouped"], torch.bfloat16)
+    for rank, results in enumerate(ranks):
+        cells = ContextPart(rank, size).cells(torch.tensor(LENGTHS))
+        for ours, theirs in zip(results["bfloat16"], expected, strict=True):
+            error = (torch.from_numpy(ours).double() - theirs[cells]).abs().max() / theirs.abs().max()
+            assert error < 0.01  # 2^-8 for each of a few roundings
+
+
+ROWS, LENGTH = 3, 24  # a multiple of 2 * size
+
+
+def _attend_unpacked(part: ContextPart) -> np.ndarray:
+    own = part.cells(torch.tensor([LENGTH]))
+    whole = [x.unflatten(0, (ROWS, LENGTH)).transpose(0, 1) for x in _inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH)]
+    return _core(part)(*(x[own] for x in whole)).numpy()
+
+
+def test_unpacked_batches_attend_within_their_own_row(found: Any) -> None:
+    size, ranks = found
+    expected = _written_out(*_inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH), [LENGTH] * ROWS)
+    expected = expected.flatten(1).unflatten(0, (ROWS, LENGTH)).transpose(0, 1)
+    for rank, results in enumerate(ranks):
+        own = ContextPart(rank, size).cells(torch.tensor([LENGTH]))
+        torch.testing.assert_close(torch.from_numpy(results["unpacked"]), expected[own], rtol=0, atol=1e-5)
+
+
+OWNERS = [1, 0, 0, 1, 1, 1, 0, 1]  # with more than two ranks the others have nothing
+
+
+def _gather(part: ContextPart) -> list[np.ndarray]:
+    owners = torch.tensor(OWNERS)
+    mine = torch.arange(16.0).view(2, 8)[:, owners == part.rank].requires_grad_()
+    whole = part.gather(mine, owners)
+    # Each rank goes on with a loss of its own tokens in which all tokens have a part.
+    loss = (whole[0].sum() * whole[1] * (1 + part.rank)).mul(owners == part.rank).sum()
+    (gradient,) = torch.autograd.grad(loss, mine)
+    return [whole.detach().numpy(), gradient.numpy()]
+
+
+def test_gathered_tokens_are_in_order_and_their_gradients_whole(found: Any) -> None:
+    _, ranks = found
+    owners = torch.tensor(OWNERS)
+    leaf = torch.arange(16.0).view(2, 8).requires_grad_()
+    (leaf[0].sum() * leaf[1] * (1 + owners)).sum().backward()
+    assert leaf.grad is not None
+    for rank, results in enumerate(ranks):
+        whole, gradient = results["gathered"]
+        assert np.array_equal(whole, leaf.detach().numpy())
+        assert np.array_equal(gradient, leaf.grad[:, owners == rank].numpy())
+
+
+def _roll(part: ContextPart) -> list[int]:
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    tokens = torch.arange(1, sum(LENGTHS) + 1)[part.cells(torch.tensor(LENGTHS))]
+    packed = attention.pack_sequences(LENGTHS, context_parallel=True)
+    return roll_tensor(tokens[None], shifts=-1, dims=-1, cp_group=part.group, packed_seq_params=packed)[0][0].tolist()
+
+
+def test_megatron_rolls_tokens_of_this_layout_by_one(found: Any) -> None:
+    """Multi-token prediction reads the next token so."""
+    size, ranks = found
+    row = torch.arange(1, sum(LENGTHS) + 1)
+    rolled = torch.cat([torch.cat((part[1:], torch.zeros(1, dtype=torch.int64))) for part in row.split(LENGTHS)])
+    for rank, results in enumerate(ranks):
+        assert results["rolled"] == rolled[ContextPart(rank, size).cells(torch.tensor(LENGTHS))].tolist()
+
+
+def _rotate(part: ContextPart) -> list[np.ndarray]:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from mcore_rl.megatron.cpu.registry import without
+
+    cells = part.cells(torch.tensor(LENGTHS))
+    t = torch.randn(sum(LENGTHS), 3, 8, generator=torch.Generator().manual_seed(3))[cells]
+    freqs = torch.outer(torch.arange(max(LENGTHS)), torch.tensor([1.0, 0.1, 0.01])).repeat(1, 2)[:, None, None]
+    offsets = attention.pack_sequences(LENGTHS, context_parallel=True).cu_seqlens_q
+    ours = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, cp_group=part.group)
+    with without("fused_rotary"):
+        theirs = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, cp_group=part.group)
+    return [ours.numpy(), theirs.numpy()]
+
+
+def test_rotation_by_position_is_megatrons_own(found: Any) -> None:
+    for results in found[1]:
+        np.testing.assert_allclose(*results["rotated"], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,94 @@
+"""The bias that chooses experts (e_score_correction_bias): it decides, it stays float32, and no update moves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import GROUPS, write_tiny_model
+
+MODEL = {"num_hidden_layers": 2, **GROUPS}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "v3", "deepseek_v3", **MODEL))
+
+
+def _stored(directory: str | Path) -> torch.Tensor:
+    with safe_open(Path(directory) / "model.safetensors", "pt") as file:
+        return file.get_tensor(BIAS)
+
+
+def test_bias_and_groups_of_the_tiny_models_choose_other_experts(directory: str) -> None:
+    """Guards the parity tests: with a bias of 0, or groups that never exclude an expert, they would prove nothing."""
+    model = policy_batch.reference_model(directory)
+    tokens = torch.from_numpy(np.concatenate([policy_batch.sequence(sample) for sample in range(9)]).astype(np.int64))
+
+    def chosen() -> torch.Tensor:
+        found = []
+        hook = model.model.layers[1].mlp.gate.register_forward_hook(lambda _m, _i, out: found.append(out[2]))
+        with torch.no_grad():
+            model(tokens[None])
+        hook.remove()
+        return found[0].sort(-1).values
+
+    router = model.model.layers[1].mlp.gate
+    usual, bias = chosen(), router.e_score_correction_bias.clone()
+    router.e_score_correction_bias.zero_()
+    unbiased = chosen()
+    router.e_score_correction_bias.copy_(bias)
+    router.topk_group = router.num_group
+    unlimited = chosen()
+    for other in (unbiased, unlimited):
+        assert (usual != other).any(-1).float().mean() > 0.2
+
+
+def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, Any]:
+    """What the bias is at every station of a bfloat16 run, as the rank that holds it sees it."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.megatron.roles.export import export_hf
+    from tests.distributed.saving import save_checkpoint
+
+    config = policy_batch.config(directory, {"ep": 2}, 24)
+    config.model.dtype = "bfloat16"
+    config.actor.optimizer.lr = 1e-2
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    name = "decoder.layers.1.mlp.router.expert_bias"
+    seen = {"loaded": actor.tensors()[name].clone()}
+    share = policy_batch.share(policy_batch.UPDATES[0], actor.layout.coordinates(rank).dp, actor.layout.dp)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
+    seen["updated"] = actor.tensors()[name].clone()
+    if rank == 0:
+        Path(root, "checkpoint").mkdir()
+    dist.barrier()
+    save_checkpoint(f"{root}/checkpoint", actor)
+    actor.tensors()[name].zero_()
+    load_checkpoint(f"{root}/checkpoint", actor)
+    seen["restored"] = actor.tensors()[name].clone()
+    export_hf(actor, f"{root}/exported", directory)
+    return {station: (str(bias.dtype), bias.float().numpy()) for station, bias in seen.items()}
+
+
+def test_the_bias_keeps_its_float32_bits_in_a_bfloat16_model(directory: str, tmp_path: Path) -> None:
+    stored = _stored(directory)
+    assert not torch.equal(stored, stored.bfloat16().float())
+    for seen in launch(_live_through_an_update, 2, directory, str(tmp_path)):
+        for station, (dtype, bias) in seen.items():
+            assert dtype == "torch.float32", station
+            np.testing.assert_array_equal(bias, stored.numpy(), err_msg=station)
+    exported = _stored(tmp_path / "exported")
+    assert exported.dtype == torch.float32
+    assert torch.equal(exported, stored)

@@ -1,0 +1,393 @@
+"""Each fix of the CPU backend, by name: the upstream code fails without it and does what it should with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.cpu.registry import FIXES, without
+from tests.distributed.launch import RankFailedError, launch
+from tests.tiny_models import tiny_fields
+
+cpu.install()
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is a no-op with CUDA")
+
+
+# ---- helpers on the ranks ----
+
+
+def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: Any = None, **changes: Any) -> Any:
+    """One randomly initialised chunk in a layout."""
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.model import model, parallel
+    from mcore_rl.resolved.layout import train_layout
+
+    hf_config = tiny_fields(kind, num_hidden_layers=2, **changes)
+    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
+    settings = ModelConfig(hf_path="", dtype=dtype, random_init=True)
+    return model.build_model(hf_config, actor or ActorConfig(), settings, layout)[0]
+
+
+def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:
+    from mcore_rl.megatron.model.attention import pack_sequences
+
+    tokens = torch.arange(sum(lengths)) % 96
+    return chunk(tokens[None], None, None, packed_seq_params=pack_sequences(list(lengths)))
+
+
+def _optimizer(chunk: Any, *, distributed: bool) -> Any:
+    """An Adam optimizer after one step."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    wrapped = DistributedDataParallel(chunk.config, ddp_config, module)
+    options = OptimizerConfig(
+        lr=0.1, clip_grad=0.5, bf16=chunk.config.bf16, params_dtype=chunk.config.params_dtype,
+        use_distributed_optimizer=distributed,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(options, [wrapped])
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    _hidden(wrapped).float().square().sum().backward()
+    wrapped.finish_grad_sync()
+    assert optimizer.step()[0]
+    return optimizer
+
+
+# ---- one test per fix ----
+
+
+def _build_model(_: int) -> None:
+    _hidden(_model("qwen3", {})).sum().backward()
+
+
+def _build_model_without(_: int, name: str) -> None:
+    with without(name):
+        _build_model(0)
+
+
+@pytest.mark.parametrize("name", ["cuda_calls", "generator_state"])
+def test_a_model_cannot_even_be_built_without(name: str) -> None:
+    launch(_build_model, 1)
+    with pytest.raises(RankFailedError, match=r"CUDA|cuda"):
+        launch(_build_model_without, 1, name)
+
+
+def _gradient_norm(_: int) -> float:
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    return get_grad_norm_fp32([torch.tensor([3.0, 4.0])], grad_stats_parallel_group=dist.group.WORLD)
+
+
+def _gradient_norm_without(_: int) -> float:
+    with without("device_literals"):
+        return _gradient_norm(0)
+
+
+def test_device_literals_are_read_as_cpu_in_megatron_only() -> None:
+    assert launch(_gradient_norm, 1) == [pytest.approx(5.0)]
+    with pytest.raises(RankFailedError, match="CUDA"):
+        launch(_gradient_norm_without, 1)
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.cuda.current_device()
+
+
+def _tied_over_two_stages(_: int, skipped: list[str]) -> float:
+    from mcore_rl.megatron.model.output import output_weight
+
+    if skipped:
+        with without(*skipped):
+            return _tied_over_two_stages(0, [])
+    chunk = _model("qwen3", {"pp": 2}, tie_word_embeddings=True)
+    weight = output_weight(chunk) if chunk.post_process else chunk.embedding.word_embeddings.weight
+    return float(weight.detach().double().sum())
+
+
+def test_tensor_cuda_lets_tied_embeddings_start_equal_on_both_stages() -> None:
+    first, last = launch(_tied_over_two_stages, 2, [])
+    assert first == last != 0.0
+    with pytest.raises(RankFailedError, match="CUDA"):
+        launch(_tied_over_two_stages, 2, ["tensor_cuda"])
+
+
+def _step(_: int, dtype: str, distributed: bool, skipped: list[str]) -> float:
+    if skipped:
+        with without(*skipped):
+            return _step(0, dtype, distributed, [])
+    chunk = _model("qwen3", {}, dtype=dtype)
+    before = chunk.decoder.final_layernorm.weight.detach().clone()
+    _optimizer(chunk, distributed=distributed)
+    return float((chunk.decoder.final_layernorm.weight - before).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype", "distributed"),
+    [
+        ("optimizer.distrib_optimizer", "bfloat16", True),
+        ("optimizer.distrib_optimizer", "float32", True),
+        ("optimizer.optimizer", "bfloat16", False),
+        ("optimizer.clip_grads", "float32", False),
+    ],
+)
+def test_optimizers_know_parameters_on_the_cpu(module: str, dtype: str, distributed: bool) -> None:
+    (moved,) = launch(_step, 1, dtype, distributed, [])
+    assert moved > 0.01
+    with pytest.raises(RankFailedError, match=r"TypeError|AssertionError"):
+        launch(_step, 1, dtype, distributed, [f"tensor_type_names:{module}"])
+
+
+def test_tensor_type_answers_the_truth_outside_megatron() -> None:
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def _uneven(rank: int) -> tuple[list[float], list[float]]:
+    from megatron.core.tensor_parallel.mappings import (
+        _gather_along_first_dim,
+        _reduce_scatter_along_first_dim,
+    )
+
+    mine = torch.full((1 + 2 * rank, 2), float(rank + 1)).t().contiguous().t()
+    gathered = _gather_along_first_dim(mine, dist.group.WORLD, [1, 3])
+    total = torch.arange(8.0).view(4, 2) * (rank + 1)
+    scattered = _reduce_scatter_along_first_dim(total, dist.group.WORLD, [1, 3])
+    return gathered.flatten().tolist(), scattered.flatten().tolist()
+
+
+def _uneven_without(rank: int) -> tuple[list[float], list[float]]:
+    with without("uneven_collectives"):
+        return _uneven(rank)
+
+
+def test_uneven_collectives_gather_and_reduce_lists_of_different_lengths() -> None:
+    expected = torch.arange(8.0) * 3
+    outcomes = launch(_uneven, 2)
+    assert [gathered for gathered, _ in outcomes] == [[1.0] * 2 + [2.0] * 6] * 2
+    assert [scattered for _, scattered in outcomes] == [expected[:2].tolist(), expected[2:].tolist()]
+    with pytest.raises(RankFailedError):
+        launch(_uneven_without, 2)
+
+
+def _streams(_: int) -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.tensor_parallel.random").addHandler(handler)
+    _model("qwen3", {})
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    before = torch.get_rng_state()
+    with tracker.fork():
+        inside = torch.rand(3)
+    with tracker.fork("expert-parallel-rng"):
+        experts = torch.rand(3)
+    with tracker.fork():
+        later = torch.rand(3)
+    return {
+        "outer unchanged": torch.equal(before, torch.get_rng_state()),
+        "streams differ": not torch.equal(inside, experts),
+        "stream advances": not torch.equal(inside, later),
+        "warnings": records,
+    }
+
+
+def test_generator_state_keeps_megatrons_streams_apart_without_false_alarms() -> None:
+    (found,) = launch(_streams, 1)
+    assert found == {"outer unchanged": True, "streams differ": True, "stream advances": True, "warnings": []}
+
+
+def test_fused_functions_are_not_compiled() -> None:
+    from megatron.core import jit
+    from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+
+    assert jit.jit_fuser(len) is len
+    assert not hasattr(bias_dropout_add_fused_train, "_torchdynamo_orig_callable")
+    with without("jit_fuser"):
+        assert jit.jit_fuser is torch.compile
+
+
+def test_a_router_in_float32_needs_no_transformer_engine() -> None:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, weight = torch.randn(5, 8, generator=generator), torch.randn(4, 8, generator=generator)
+    logits = router_gating_linear(tokens.bfloat16(), weight.bfloat16(), None, torch.float32)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, tokens.bfloat16().float() @ weight.bfloat16().float().t())
+    with without("router_gemm"), pytest.raises(NameError):
+        router_gating_linear(tokens, weight, None, torch.float32)
+
+
+def _recompute_norms(_: int, skipped: list[str]) -> None:
+    if skipped:
+        with without(*skipped):
+            return _recompute_norms(0, [])
+    from mcore_rl.config.models import ActorConfig
+
+    _hidden(
+        _model("qwen3", {}, actor=ActorConfig(recompute="selective", recompute_modules=["layernorm"]))
+    ).sum().backward()
+    return None
+
+
+def test_norms_are_recomputed_without_transformer_engine() -> None:
+    launch(_recompute_norms, 1, [])
+    with pytest.raises(RankFailedError, match="FP8GlobalStateManager"):
+        launch(_recompute_norms, 1, ["checkpoint_without_output"])
+
+
+def _expert_parallel(_: int, skipped: list[str]) -> None:
+    if skipped:
+        with without(*skipped):
+            return _expert_parallel(0, [])
+    _hidden(_model("qwen3_moe", {"ep": 2})).sum().backward()
+    return None
+
+
+def test_split_sizes_reach_all_to_all_as_numbers() -> None:
+    launch(_expert_parallel, 2, [])
+    with pytest.raises(RankFailedError, match=r"TypeError|RuntimeError"):
+        launch(_expert_parallel, 2, ["split_sizes"])
+
+
+def _latent_attention(_: int, skipped: list[str]) -> None:
+    if skipped:
+        with without(*skipped):
+            return _latent_attention(0, [])
+    _hidden(_model("deepseek_v3", {})).sum().backward()
+    return None
+
+
+def test_latent_attention_needs_no_transformer_engine() -> None:
+    launch(_latent_attention, 1, [])
+    with pytest.raises(RankFailedError, match="isinstance"):
+        launch(_latent_attention, 1, ["latent_attention"])
+
+
+def test_no_fix_is_without_a_test() -> None:
+    files = (Path(__file__), Path(__file__).with_name("test_cpu_kernels.py"))
+    source = "".join(file.read_text() for file in files)
+    assert [name for name in FIXES if not all(part in source for part in name.split(":"))] == []
+
+
+def _groups(rank: int, fixed: bool) -> tuple[int, float]:
+    """Threads of gloo's devices beside those of the world's group, after ten groups; and a sum in the last of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not the device of the world's group
+
+    def devices() -> int:
+        return sum(name.read_text() == "gloo_tcp_loop\n" for name in Path("/proc/self/task").glob("*/comm"))
+
+    before, value = devices(), torch.tensor(rank + 1.0)
+    with nullcontext() if fixed else without("one_gloo_device"):
+        groups = [dist.new_group([0, 1], timeout=timedelta(seconds=20)) for _ in range(10)]
+    distributed_c10d._set_pg_timeout(timedelta(seconds=30), groups[-1])
+    dist.all_reduce(value, group=groups[-1])
+    return devices() - before, value.item()
+
+
+def test_one_gloo_device_serves_every_group() -> None:
+    assert launch(_groups, 2, True) == [(1, 3.0)] * 2
+    assert launch(_groups, 2, False) == [(10, 3.0)] * 2
+
+
+# ---- installation ----
+
+
+def test_installing_twice_adds_one_hook() -> None:
+    hooks = list(sys.meta_path)
+    assert cpu.install()
+    assert sys.meta_path == hooks
+
+
+def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.17\.0 is installed.*0\.16\.1"):
+        cpu._check_version()
+
+
+def _python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_with_cuda_and_transformer_engine_nothing_is_touched() -> None:
+    out = _python(
+        "import sys, torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "before = (list(sys.meta_path), torch.Tensor.cuda)\n"
+        "from mcore_rl.megatron import cpu\n"
+        "cpu.transformer_engine = lambda imported: '2.11.0'\n"
+        "print(cpu.install(), before == (list(sys.meta_path), torch.Tensor.cuda))"
+    )
+    assert out.split() == ["False", "True"]
+
+
+def test_megatron_imported_too_early_is_refused(tmp_path: Path) -> None:
+    """An empty megatron.core stands in: what counts is that a module of that name is there, and it imports fast."""
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    out = _python(
+        "import megatron.core\n"
+        "from mcore_rl.megatron import cpu\n"
+        "from mcore_rl.errors import McoreRLError\n"
+        "try: cpu.install()\n"
+        "except McoreRLError as error: print(error)",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}",
+    )
+    assert "was imported before mcore_rl.megatron.cpu.install()" in out
+
+
+def test_the_package_imports_nothing_of_megatron_by_itself() -> None:
+    out = _python("import sys, mcore_rl.megatron; print('torch' in sys.modules, 'megatron.core' in sys.modules)")
+    assert out.split() == ["False", "False"]
+
+
+# ---- with CUDA ----
+
+ON_CUDA = """
+import importlib.util, sys
+import torch
+torch.cuda.is_available = lambda: True
+from mcore_rl.megatron import cpu
+if sys.argv[1] == "with":
+    cpu.transformer_engine = lambda imported: "2.11.0"
+assert cpu.install() is False
+import megatron.core.transformer.moe.moe_utils as moe
+import megatron.core.transformer.multi_latent_attention as latent
+assert moe.torch is torch, "CUDA has torch as it is"
+print(getattr(moe, "te_general_gemm", "unbound"), latent.HAVE_TE)
+"""
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("without", "None False"), ("with", "unbound True")])
+def test_on_cuda_only_what_is_wrong_without_transformer_engine_is_mended(engine: str, expected: str) -> None:
+    """TransformerEngine is not here in either case: with it believed to be, nothing is mended."""
+    command = [sys.executable, "-W", "ignore", "-c", ON_CUDA, engine]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[-2] == expected

@@ -1,0 +1,278 @@
+"""The CPU backend's kernels against the torch compositions that they replace, in float64, and where they are used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mcore_rl.megatron import cpu
+from mcore_rl.megatron.cpu.kernels import norm, rotary, rows, swiglu
+from mcore_rl.megatron.cpu.kernels.experts import grouped_linear
+from mcore_rl.megatron.cpu.kernels.norm import rms_norm
+from mcore_rl.megatron.cpu.kernels.rotary import rotate
+from mcore_rl.megatron.cpu.kernels.rows import add_rows, gather_rows
+from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
+from mcore_rl.megatron.cpu.registry import without
+from tests.distributed.launch import launch
+from tests.tiny_models import tiny_fields
+
+cpu.install()
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is a no-op with CUDA")
+
+FUSIONS = ["fused_rotary", "fused_swiglu", "fused_permute", "grouped_experts"]
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _agree(
+    ours: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> None:
+    """Result and gradients: of float64 to the last digits, of float32 within its rounding."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        expected_inputs = [x.clone().requires_grad_() for x in inputs]
+        expected = reference(*expected_inputs)
+        weights = _random(*expected.shape, seed=9)
+        found_inputs = [x.to(dtype).requires_grad_() for x in inputs]
+        found = ours(*found_inputs)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+        gradients = torch.autograd.grad((found * weights.to(dtype)).sum(), found_inputs)
+        references = torch.autograd.grad((expected * weights).sum(), expected_inputs)
+        for gradient, wanted in zip(gradients, references, strict=True):
+            torch.testing.assert_close(gradient.double(), wanted, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 24), (5, 2, 3, 8), (1, 5)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    _agree(
+        lambda x, w: rms_norm(x, w, 1e-6),
+        lambda x, w: F.rms_norm(x, (shape[-1],), w, 1e-6),
+        [_random(*shape), _random(shape[-1], seed=1)],
+    )
+
+
+def test_rms_norm_of_a_slice_reads_the_slice() -> None:
+    wide = _random(6, 3, 16)
+    _agree(
+        lambda x, w: rms_norm(x[:, 1:, 4:12], w, 1e-6),
+        lambda x, w: F.rms_norm(x[:, 1:, 4:12], (8,), w, 1e-6),
+        [wide, _random(8, seed=1)],
+    )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad: float) -> None:
+    """Kernels compiled with all of fastmath may assume that there is no such thing."""
+    x = _random(4, 8).float()
+    x[2, 3] = bad
+    normed = rms_norm(x, torch.ones(8), 1e-6)
+    gated = weighted_swiglu(x, torch.ones(4))
+    for result in (normed, gated):
+        assert torch.isfinite(result).all(1).tolist() == [True, True, False, True]
+    grad = torch.ones(4, 8)
+    grad[1, 0] = bad
+    leaf = _random(4, 8).float().requires_grad_()
+    rms_norm(leaf, torch.ones(8), 1e-6).backward(grad)
+    assert leaf.grad is not None
+    assert torch.isfinite(leaf.grad).all(1).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_rotary_turns_the_leading_dimensions_of_every_head(rotated: int) -> None:
+    positions = torch.tensor([0, 1, 2, 0, 1, 0, 5])
+    angles = _random(6, rotated // 2, seed=2).repeat(1, 2)
+
+    def reference(t: torch.Tensor) -> torch.Tensor:
+        cos, sin = (function(angles)[positions][:, None] for function in (torch.cos, torch.sin))
+        first, second = t[..., :rotated].chunk(2, -1)
+        turned = t[..., :rotated] * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((turned, t[..., rotated:]), -1)
+
+    _agree(
+        lambda t: rotate(t, torch.cos(angles).to(t.dtype), torch.sin(angles).to(t.dtype), positions),
+        reference,
+        [_random(7, 3, 16)],
+    )
+
+
+def _rotate_packed(_: int, skipped: list[str], latent: bool) -> list[Any]:
+    """megatron's function on two packed sequences: what it returns, and the gradient of its input."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    with ExitStack() as stack:
+        for name in skipped:
+            stack.enter_context(without(name))
+        t = _random(9, 3, 8).float().requires_grad_()
+        freqs = _random(5, 4, seed=2).float().repeat(1, 2)[:, None, None]
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        options = {"multi_latent_attention": latent, "mscale": 1.3, "cp_group": dist.group.WORLD}
+        out = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, **options)
+        out.backward(_random(9, 3, 8, seed=3).float())
+    return [out.detach().numpy(), t.grad.numpy()]
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_packed_rotation_is_megatrons_own(latent: bool) -> None:
+    """Latent attention pairs neighbours, where other heads pair halves."""
+    (ours,), (theirs,) = (launch(_rotate_packed, 1, skipped, latent) for skipped in ([], ["fused_rotary"]))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(reference), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_weighted_swiglu_over_several_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiglu, "_BLOCK_ELEMENTS", 40)
+    _agree(
+        weighted_swiglu,
+        lambda x, w: F.silu(x[:, :6]) * x[:, 6:] * w[:, None],
+        [_random(rows, 12), _random(rows, seed=1)],
+    )
+
+
+def test_rows_are_gathered_and_added_back() -> None:
+    index = torch.tensor([4, 0, 0, 2, 4, 4])  # rows 1 and 3 are in no copy
+    _agree(lambda x: gather_rows(x, index), lambda x: x[index], [_random(5, 2, 3)])
+    _agree(lambda x: add_rows(x, index, 5), lambda x: x.new_zeros(5, 2, 3).index_add(0, index, x), [_random(6, 2, 3)])
+
+
+def test_grouped_linear_with_an_expert_that_nobody_chose() -> None:
+    rows = [3, 0, 4]
+    _agree(
+        lambda x, *weights: grouped_linear(x, weights, rows),
+        lambda x, *weights: torch.cat([part @ w.t() for part, w in zip(x.split(rows), weights, strict=True)]),
+        [_random(7, 5), *(_random(4, 5, seed=1 + i) for i in range(3))],
+    )
+
+
+ROWS, WIDTH = 37, 24
+POSITIONS = (torch.arange(ROWS) % 9).numpy()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shapes"),
+    [
+        (lambda x, w, out, s: norm._forward(x, w, 1e-6, out, s), [(ROWS, WIDTH), WIDTH, (ROWS, WIDTH), ROWS]),
+        (norm._backward, [(ROWS, WIDTH), (ROWS, WIDTH), WIDTH, ROWS, (ROWS, WIDTH), WIDTH]),
+        (swiglu._forward, [(ROWS, 2 * WIDTH), (ROWS, WIDTH), ROWS, (ROWS, WIDTH)]),
+        (
+            swiglu._backward,
+            [(ROWS, WIDTH), (ROWS, 2 * WIDTH), (ROWS, WIDTH), ROWS, (ROWS, 2 * WIDTH), ROWS],
+        ),
+        (
+            lambda t, c, s, out: rotary._forward(t, c, s, POSITIONS, out),
+            [(ROWS, 2, WIDTH), (9, WIDTH), (9, WIDTH), (ROWS, 2, WIDTH)],
+        ),
+        (
+            lambda t, c, s, out: rotary._backward(t, c, s, POSITIONS, out),
+            [(ROWS, 2, WIDTH), (9, WIDTH), (9, WIDTH), (ROWS, 2, WIDTH)],
+        ),
+        (lambda x, out: rows._add(x, POSITIONS, out), [(ROWS, WIDTH), (9, WIDTH)]),
+    ],
+)
+def test_bits_do_not_depend_on_where_memory_lies(kernel: Callable[..., None], shapes: list[Any]) -> None:
+    """A resumed run must find the same bits. Compiled loops choose their code by whether arrays may overlap, so the
+    arrays lie side by side in every order here."""
+    sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
+    values = [_random(*size, seed=i).float() for i, size in enumerate(sizes)]
+    first: list[torch.Tensor] | None = None
+    for order in itertools.islice(itertools.permutations(range(len(values))), 0, None, max(len(values) - 3, 1) ** 2):
+        arena, offset, placed = torch.empty(sum(value.numel() for value in values)), 0, {}
+        for index in order:
+            end = offset + values[index].numel()
+            placed[index] = arena[offset:end].view(values[index].shape).copy_(values[index])
+            offset = end
+        kernel(*(placed[index].numpy() for index in range(len(values))))
+        found = [placed[index].clone() for index in range(len(values))]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), order
+
+
+# ---- in megatron's model ----
+
+
+def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> tuple[set[str], dict[str, Any]]:
+    """Names of the autograd functions of a pass over two sequences, and output and gradients."""
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.model import model, parallel
+    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.resolved.layout import train_layout
+
+    hf_config = tiny_fields("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[1])
+    layout = train_layout(ParallelConfig(ep=ep), dist.get_world_size(), hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
+    settings = ModelConfig(hf_path="", dtype=dtype, random_init=True)
+    chunk = model.build_model(hf_config, ActorConfig(), settings, layout)[0]
+    if listened:
+        chunk.decoder.layers[0].mlp.experts.local_experts[0].register_forward_hook(lambda *_: None)
+    with ExitStack() as stack:
+        for name in skipped:
+            stack.enter_context(without(name))
+        tokens = torch.arange(19) % 96
+        hidden = chunk(tokens[None], None, None, packed_seq_params=pack_sequences([12, 7]))
+        functions = _functions(hidden.grad_fn)
+        hidden.float().square().mean().backward()
+    values = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
+    return functions, {"hidden": hidden.detach().float().numpy(), **values}
+
+
+def _functions(root: Any) -> set[str]:
+    names, pending, seen = set(), [root], {root}
+    while pending:
+        node = pending.pop()
+        names.add(node.name())
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
+    return names
+
+
+FUNCTION_OF = {
+    "fused_rotary": {"_RotaryBackward"},
+    "fused_swiglu": {"_WeightedSwiGLUBackward"},
+    "fused_permute": {"_GatherBackward", "_AddBackward"},
+    "grouped_experts": {"_GroupedLinearBackward"},
+}
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_model_is_the_same_with_and_without_each_kernel(ep: int) -> None:
+    everything = {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
+    whole = launch(_train, ep, [], ep, "float32", False)
+    assert all(everything <= functions for functions, _ in whole)
+    for skipped in ([name] for name in FUSIONS):
+        without = launch(_train, ep, skipped, ep, "float32", False)
+        for (_, found), (functions, expected) in zip(whole, without, strict=True):
+            absent = everything - functions
+            # The dense layer's SwiGLU and the experts' are one function.
+            assert absent == (set() if skipped == ["fused_swiglu"] else FUNCTION_OF[skipped[0]])
+            assert found.keys() == expected.keys()
+            for name, value in found.items():
+                torch.testing.assert_close(
+                    torch.from_numpy(value), torch.from_numpy(expected[name]), rtol=1e-4, atol=1e-6, msg=name
+                )
+
+
+def test_experts_that_somebody_listens_to_run_one_by_one() -> None:
+    """Adapters and parameter gathering hang on the modules, which the grouped product passes by."""
+    ((functions, found),) = launch(_train, 1, [], 1, "float32", True)
+    ((_, expected),) = launch(_train, 1, [], 1, "float32", False)
+    assert "_GroupedLinearBackward" not in functions
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(value), rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_takes_megatrons_own_way() -> None:
+    ((functions, found),) = launch(_train, 1, [], 1, "bfloat16", False)
+    assert not functions & {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
+    assert all(torch.isfinite(torch.from_numpy(value)).all() for value in found.values())

@@ -1,0 +1,384 @@
+"""The critic: values, gradients and updates are those of plain torch on transformers' token classification model, in
+every layout and every cut into micro-batches, and a checkpoint of one layout goes on in another.
+
+One launch per number of ranks runs all its cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.types import merge_metrics
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import checkpoint_tensors, tiny_config, tiny_model, write_tiny_model
+
+# Float32 against float64, in another order for each layout. A head that is replicated wrongly, a value of the
+# neighbouring position or a factor of an axis is off by 1e-2 or more.
+VALUE_TOLERANCE = 1e-5  # values are of size 1
+GRADIENT_TOLERANCE = 1e-5  # of the tensor's largest entry
+WEIGHT_TOLERANCE = 4e-6  # weights are of size 1 and move by about 1e-3
+ONE_MICROBATCH, SMALL = 10_000, 24
+CLIP_RANGE, LR, SEED = 0.25, 4e-3, 11
+Case = tuple[str, dict[str, Any], int]
+CASES: dict[int, dict[str, Case]] = {
+    1: {"dense": ("dense", {}, ONE_MICROBATCH), "moe": ("moe", {}, ONE_MICROBATCH), "dense cut": ("dense", {}, SMALL)},
+    2: {
+        "dense dp2": ("dense", {}, SMALL),
+        "dense tp2": ("dense", {"tp": 2}, SMALL),
+        "dense tp2 without sp": ("dense", {"tp": 2, "sequence_parallel": False}, SMALL),
+        "dense pp2": ("dense", {"pp": 2}, SMALL),
+        "dense cp2": ("dense", {"cp": 2}, SMALL),
+        "moe ep2": ("moe", {"ep": 2}, SMALL),
+        "moe tp2": ("moe", {"tp": 2}, SMALL),
+        "moe pp2": ("moe", {"pp": 2}, SMALL),
+    },
+}
+ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+SAVED, RESUMED = "dense tp2", "dense pp2"
+SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)
+
+
+def returns(sample: int) -> np.ndarray:
+    count = int(policy_batch.trained(sample).sum())
+    return np.random.default_rng(400 + sample).normal(0.5, 1.0, count).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("critics")
+    for name, kind in (("dense", "qwen3"), ("moe", "qwen3_moe")):
+        _write_classifier(root / name, kind)
+    write_tiny_model(root / "causal", "qwen2", tie_word_embeddings=True)
+    write_tiny_model(root / "policy", "qwen3")
+    return {name: str(root / name) for name in ("dense", "moe", "causal", "policy", "checkpoints")}
+
+
+def _write_classifier(directory: Path, kind: str) -> None:
+    """A token classification model with one label, as transformers saves it."""
+    from transformers import AutoModelForTokenClassification
+
+    config = tiny_config(kind, num_labels=1)
+    model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager").float()
+    trunk = tiny_model(kind).model.state_dict()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        model.model.load_state_dict(trunk)
+        model.score.weight.normal_(0, 0.2, generator=generator)
+        model.score.bias.zero_()
+    model.save_pretrained(directory)
+
+
+class _Reference:
+    """transformers' model in float64, one unpacked sequence at a time."""
+
+    def __init__(self, directory: str) -> None:
+        from transformers import AutoModelForTokenClassification
+
+        loops = {"attn_implementation": "eager", "experts_implementation": "eager", "local_files_only": True}
+        self.model = AutoModelForTokenClassification.from_pretrained(directory, **loops).double().eval()
+        with torch.no_grad():
+            self.values = {sample: self.of(sample) for sample in SAMPLES}
+
+    def of(self, sample: int) -> torch.Tensor:
+        """The values of the positions before the trained tokens."""
+        tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+        positions = policy_batch.PROMPTS[sample] + np.flatnonzero(policy_batch.trained(sample)) - 1
+        return self.model(tokens[None]).logits[0, positions, 0]
+
+    def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """The clipped loss of the first update, written token by token, and its metrics."""
+        samples = policy_batch.UPDATES[0]
+        weights = policy_batch.loss_weights(samples).astype(float)
+        total = torch.zeros((), dtype=torch.float64)
+        clips, targets, errors, seen = [], [], [], []
+        for sample in samples:
+            old = (self.values[sample] + torch.from_numpy(policy_batch.drift(sample))).tolist()
+            for value, before, target in zip(self.of(sample), old, returns(sample).tolist(), strict=True):
+                bounded = value.clamp(before - CLIP_RANGE, before + CLIP_RANGE)
+                plain, clipped = (value - target) ** 2, (bounded - target) ** 2
+                total = total + weights[sample] * 0.5 * torch.maximum(plain, clipped)
+                clips.append(bool(clipped > plain))
+                seen.append(value.detach().item())
+                targets.append(target)
+                errors.append(target - before)
+        return total, {
+            "critic/loss": total.item(),
+            "critic/clip_fraction": float(np.mean(clips)),
+            "critic/value_mean": float(np.mean(seen)),
+            "critic/explained_variance": 1 - float(np.var(errors) / np.var(targets)),
+        }
+
+
+@pytest.fixture(scope="module")
+def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in ("dense", "moe"):
+        reference = _Reference(directories[name])
+        loss, metrics = reference.loss()
+        loss.backward()
+        gradients = {n: p.grad for n, p in reference.model.named_parameters() if n != "score.bias"}
+        found[name] = {
+            "values": reference.values,
+            "metrics": metrics,
+            "gradients": checkpoint_tensors(reference.model, gradients),
+        }
+    return found
+
+
+def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **keys: Any) -> Any:
+    import torch.distributed as dist
+
+    from mcore_rl.config.models import ParallelConfig
+    from mcore_rl.megatron.roles.critic import MegatronCritic
+
+    config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads nothing of the actor's
+    config.run.seed = SEED
+    section = config.critic
+    section.hf_path, section.tokens_per_microbatch, section.clip_range = directory, tokens, CLIP_RANGE
+    section.parallel = ParallelConfig(**parallel)
+    optimizer = section.optimizer
+    # eps and warm-up as in test_actor_update; the norm is clipped, so a head that is counted twice shows.
+    optimizer.lr, optimizer.eps, optimizer.warmup_steps, optimizer.clip_grad = LR, 1e-2, 1, 0.05
+    for key, value in keys.items():
+        setattr(section, key, value)
+    return MegatronCritic(config, rank, dist.get_world_size(), None)
+
+
+def _shares(critic: Any) -> list[Any]:
+    dp = critic.layout.coordinates(critic.rank).dp
+    return [policy_batch.share(samples, dp, critic.layout.dp) for samples in policy_batch.UPDATES]
+
+
+def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
+    """Parameters or gradients, as this rank's slices of HF tensors."""
+    from model_converters.families import family_for
+    from model_converters.hf.value_head import with_value_head
+    from model_converters.mapping.plan import export_pieces, export_plan
+    from model_converters.mapping.table import bind
+
+    hf_config, held = critic.hf_config, critic.trained.tensors()
+    if gradients:
+        parameters = {p.data_ptr(): p.main_grad for chunk in critic.model.chunks for p in chunk.parameters()}
+        held = {name: parameters[tensor.data_ptr()] for name, tensor in held.items()}
+    rows = with_value_head(family_for(hf_config).rows(hf_config), hf_config)
+    plan = export_plan(bind(rows, hf_config, torch.float32), critic.layout)
+    return [
+        (tensor.hf_name, tensor.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
+        for tensor, piece, view in export_pieces(plan, held, critic.rank)
+    ]
+
+
+def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from tests.distributed.saving import save_checkpoint
+
+    found: dict[str, Any] = {}
+    saved = Path(directories["checkpoints"])
+    for name, (model, parallel, tokens) in cases.items():
+        critic = _critic(rank, directories[model], parallel, tokens)
+        chunks, shares = policy_batch.chunks(), _shares(critic)
+        batch = critic.values(shares, chunks)
+        result = found[name] = {"values": dict(batch.values)}
+        batch = replace(batch, values={s: values + policy_batch.drift(s) for s, values in batch.values.items()})
+        wanted = {sample: returns(sample) for sample in SAMPLES}
+        critic.accumulate_gradients(batch, 0, wanted, on_every_replica=True)
+        result["gradients"] = _pieces(critic, gradients=True)
+        result["metrics"] = [critic.update(batch, index, wanted) for index in range(len(shares))]
+        critic.gather_parameters()
+        result["weights"] = _pieces(critic)
+        if name == SAVED:
+            if rank == 0:
+                saved.mkdir()
+            dist.barrier()
+            save_checkpoint(str(saved), critic)
+            critic.update(batch, 0, wanted)
+            result["third"] = _pieces(critic)
+        if name == RESUMED:
+            resumed = _critic(rank, directories[model], parallel, tokens)
+            load_checkpoint(str(saved), resumed)
+            result["loaded"] = _pieces(resumed)
+            resumed.update(batch, 0, wanted)
+            result["third"] = _pieces(resumed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """By case: what every rank found."""
+    found = {}
+    for size, cases in CASES.items():
+        ranks = launch(_train, size, directories, cases, timeout_seconds=300)
+        found |= {name: [rank[name] for rank in ranks] for name in cases}
+    return found
+
+
+def _joined(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
+    return policy_batch.assemble([rank[what] for rank in ranks])
+
+
+def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, relative: bool) -> tuple[float, str]:
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name, tensor in expected.items():
+        error = (found[name] - tensor).abs().max()
+        errors[name] = float(error / tensor.abs().max()) if relative else float(error)
+    # NaN, an element that no rank holds, is the worst of all.
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    return errors[worst], worst
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_values_are_those_of_the_positions_that_predict(size: int, case: str, results: Any, references: Any) -> None:
+    expected = references[CASES[size][case][0]]["values"]
+    found: dict[int, list[np.ndarray]] = {}
+    for rank in results[case]:
+        for sample, values in rank["values"].items():
+            found.setdefault(sample, []).append(values)
+    assert sorted(found) == SAMPLES
+    for sample, of_ranks in found.items():
+        assert all(np.array_equal(values, of_ranks[0]) for values in of_ranks)  # whole, wherever they are
+        assert of_ranks[0].dtype == np.float32
+        assert np.abs(of_ranks[0] - expected[sample].numpy()).max() <= VALUE_TOLERANCE
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_every_gradient_equals_transformers(size: int, case: str, results: Any, references: Any) -> None:
+    expected = references[CASES[size][case][0]]["gradients"]
+    assert "score.weight" in expected
+    error, name = _worst(_joined(results[case], "gradients"), expected, relative=True)
+    assert error <= GRADIENT_TOLERANCE, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_metrics_add_up_over_ranks(size: int, case: str, results: Any, references: Any) -> None:
+    metrics = merge_metrics([rank["metrics"][0] for rank in results[case]])
+    for name, value in references[CASES[size][case][0]]["metrics"].items():
+        assert metrics[name].value == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert metrics["critic/clip_fraction"].value > 0
+    assert metrics["critic/lr"].value == pytest.approx(LR / 2)
+    assert metrics["critic/trained_tokens"].value == sum(
+        policy_batch.trained(sample).sum() for sample in policy_batch.UPDATES[0]
+    )
+    assert not [name for name in metrics if name.startswith("actor/")]
+
+
+@pytest.mark.parametrize("case", [*CASES[2], "dense cut"])
+def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
+    model = case.split(maxsplit=1)[0]
+    expected = _joined(results[model], "weights")
+    error, name = _worst(_joined(results[case], "weights"), expected, relative=False)
+    assert error <= WEIGHT_TOLERANCE, f"{name}: {error:.1e}"
+    norms = [
+        merge_metrics([rank["metrics"][1] for rank in results[c]])["critic/grad_norm"].value for c in (model, case)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_a_checkpoint_of_tp2_goes_on_in_pp2(results: Any) -> None:
+    saved, loaded = _joined(results[SAVED], "weights"), _joined(results[RESUMED], "loaded")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    error, name = _worst(_joined(results[RESUMED], "third"), _joined(results[SAVED], "third"), relative=False)
+    assert error <= WEIGHT_TOLERANCE, name
+    assert _worst(_joined(results[SAVED], "third"), saved, relative=False)[0] > 1e-3  # it was an update
+
+
+def _causal(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
+    """A critic from a causal model of tied embeddings, before any update."""
+    critic = _critic(rank, directories["causal"], {"pp": size}, SMALL)
+    values = dict(critic.values(_shares(critic), policy_batch.chunks()).values)
+    return {"values": values, "weights": _pieces(critic)}
+
+
+def test_a_causal_model_gets_a_small_head_that_is_the_same_in_every_layout(directories: dict[str, str]) -> None:
+    from transformers import AutoModel
+
+    one, two = (launch(_causal, size, directories, size) for size in (1, 2))
+    weights = _joined(one, "weights")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in _joined(two, "weights").items())
+    head = weights["score.weight"]
+    assert head.shape == (1, 32)
+    assert 0.7 / 33 < head.std() < 1.3 / 33  # 1 / (h + 1)
+    trunk = AutoModel.from_pretrained(directories["causal"], attn_implementation="eager").double()
+    for sample, values in one[0]["values"].items():
+        tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+        positions = policy_batch.PROMPTS[sample] + np.flatnonzero(policy_batch.trained(sample)) - 1
+        with torch.no_grad():
+            expected = trunk(tokens[None]).last_hidden_state[0, positions] @ head[0]
+        assert np.abs(values - expected.numpy()).max() <= VALUE_TOLERANCE
+
+
+LEARNING_STEPS = 40
+
+
+def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, Any]]:
+    """Metrics of steps on the same responses, of which each has one return."""
+    critic = _critic(rank, directories["causal"], {"pp": size}, ONE_MICROBATCH)
+    wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
+    chunks, shares, found = policy_batch.chunks(), _shares(critic), []
+    for _ in range(LEARNING_STEPS):
+        batch = critic.values(shares, chunks)
+        found.append(merge_metrics([critic.update(batch, index, wanted) for index in range(len(shares))]))
+    return found
+
+
+def test_a_critic_learns_to_explain_returns_that_prompts_decide(directories: dict[str, str]) -> None:
+    found = launch(_learn, 1, directories, 1)[0]
+    explained = [step["critic/explained_variance"].value for step in found]
+    assert explained[0] < 0.05  # values start near 0 and are all alike
+    assert explained[-1] > 0.9
+    losses = [step["critic/loss"].value for step in found]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, Any]:
+    """What goes wrong on one rank, and how it is said."""
+    from mcore_rl.errors import McoreRLError
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from tests.distributed.saving import save_checkpoint
+
+    def said(call: Any) -> str:
+        try:
+            call()
+        except (McoreRLError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    found = {}
+    save_checkpoint(root, MegatronActor(policy_batch.config(directories["policy"], {}, SMALL), rank, 1, None))
+    critic = _critic(rank, directories["dense"], {}, SMALL)
+    found["policy's checkpoint"] = said(lambda: load_checkpoint(root, critic))
+    wanted = {sample: returns(sample) for sample in SAMPLES}
+    batch = critic.values(_shares(critic), policy_batch.chunks())
+    found["no values"] = said(lambda: critic.update(replace(batch, values={}), 0, wanted))
+    found["short"] = said(lambda: critic.update(batch, 0, wanted | {2: wanted[2][1:]}))
+    before = _pieces(critic)
+    broken = wanted | {4: np.full_like(wanted[4], np.nan)}
+    found["nan"] = said(lambda: critic.update(batch, 0, broken))
+    found["kept"] = all(np.array_equal(a[-1], b[-1]) for a, b in zip(before, _pieces(critic), strict=True))
+    found["layout"] = said(lambda: _critic(rank, directories["dense"], {"tp": 3}, SMALL))
+    found["model"] = said(lambda: _critic(rank, root, {}, SMALL))
+    return found
+
+
+def test_what_cannot_be_is_refused_by_its_name(directories: dict[str, str], tmp_path: Path) -> None:
+    (found,) = launch(_refusals, 1, directories, str(tmp_path))
+    # A vocabulary projection may be padded, so its first row would pass for a head.
+    assert "CheckpointError" in found["policy's checkpoint"]
+    assert "output_layer.weight is (96, 32), here (1, 32)" in found["policy's checkpoint"]
+    assert "no old values" in found["no values"]
+    assert found["short"].startswith("ValueError: sample 2")
+    assert found["nan"].startswith("NonFiniteError")
+    assert "sample 4 " in found["nan"]
+    assert found["kept"]
+    assert found["layout"].startswith("ConfigError: critic.parallel.tp")
+    assert found["model"].startswith("ConfigError: critic.hf_path=")

@@ -1,0 +1,162 @@
+"""actor.optimizer.cpu_offload: the same training to the bit, and no optimizer state on the device between steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.errors import OffloadedError
+from tests.distributed.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
+
+PIECE_ELEMENTS = 5000
+"""Several pieces, of several parameters each."""
+CASES: Cases = {
+    1: {
+        "dense float32": ("qwen3", "float32", {}),
+        "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+    },
+    2: {
+        "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+        "dense dp2 bfloat16 overlapped": (
+            "qwen3",
+            "bfloat16",
+            {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+        ),
+        "moe ep2 bfloat16": ("qwen3_moe", "bfloat16", {"ep": 2}),
+        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
+    },
+}
+ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case: what every rank found."""
+    return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("host_optimizer"))
+
+
+def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
+    from mcore_rl.megatron.optim import host_optimizer
+
+    host_optimizer.PIECE_ELEMENTS = PIECE_ELEMENTS
+    results: dict[str, Any] = {}
+    for name, (kind, dtype, parallel) in cases.items():
+        device = _actor(rank, directories[kind], dtype, parallel, on_host=False)
+        train_two_steps(device)
+        expected = held_tensors(device)
+        host = _actor(rank, directories[kind], dtype, parallel, on_host=True)
+        found = results[name] = {"built": _main_bytes(host), "largest": _largest(host), "pieces": _watch_pieces(host)}
+        # The weights leave too, and come back.
+        train_two_steps(host, host.memory.offload)
+        found["pieces"] = list(found["pieces"])
+        found["trained"] = _main_bytes(host)
+        found["training"] = differences(expected, held_tensors(host))
+        host.memory.offload()
+        found["refusals"] = _refusals(host)
+        found["checkpoint"] = _save_and_load(
+            host, _actor(rank, directories[kind], dtype, parallel, on_host=True), Path(root, "checkpoints", name)
+        )
+    return results
+
+
+def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, on_host: bool) -> Any:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = configure(directory, dtype, layout)
+    config.actor.optimizer.cpu_offload = on_host
+    config.actor.offload.params = config.actor.offload.grads = on_host
+    return MegatronActor(config, rank, dist.get_world_size(), None)
+
+
+def _main_bytes(actor: Any) -> int:
+    """Of main parameters that are copies, in their own storages."""
+    from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
+
+    return sum(
+        owned.main.untyped_storage().nbytes()
+        for part in optimizer_parts(actor.optimizer)
+        for owned in main_parameters(part)
+        if owned.is_copy
+    )
+
+
+def _watch_pieces(actor: Any) -> list[int]:
+    """Receives, for every piece, the bytes of main parameters that are on the device while it is updated."""
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
+
+    found: list[int] = []
+    for part in optimizer_parts(actor.optimizer):
+        part.optimizer._inner.register_step_pre_hook(lambda *_: found.append(_main_bytes(actor)))
+    return found
+
+
+def _largest(actor: Any) -> int:
+    """Bytes of the largest copied main parameter."""
+    from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
+
+    parts = optimizer_parts(actor.optimizer)
+    return max([0, *(4 * o.main.numel() for part in parts for o in main_parameters(part) if o.is_copy)])
+
+
+def _refusals(actor: Any) -> list[str]:
+    """What reading a main parameter says."""
+    main = actor.optimizer.param_groups[0]["params"][0]
+    messages = []
+    for read in (lambda t: t + 1, lambda t: t.detach(), lambda t: t.tolist(), lambda t: t.zero_()):
+        try:
+            read(main)
+            messages.append("read")
+        except OffloadedError as error:
+            messages.append(str(error))
+    return messages
+
+
+def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
+    """What differs where another actor goes on from a checkpoint, after one more step of both."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from tests.distributed.saving import save_checkpoint
+
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_checkpoint(str(directory), trained)
+    load_checkpoint(str(directory), fresh)
+    for actor in (trained, fresh):
+        train_two_steps(actor)
+    return differences(held_tensors(trained), held_tensors(fresh))
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_training_is_bit_equal_to_state_on_the_device(size: int, case: str, results: Any) -> None:
+    assert [rank["training"] for rank in results[case]] == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_the_device_holds_a_piece_during_a_step_and_nothing_between(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        assert (rank["built"], rank["trained"]) == (0, 0)
+        if "float32" in case:  # its main parameters are the weights
+            assert set(rank["pieces"]) == {0}
+        else:
+            assert 0 < max(rank["pieces"]) <= max(4 * PIECE_ELEMENTS, rank["largest"])
+        # Two steps of two updates, each of several pieces.
+        assert len(rank["pieces"]) > 3 * 4
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_reading_what_is_on_the_host_is_refused(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        if "bfloat16" in case:
+            assert all("actor.optimizer.cpu_offload" in message for message in rank["refusals"])
+        else:
+            assert all("actor.offload.params" in message for message in rank["refusals"])
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(size: int, case: str, results: Any) -> None:
+    assert [rank["checkpoint"] for rank in results[case]] == [[]] * size

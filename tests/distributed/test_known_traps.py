@@ -1,0 +1,156 @@
+"""What megatron-core 0.16.1 gets wrong in silence, each with the remedy taken out: the gradient is then not the one of
+plain torch on transformers' model, so the remedy is still needed; with it the same layout is right.
+
+- An interleaved pipeline on two stages without overlap_p2p_comm. `model._parallel_arguments` always sets it.
+- Latent attention with tensor parallelism but whole sequences: the projection into the latent space, which every rank
+  holds, keeps the gradient of one rank's heads. `layout.train_layout` refuses it.
+- Gradients divided by the data-parallel size, where the model learns only after DistributedDataParallel was built that
+  the loss is a sum over tokens. `optimizer.wrap_chunks` asserts it.
+- Mixture-of-experts layers with tensor parallelism but whole sequences raise in training, a step too late.
+  `layout.train_layout` refuses it.
+
+Held by tests elsewhere: test_cpu_backend.py (calls of CUDA, uneven collectives, the float32 router, latent attention
+without TransformerEngine, steps of a reloaded optimizer), test_actor_update.py (one step count in all parameters),
+test_recompute.py and tests/unit/resolved/test_implementation.py (blocks of layers that do not fill a stage).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import YARN, write_tiny_model
+
+RIGHT, WRONG = 1e-5, 1e-3  # of a tensor's largest entry; see test_actor_gradients.py
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    # Latent attention in every layer, experts in none: those would raise before.
+    "latent": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 4}),
+    "moe": ("qwen3_moe", {}),
+}
+WHOLE_SEQUENCES = {"tp": 2, "sequence_parallel": False}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "interleaved": ("dense", {"pp": 2, "vpp": 2}, "nothing"),
+    "interleaved without overlap": ("dense", {"pp": 2, "vpp": 2}, "overlap"),
+    "latent": ("latent", {"tp": 2}, "nothing"),
+    "latent on whole sequences": ("latent", WHOLE_SEQUENCES, "refusal"),
+    "data parallel": ("dense", {}, "nothing"),
+    "data parallel, told late": ("dense", {}, "sum over tokens"),
+}
+EXPECTED_WRONG = {
+    "interleaved without overlap": "",
+    "latent on whole sequences": "kv_a_proj_with_mqa",
+    "data parallel, told late": "",
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(write_tiny_model(root / name, kind, **changes)) for name, (kind, changes) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def results(directories: dict[str, str]) -> dict[str, dict[str, float]]:
+    """By case and tensor: how far the gradient is from transformers', of its largest entry."""
+    samples = policy_batch.UPDATES[0]
+    expected = {kind: policy_batch.reference_gradients(directories[kind], samples)[1] for kind in ("dense", "latent")}
+    ranks = launch(_gradients, 2, directories)
+    errors = {}
+    for case, (kind, *_) in CASES.items():
+        found = policy_batch.assemble([rank[case] for rank in ranks])
+        errors[case] = {
+            name: float((found[name] - tensor).abs().max() / tensor.abs().max())
+            for name, tensor in expected[kind].items()
+        }
+    return errors
+
+
+def _gradients(rank: int, directories: dict[str, str]) -> dict[str, Any]:
+    return {case: _gradient(rank, directories[kind], *rest) for case, (kind, *rest) in CASES.items()}
+
+
+def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str) -> list[Any]:
+    actor = _build_without(removed, policy_batch.config(directory, parallel, 24), rank)
+    if parallel.get("vpp"):  # Rows of one length: stages would notice that they compute another row than they got.
+        actor.model.packing = replace(actor.model.packing, row_multiple=32)
+    place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
+    other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
+    batch, _ = actor.recompute_logp([other, share], chunks)
+    for sample, logp in batch.old_logp.items():
+        logp += torch.from_numpy(policy_batch.drift(sample))
+    actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    with torch.no_grad():
+        for chunk in actor.chunks:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    return policy_batch.hf_pieces(actor)
+
+
+def _build_without(removed: str, config: Any, rank: int) -> Any:
+    from mcore_rl.megatron.optim import optimizer
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.resolved import layout
+
+    refuse, wrap = layout._check_sequence_parallel, optimizer.DistributedDataParallel
+
+    def wrap_before_telling(model_config: Any, *args: Any, **options: Any) -> Any:
+        model_config.calculate_per_token_loss = False
+        wrapped = wrap(model_config, *args, **options)
+        model_config.calculate_per_token_loss = True
+        return wrapped
+
+    if removed == "refusal":
+        layout._check_sequence_parallel = lambda *_: None
+    if removed == "sum over tokens":
+        optimizer.DistributedDataParallel = wrap_before_telling
+    try:
+        actor = MegatronActor(config, rank, 2, None)
+    finally:
+        layout._check_sequence_parallel, optimizer.DistributedDataParallel = refuse, wrap
+    if removed == "overlap":
+        actor.chunks[0].config.overlap_p2p_comm, actor.chunks[0].config.batch_p2p_comm = False, True
+    return actor
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - EXPECTED_WRONG.keys()))
+def test_with_its_remedy_every_gradient_is_right(case: str, results: dict[str, dict[str, float]]) -> None:
+    assert max(results[case].values()) <= RIGHT
+
+
+@pytest.mark.parametrize("case", sorted(EXPECTED_WRONG))
+def test_without_its_remedy_gradients_are_wrong_in_silence(case: str, results: dict[str, dict[str, float]]) -> None:
+    wrong = [name for name, error in results[case].items() if error > WRONG]
+    assert wrong
+    assert any(EXPECTED_WRONG[case] in name for name in wrong)
+
+
+def _train_experts_on_whole_sequences(rank: int, directory: str) -> str:
+    try:
+        _gradient(rank, directory, WHOLE_SEQUENCES, "refusal")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_on_whole_sequences_raise_only_in_the_first_step(directories: dict[str, str]) -> None:
+    assert all(
+        "sequence parallelism" in message
+        for message in launch(_train_experts_on_whole_sequences, 2, directories["moe"])
+    )
+
+
+def test_a_model_that_does_not_sum_over_tokens_is_not_wrapped() -> None:
+    from types import SimpleNamespace
+
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.megatron.optim.optimizer import wrap_chunks
+
+    chunk = SimpleNamespace(config=SimpleNamespace(calculate_per_token_loss=False))
+    with pytest.raises(AssertionError):
+        wrap_chunks([chunk], ActorConfig())

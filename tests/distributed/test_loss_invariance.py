@@ -1,0 +1,175 @@
+"""Every policy loss, aggregation, correction and token-level advantage: the gradient of every parameter, however the
+update is laid out and cut, is that of one rank and one micro-batch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.algorithms import estimator, loss_weights
+from mcore_rl.config.schema import Config
+from mcore_rl.types import merge_metrics
+from tests.distributed import policy_batch
+from tests.distributed.invariance import ONE_MICROBATCH, SMALL, Case, build_actor, load_weights, pieces, policy_values
+from tests.distributed.launch import launch
+from tests.tiny_models import write_tiny_model
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.6},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.1},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
+    "clip_cov": {"cov_ratio": 0.3, "cov_low": 0.0, "cov_high": 100.0},
+    "kl_cov": {"cov_ratio": 0.3, "kl_coef": 1.0},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.3},
+    "decoupled_ppo": {},
+    "decoupled_ppo loglinear": {"prox": "loglinear"},
+    "reinforce": {},
+}
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+CORRECTIONS: list[dict[str, Any]] = [
+    {"kind": kind, "level": level, "high": high}
+    for kind in ("truncate", "mask")
+    for level, high in (("token", 1.3), ("sequence", 1e6), ("geometric", 4.0))
+]
+ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
+if os.environ.get("MCORE_RL_EVERY_TEST"):  # a loss is the last stage's, and knows no experts
+    LAYOUTS |= {"pp2": (2, {"pp": 2}), "ep2": (2, {"ep": 2})}
+SAMPLES = policy_batch.UPDATES[0]
+# Relative to the tensor's largest entry, as in test_invariance.
+GRADIENT_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """A loss as the configuration names it, with a word on its options; how the advantages of its tokens come about."""
+
+    loss: str
+    aggregation: str = "token-mean"
+    correction: dict[str, Any] = field(default_factory=dict)
+    estimator: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.loss, self.aggregation, *map(str, self.correction.values()), self.estimator or ""]
+        return " ".join(part for part in parts if part)
+
+
+ALL = [Objectives(loss, mode) for loss, mode in itertools.product(LOSSES, AGGREGATIONS)]
+ALL += [Objectives("ppo_clip", correction=correction) for correction in CORRECTIONS]
+ALL += [Objectives(loss, correction=CORRECTIONS[1]) for loss in ("kl_cov", "gspo")]
+ALL += [Objectives("ppo_clip", estimator=name) for name in ESTIMATORS]
+MEASURED = "decoupled_ppo metrics"
+LOSSES[MEASURED] = {"prox": "metrics"}
+ALL += [Objectives(MEASURED)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By layout and objective: loss, metrics, gradients by HF name."""
+    from model_converters.__main__ import main
+
+    directory = write_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe")
+    checkpoint = f"{directory}.mcore"
+    assert main(["to-mcore", "--hf", str(directory), "--out", checkpoint, "--logits", "never"]) == 0
+    cases = {"one rank": (1, Case("moe", tokens=ONE_MICROBATCH))}
+    cases |= {name: (size, Case("moe", layout, tokens=SMALL)) for name, (size, layout) in LAYOUTS.items()}
+    results = {}
+    for name, (size, case) in cases.items():
+        ranks = launch(measure_all, size, str(directory), checkpoint, case, timeout_seconds=300)
+        results[name] = {str(objective): join([rank[i] for rank in ranks]) for i, objective in enumerate(ALL)}
+    return results
+
+
+def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[dict[str, Any]]:
+    actor = build_actor(rank, directory, case)
+    load_weights(actor, checkpoint)
+    share = policy_batch.share(SAMPLES, actor.layout.coordinates(rank).dp, actor.layout.dp)
+    old_logp = {
+        sample: torch.from_numpy(logp + policy_batch.drift(sample)[held])
+        for sample, (held, logp, _) in policy_values(actor, share, policy_batch.chunks()).items()
+    }
+    return [measure(actor, objective, share, old_logp) for objective in ALL]
+
+
+def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """The gradient of one update whose old policy is `drift` away from the current one."""
+    from mcore_rl.megatron.step.objective import Objective
+    from mcore_rl.megatron.step.rank_batch import RankBatch
+
+    config = configure(actor.config, objective)
+    actor.objective = Objective.from_config(config, actor.model.group, actor.model.context)
+    share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
+    batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp), {}
+    if objective.estimator is not None:
+        actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
+        values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
+        batch, metrics, _ = actor.estimate(batch, values)
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    counts = actor.model.counts_tokens
+    return {
+        "loss": sum(report.loss for report in reports) if counts else 0.0,
+        "metrics": merge_metrics([metrics, *(report.metrics for report in reports)]) if counts else {},
+        "gradients": pieces(actor, gradients=True),
+    }
+
+
+def configure(config: Config, objective: Objectives) -> Config:
+    loss = replace(type(config.algorithm.policy_loss)(), name=objective.loss.split()[0], **LOSSES[objective.loss])
+    correction = replace(config.algorithm.correction, **objective.correction)
+    return replace(config, algorithm=replace(config.algorithm, policy_loss=loss, correction=correction))
+
+
+def weights(mode: str) -> np.ndarray:
+    counts = np.array([int(policy_batch.trained(sample).sum()) for sample in SAMPLES])
+    options = {"norm_tokens": 20} if mode == "seq-mean-token-sum-norm" else {}
+    whole = np.zeros(len(policy_batch.PROMPTS), np.float32)
+    whole[SAMPLES] = loss_weights(mode, counts, **options)
+    return whole
+
+
+def join(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "loss": sum(rank["loss"] for rank in ranks),
+        "metrics": {name: m.value for name, m in merge_metrics([rank["metrics"] for rank in ranks]).items()},
+        "gradients": policy_batch.assemble([rank["gradients"] for rank in ranks]),
+    }
+
+
+def differences() -> Iterator[Any]:
+    yield from (pytest.param(layout, objective, id=f"{layout} {objective}") for layout in LAYOUTS for objective in ALL)
+
+
+@pytest.mark.parametrize(("layout", "objective"), differences())
+def test_the_gradient_is_that_of_one_rank(layout: str, objective: Objectives, found: dict[str, Any]) -> None:
+    expected, ours = found["one rank"][str(objective)], found[layout][str(objective)]
+    assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    assert ours["gradients"].keys() == expected["gradients"].keys()
+    errors = {
+        name: float((ours["gradients"][name] - tensor).abs().max()) / (float(tensor.abs().max()) or 1.0)
+        for name, tensor in expected["gradients"].items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= GRADIENT_TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_metrics_count_every_token_and_response_once(layout: str, found: dict[str, Any]) -> None:
+    for objective in ALL:
+        expected, ours = found["one rank"][str(objective)]["metrics"], found[layout][str(objective)]["metrics"]
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), objective
+
+
+def test_objectives_differ(found: dict[str, Any]) -> None:
+    """Or the comparison would say little: losses, aggregations and corrections change the gradient."""
+    name = "model.embed_tokens.weight"
+    seen = {key: result["gradients"][name] for key, result in found["one rank"].items()}
+    equal = [(a, b) for a, b in itertools.combinations(seen, 2) if torch.equal(seen[a], seen[b])]
+    # What is only measured changes nothing.
+    assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]

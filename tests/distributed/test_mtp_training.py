@@ -1,0 +1,269 @@
+"""Multi-token prediction trained beside the policy: values and every gradient against the module written out in
+float64 on transformers' own layers, in every layout and every cut into micro-batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import policy_batch
+from tests.distributed.launch import RankFailedError, launch
+from tests.distributed.syncing import synced_slices
+from tests.tiny_models import add_mtp_layer, checkpoint_tensors, write_tiny_model
+
+COEFFICIENT = 0.3
+LAYERS = 2  # of the policy
+MODELS = {"v3": ("deepseek_v3", 2), "glm": ("glm4_moe", 1)}  # kind, depths
+ONE_MICROBATCH, SMALL = 10_000, 24
+# As in test_actor_gradients: of a tensor's largest entry, float32 sums in another order.
+TOLERANCE = 1e-5
+# By number of ranks: model, layout, tokens of a micro-batch, recomputation.
+CASES: dict[int, dict[str, tuple[str, dict[str, Any], int, str]]] = {
+    1: {
+        "one": ("v3", {}, ONE_MICROBATCH, "none"),
+        "split": ("v3", {}, SMALL, "none"),
+        "recomputed": ("v3", {}, SMALL, "full"),
+        "glm": ("glm", {}, SMALL, "none"),
+    },
+    2: {
+        "dp2": ("v3", {}, SMALL, "none"),
+        "tp2": ("v3", {"tp": 2}, SMALL, "none"),
+        "pp2": ("v3", {"pp": 2}, SMALL, "none"),
+        "alone on a stage": ("v3", {"pp": 2, "pipeline_layout": "Ett|mmL"}, SMALL, "none"),
+        "ep2": ("v3", {"ep": 2}, SMALL, "full"),
+        "cp2": ("v3", {"cp": 2}, SMALL, "full"),
+    },
+    4: {"tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL, "full")},
+}
+SAMPLES = policy_batch.UPDATES[0]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (kind, depths) in MODELS.items():
+        add_mtp_layer(write_tiny_model(root / name, kind, num_hidden_layers=LAYERS), num_layers=depths)
+    return {name: str(root / name) for name in MODELS}
+
+
+class Oracle:
+    """transformers' model, whose layers behind the policy's are those of the depths."""
+
+    def __init__(self, directory: str, depths: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(directory)
+        config.num_hidden_layers = LAYERS + depths
+        options = {"attn_implementation": "eager", "experts_implementation": "eager", "local_files_only": True}
+        self.model = AutoModelForCausalLM.from_pretrained(directory, config=config, **options).double()
+        self.model.config.num_hidden_layers = LAYERS  # the policy runs these alone
+        stored = load_file(Path(directory) / "model.safetensors")
+        self.own: dict[str, torch.Tensor] = {}
+        for depth in range(depths):
+            for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
+                full = f"model.layers.{LAYERS + depth}.{name}.weight"
+                self.own[full] = stored[full].double().requires_grad_()
+
+    def logits(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Of every depth d = 1..: [S - d, V], position i predicting token i + d + 1."""
+        inner, found = self.model.model, []
+        hidden = inner(tokens[None]).last_hidden_state[0].detach()
+        for depth in range(len(self.own) // 4):
+            prefix = f"model.layers.{LAYERS + depth}."
+            weights = {name.removeprefix(prefix): w for name, w in self.own.items() if name.startswith(prefix)}
+            embedded = inner.embed_tokens(tokens[depth + 1 :]).detach()
+            joined = torch.cat(
+                (self._norm(embedded, weights["enorm.weight"]), self._norm(hidden[:-1], weights["hnorm.weight"])), -1
+            )
+            positions = torch.arange(len(embedded))[None]
+            hidden = inner.layers[LAYERS + depth](
+                (joined @ weights["eh_proj.weight"].t())[None],
+                attention_mask=torch.full((len(embedded),) * 2, -torch.inf, dtype=torch.float64).triu(1)[None, None],
+                position_embeddings=inner.rotary_emb(joined, positions),
+                position_ids=positions,
+            )[0]
+            hidden = self._norm(hidden, weights["shared_head.norm.weight"])
+            found.append(hidden @ self.model.lm_head.weight.detach().t())
+        return found
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+
+    def cross_entropies(self, sample: int) -> torch.Tensor:
+        """Of the trained tokens that have enough tokens before them, all depths."""
+        tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+        trained = policy_batch.PROMPTS[sample] + np.flatnonzero(policy_batch.trained(sample))
+        parts = []
+        for depth, logits in enumerate(self.logits(tokens), 1):
+            targets = torch.from_numpy(trained[trained - 1 - depth >= 0])
+            log_p = torch.log_softmax(logits, -1)[targets - 1 - depth]
+            parts.append(-log_p.gather(1, tokens[targets][:, None])[:, 0])
+        return torch.cat(parts)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the whole update, by HF name, with the copies of embedding and head."""
+        with torch.no_grad():
+            old = {
+                s: policy_batch.reference_logp(self.model, s)[0] + torch.from_numpy(policy_batch.drift(s)).double()
+                for s in SAMPLES
+            }
+        loss, _ = policy_batch.reference_loss(self.model, SAMPLES, old)
+        depths = len(self.own) // 4
+        trained = sum(int(policy_batch.trained(sample).sum()) for sample in SAMPLES)
+        ahead = torch.cat([self.cross_entropies(sample) for sample in SAMPLES]).sum()
+        (loss + COEFFICIENT / (depths * trained) * ahead).backward()
+        fixed = {n: b for n, b in self.model.named_buffers() if n.endswith("correction_bias")}
+        found = checkpoint_tensors(self.model, {n: p.grad for n, p in self.model.named_parameters()} | fixed)
+        found |= {name: weight.grad for name, weight in self.own.items()}
+        for depth in range(depths):
+            found[f"model.layers.{LAYERS + depth}.embed_tokens.weight"] = found["model.embed_tokens.weight"]
+            found[f"model.layers.{LAYERS + depth}.shared_head.head.weight"] = found["lm_head.weight"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def oracles(directories: dict[str, str]) -> dict[str, Oracle]:
+    return {name: Oracle(directories[name], depths) for name, (_, depths) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def references(oracles: dict[str, Oracle]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: oracle.gradients() for name, oracle in oracles.items()}
+
+
+@pytest.fixture(scope="module")
+def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """By case, of every rank."""
+    joined: dict[str, list[dict[str, Any]]] = {}
+    for size, cases in CASES.items():
+        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
+        joined |= {name: [rank[name] for rank in ranks] for name in cases}
+    return joined
+
+
+def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
+    return {name: _trained(rank, directories[kind], *settings) for name, (kind, *settings) in cases.items()}
+
+
+def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, recompute: str) -> dict[str, Any]:
+    """Gradients and metrics of an update; the parameters after two of them, and their gradients' norms."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+    from mcore_rl.types import merge_metrics
+
+    config = policy_batch.config(directory, parallel, tokens)
+    config.actor.mtp_loss_coefficient, config.actor.recompute = COEFFICIENT, recompute
+    config.actor.optimizer.lr = 1e-3
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
+    shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in reversed(policy_batch.UPDATES)]
+    batch, _ = actor.recompute_logp(shares, chunks)
+    for sample, logp in batch.old_logp.items():
+        logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
+    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    ahead = merge_metrics([report.metrics for report in reports]).get("actor/mtp_loss")
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    with torch.no_grad():
+        weights = [parameter.clone() for parameter in parameters]
+        torch._foreach_copy_(parameters, [parameter.main_grad for parameter in parameters])
+        gradients = policy_batch.hf_pieces(actor)
+        torch._foreach_copy_(parameters, weights)
+    norms = [actor.update(batch, 1).get("actor/grad_norm") for _ in range(2)]
+    return {
+        "gradients": gradients,
+        "mtp_loss": (ahead.total, ahead.count) if ahead and place.tp == 0 else (0.0, 0),
+        "norms": [norm.total for norm in norms if norm],
+        "updated": policy_batch.hf_pieces(actor),
+        "synced": {each.hf_name for each in synced_slices(actor)},
+    }
+
+
+def _differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By tensor, of its largest entry."""
+    assert found.keys() == expected.keys()
+    return {name: float((found[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in expected.items()}
+
+
+@pytest.mark.parametrize("case", [name for cases in CASES.values() for name in cases])
+def test_every_gradient_equals_the_module_written_out(case: str, results: Any, references: Any, oracles: Any) -> None:
+    ranks = results[case]
+    kind = next(cases[case][0] for cases in CASES.values() if case in cases)
+    expected = torch.cat([oracles[kind].cross_entropies(sample).detach() for sample in SAMPLES])
+    assert sum(rank["mtp_loss"][1] for rank in ranks) == len(expected)
+    assert sum(rank["mtp_loss"][0] for rank in ranks) == pytest.approx(float(expected.sum()), rel=1e-5)
+    errors = _differences(policy_batch.assemble([rank["gradients"] for rank in ranks]), references[kind])
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+
+
+@pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2", "alone on a stage"])
+def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
+    """With a alone on a stage, the layers' embedding is a copy: it must take the same steps, and count once."""
+    one, many = results["split"], results[case]
+    norms = [norm for rank in many for norm in rank["norms"]]
+    assert norms == pytest.approx(one[0]["norms"], rel=1e-5)
+    start, found = (policy_batch.assemble([rank["updated"] for rank in ranks]) for ranks in (one, many))
+    # Adam's first steps are as long as the rate, whatever the gradient: entries near 0 amplify rounding.
+    assert max(_differences(found, start).values()) < 1e-3
+    torch.testing.assert_close(found["model.layers.2.embed_tokens.weight"], found["model.embed_tokens.weight"])
+
+
+def test_engines_are_sent_the_policy_alone(results: Any, references: Any) -> None:
+    ahead = {name for name in references["v3"] if name.startswith(("model.layers.2.", "model.layers.3."))}
+    synced = set().union(*(rank["synced"] for rank in results["tp2 pp2"]))
+    assert synced == references["v3"].keys() - ahead
+
+
+def _values(rank: int, directory: str) -> list[np.ndarray]:
+    """Logits of every depth of one packed row."""
+    from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.model import loading, model, parallel
+    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.output import output_weight
+    from model_converters.mapping.layout import TrainLayout
+
+    hf_config = json.loads((Path(directory) / "config.json").read_text())
+    parallel.initialize_groups(TrainLayout(1), timeout_seconds=60, seed=1)
+    chunks = model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path=directory), TrainLayout(1))
+    loading.load_hf(chunks, directory, TrainLayout(1))
+    sequences = [policy_batch.sequence(sample) for sample in SAMPLES]
+    row = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    packed = pack_sequences([len(sequence) for sequence in sequences])
+    hidden = chunks[0](row[None], None, None, packed_seq_params=packed)
+    return [(part @ output_weight(chunks[0]).t()).detach().numpy() for part in hidden[len(row) :].chunk(2)]
+
+
+def test_the_values_of_every_depth_are_those_of_the_module_written_out(directories: Any, oracles: Any) -> None:
+    (depths,) = launch(_values, 1, directories["v3"])
+    start = 0
+    for sample in SAMPLES:
+        tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
+        with torch.no_grad():
+            expected = oracles["v3"].logits(tokens)
+        for found, logits in zip(depths, expected, strict=True):
+            # Only positions that have a token to embed: behind them the row is not used.
+            inside = found[start : start + len(logits)]
+            np.testing.assert_allclose(inside, logits.numpy(), atol=2e-5 * float(logits.abs().max()))
+        start += len(tokens)
+
+
+def _refused(rank: int, directory: str) -> None:
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = policy_batch.config(directory, {}, SMALL)
+    config.actor.mtp_loss_coefficient = 0.1
+    MegatronActor(config, rank, 1, None)
+
+
+def test_a_model_without_the_layers_is_refused_by_the_key(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "dense", "qwen3", num_hidden_layers=2)
+    with pytest.raises(RankFailedError, match=r"ConfigError: actor\.mtp_loss_coefficient=0\.1, but .* set .* to 0"):
+        launch(_refused, 1, str(directory))

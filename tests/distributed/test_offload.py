@@ -1,0 +1,222 @@
+"""State that goes to host memory between phases: the bytes that it gives up, and training that never notices."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.errors import OffloadedError
+from tests.distributed.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
+
+CASES: Cases = {
+    1: {
+        "dense float32": ("qwen3", "float32", {}),
+        "dense bfloat16": ("qwen3", "bfloat16", {}),
+        "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+    },
+    2: {
+        "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+        "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
+        "dense dp2 bfloat16 overlapped": (
+            "qwen3",
+            "bfloat16",
+            {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+        ),
+        "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
+        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
+    },
+}
+ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By case: what every rank found."""
+    return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("offload"))
+
+
+def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, (kind, dtype, parallel) in cases.items():
+        stays = _actor(rank, directories[kind], dtype, parallel, offload=False)
+        train_two_steps(stays, lambda: None)
+        expected = held_tensors(stays)
+        del stays
+        gc.collect()
+        leaves = _actor(rank, directories[kind], dtype, parallel, offload=True)
+        found = results[name] = {"before any update": _away_and_back(leaves)}
+        train_two_steps(leaves, leaves.memory.offload)
+        found["training"] = differences(expected, held_tensors(leaves))
+        found["after updates"] = _away_and_back(leaves)
+        found["part by part"] = _part_by_part(leaves)
+        found["refusals"] = _refusals(leaves)
+        found["checkpoint"] = _save_away_and_load(leaves, Path(root, "checkpoints", name), expected)
+    return results
+
+
+def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.optim.offload import Offloader
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = configure(directory, dtype, layout)
+    settings = config.actor.offload
+    settings.params = settings.grads = settings.optimizer = offload
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    # Pieces that no tensor's size is a multiple of.
+    actor.trained.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
+    return actor
+
+
+def _storages(actor: Any) -> list[torch.UntypedStorage]:
+    """Of every tensor in this process, whoever holds it, less the host copies. Whoever keeps the list keeps them alive:
+    what gloo's threads let go of meanwhile then counts as memory that nobody gave up."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {
+            storage._cdata: storage
+            for thing in gc.get_objects()
+            if isinstance(thing, torch.Tensor)
+            for storage in [thing.untyped_storage()]
+        }
+        for copy in actor.memory._copies.values():
+            for piece in copy._pieces:
+                storages.pop(piece.untyped_storage()._cdata, None)
+    return list(storages.values())
+
+
+def _num_bytes(*storages: torch.UntypedStorage) -> int:
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def _buffer_bytes(actor: Any) -> dict[str, int]:
+    """What megatron allocated, from its buffers' sizes."""
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
+
+    buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    optimizer = 0
+    float32 = actor.config.model.dtype == "float32"
+    for inner in (part.optimizer for part in optimizer_parts(actor.optimizer)):
+        masters = [p for group in inner.param_groups for p in group["params"]]
+        moments = 2 if inner.state else 0
+        optimizer += sum(4 * p.numel() * (moments + (0 if float32 else 1)) for p in masters)
+    return {
+        # Without the distributed optimizer every parameter has memory of its own.
+        "params": sum(
+            (b.numel if b.param_data is not None else b.numel_unpadded) * b.param_dtype.itemsize for b in buffers
+        ),
+        "grads": sum(b.numel * 4 for b in buffers),
+        "optimizer": optimizer,
+    }
+
+
+def _away_and_back(actor: Any) -> dict[str, Any]:
+    actor.memory.load("params", "grads", "optimizer")
+    gc.collect()
+    sizes, before = _buffer_bytes(actor), _storages(actor)
+    live = _num_bytes(*before)
+    reported = actor.memory.offload()
+    fell = live - _num_bytes(*before, *_storages(actor))
+    again = actor.memory.offload()
+    actor.memory.load("params", "grads", "optimizer")
+    return {
+        "sizes": sizes,
+        "reported": reported,
+        "again": again,
+        "fell": fell,
+        "back": live - _num_bytes(*before, *_storages(actor)),
+        "left": actor.memory.released_bytes,
+    }
+
+
+def _part_by_part(actor: Any) -> dict[str, Any]:
+    """Each part alone, in an order that is not that of the class."""
+    before = held_tensors(actor)
+    sizes, fell = _buffer_bytes(actor), {}
+    for part in ("optimizer", "params", "grads"):
+        held = _storages(actor)
+        live = _num_bytes(*held)
+        actor.memory.offload([part])
+        fell[part] = live - _num_bytes(*held, *_storages(actor))
+    for part in ("params", "grads", "optimizer"):
+        actor.memory.load(part)
+        actor.memory.load(part)
+    zero = all(not b.grad_data.any() for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    return {"sizes": sizes, "fell": fell, "zero": zero, "differ": differences(before, held_tensors(actor))}
+
+
+def _refusals(actor: Any) -> list[str]:
+    """What reading parameters, gradients and masters says while they are away."""
+    parameter = next(actor.chunks[0].parameters())
+    master = actor.optimizer.param_groups[0]["params"][0]
+    actor.memory.offload()
+    messages = []
+    for tensor in (parameter, parameter.main_grad, master):
+        for read in (lambda t: t + 1, lambda t: torch.equal(t, t), lambda t: t.detach(), lambda t: t.tolist()):
+            try:
+                read(tensor)
+                messages.append("read")
+            except OffloadedError as error:
+                messages.append(str(error))
+    return messages
+
+
+def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.checkpoint.restore import load_checkpoint
+    from tests.distributed.saving import save_checkpoint
+
+    actor.memory.offload()
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    save_checkpoint(str(directory), actor)
+    for tensor in actor.tensors().values():
+        tensor.zero_()
+    actor.memory.offload()
+    load_checkpoint(str(directory), actor)
+    return differences(expected, held_tensors(actor))
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_live_bytes_fall_by_what_each_part_holds_and_come_back(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        for when in ("before any update", "after updates"):
+            found = rank[when]
+            assert all(found["sizes"].values()) or when == "before any update"
+            total = sum(found["sizes"].values())
+            assert (found["reported"], found["again"], found["fell"]) == (total, total, total)
+            assert (found["back"], found["left"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_training_between_moves_is_bit_equal(size: int, case: str, results: Any) -> None:
+    assert [rank["training"] for rank in results[case]] == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_parts_move_alone_in_any_order(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        found = rank["part by part"]
+        assert found["fell"] == found["sizes"]
+        assert found["zero"]
+        assert found["differ"] == []
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_what_is_away_cannot_be_read(size: int, case: str, results: Any) -> None:
+    for rank in results[case]:
+        params, grads, masters = rank["refusals"][:4], rank["refusals"][4:8], rank["refusals"][8:]
+        assert all("actor.offload.params" in message for message in params)
+        assert all("actor.offload.grads" in message for message in grads)
+        owner = "params" if "float32" in case else "optimizer"  # float32 masters are the parameters
+        assert all(f"actor.offload.{owner}" in message for message in masters)
+
+
+@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+def test_checkpoints_are_saved_and_loaded_while_away(size: int, case: str, results: Any) -> None:
+    assert [rank["checkpoint"] for rank in results[case]] == [[]] * size

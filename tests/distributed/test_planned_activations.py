@@ -1,0 +1,115 @@
+"""The plan's table of saved tensors against what autograd really saves in a forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import launch
+from tests.tiny_models import tiny_fields
+
+TOLERANCE = 0.10
+LENGTHS = [150, 234]
+WIDE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen3": WIDE,
+    "qwen3_moe": WIDE,
+    "deepseek_v3": WIDE,
+}
+CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
+    1: [
+        ("llama", {}, "none", []),
+        ("qwen3", {}, "none", []),
+        ("qwen3", {}, "selective", ["core_attn"]),
+        ("qwen3", {}, "selective", ["mlp"]),
+        ("qwen3", {}, "selective", ["layernorm"]),
+        ("qwen3", {}, "full", []),
+        ("qwen3_moe", {}, "none", []),
+        ("qwen3_moe", {}, "selective", ["moe"]),
+        ("qwen3_moe", {}, "full", []),
+        ("deepseek_v3", {}, "none", []),
+        ("deepseek_v3", {}, "selective", ["core_attn"]),
+        ("deepseek_v3", {}, "selective", ["shared_experts"]),
+        ("deepseek_v3", {}, "selective", ["mla_up_proj"]),
+        ("deepseek_v3", {}, "full", []),
+    ],
+    2: [
+        ("qwen3", {"tp": 2}, "none", []),
+        ("qwen3_moe", {"tp": 2}, "none", []),
+        ("qwen3_moe", {"ep": 2}, "none", []),
+        ("deepseek_v3", {"tp": 2}, "none", []),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_saved_tensors(num_ranks: int) -> None:
+    cases = CASES[num_ranks]
+    measured = launch(measure, num_ranks, cases)
+    for index, case in enumerate(cases):
+        # Ranks of one expert-parallel group get different numbers of tokens; their mean is what the plan says.
+        mean = sum(rank[index] for rank in measured) / num_ranks
+        assert planned(num_ranks, *case) == pytest.approx(mean, rel=TOLERANCE), case
+
+
+def fields_of(kind: str) -> dict[str, Any]:
+    return tiny_fields(kind, max_position_embeddings=1024, **SIZES[kind])
+
+
+def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
+    from mcore_rl.config.models import ParallelConfig
+    from mcore_rl.config.schema import Config
+    from mcore_rl.planner.activations import Execution, chunk_activations
+    from mcore_rl.resolved.layout import model_arguments, train_layout
+
+    config = Config()
+    config.actor.parallel = ParallelConfig(**parallel)
+    config.actor.recompute, config.actor.recompute_modules = recompute, modules
+    hf_config = fields_of(kind)
+    run = Execution.of(config, train_layout(config.actor.parallel, num_ranks, hf_config), element_bytes=4, engine=False)
+    square = sum(length * length for length in LENGTHS) / sum(LENGTHS)
+    run = dataclasses.replace(run, imbalance=1.0, square_length=square)
+    layers = range(hf_config["num_hidden_layers"])
+    return chunk_activations(model_arguments(hf_config), layers, run, last=True).total * sum(LENGTHS)
+
+
+def measure(rank: int, cases: list[tuple[str, dict[str, int], str, list[str]]]) -> list[float]:
+    return [saved_bytes(*case) for case in cases]
+
+
+def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
+    """Bytes of the storages that a forward pass of one packed row saves, weights excepted."""
+    import torch
+    import torch.distributed as dist
+
+    from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.schema import ModelConfig
+    from mcore_rl.megatron.model import parallel as groups
+    from mcore_rl.megatron.model.attention import pack_sequences
+    from mcore_rl.megatron.model.model import build_model
+    from mcore_rl.megatron.optim.optimizer import wrap_chunks
+    from mcore_rl.resolved.layout import train_layout
+
+    hf_config = fields_of(kind)
+    actor = ActorConfig(parallel=ParallelConfig(**parallel), recompute=recompute, recompute_modules=modules)
+    layout = train_layout(actor.parallel, dist.get_world_size(), hf_config)
+    groups.initialize_groups(layout, timeout_seconds=60, seed=3)
+    (chunk,) = build_model(hf_config, actor, ModelConfig(hf_path="", random_init=True), layout)
+    (wrapped,) = wrap_chunks([chunk], actor)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            found[address] = tensor  # kept alive, so that no address comes twice
+        return tensor
+
+    tokens = torch.randint(0, hf_config["vocab_size"], (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = wrapped(tokens, None, None, packed_seq_params=pack_sequences(LENGTHS))
+    del output
+    return float(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))

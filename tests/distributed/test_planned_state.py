@@ -1,0 +1,218 @@
+"""The plan's state bytes are what an actor has allocated after an update, to the byte, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.config.models import LoraConfig, OptimizerSettings
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import write_tiny_model
+
+TIED = {"tie_word_embeddings": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "tied": ("qwen3", TIED),
+    # Sizes that no alignment divides.
+    "odd": ("qwen3", {"vocab_size": 97, "num_key_value_heads": 1, "intermediate_size": 50}),
+    "moe": ("qwen3_moe", {}),
+    "v3": ("deepseek_v3", {}),
+}
+LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [("dense", {}), ("tied", {}), ("moe", {}), ("v3", {})],
+    2: [
+        ("odd", {}),
+        ("odd", {"tp": 2}),
+        ("tied", {"pp": 2}),
+        ("dense", {"pp": 2, "vpp": 2}),
+        ("moe", {"ep": 2}),
+        ("moe", {"tp": 2}),
+        ("v3", {"tp": 2}),
+        ("v3", {"pp": 2, "first_stage_layers": 3}),
+    ],
+    4: [
+        ("odd", {"tp": 2, "pp": 2}),
+        ("moe", {"pp": 2, "ep": 2}),
+        ("moe", {"tp": 2, "ep": 4}),
+        ("moe", {"ep": 2, "etp": 2, "tp": 2}),
+        ("v3", {"ep": 2}),
+    ],
+}
+
+ADAPTERS = {"lora": LoraConfig(rank=3)}
+WHOLE, OVERLAPPED = {"distributed_optimizer": False}, {"overlap_grad_reduce": True}
+ON_HOST = {"optimizer": OptimizerSettings(cpu_offload=True)}
+SETTINGS: dict[int, list[tuple[str, dict[str, Any], str, dict[str, Any]]]] = {
+    2: [
+        ("odd", {}, "float32", WHOLE),
+        ("odd", {}, "bfloat16", WHOLE),
+        ("moe", {"ep": 2}, "bfloat16", WHOLE),
+        ("tied", {"pp": 2}, "bfloat16", WHOLE),
+        ("odd", {}, "bfloat16", OVERLAPPED),
+        ("odd", {}, "float32", ON_HOST),
+        ("moe", {"ep": 2}, "bfloat16", ON_HOST),
+        ("odd", {"tp": 2}, "float32", ADAPTERS),
+        ("odd", {}, "bfloat16", ADAPTERS | OVERLAPPED),
+        ("tied", {"pp": 2}, "bfloat16", ADAPTERS),
+        ("moe", {"ep": 2}, "bfloat16", ADAPTERS | ON_HOST),
+        ("v3", {"tp": 2}, "bfloat16", ADAPTERS | {"lora": LoraConfig(rank=3, target_modules=["kv_b_proj", "up_proj"])}),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(write_tiny_model(root / name, kind, **changes)) for name, (kind, changes) in MODELS.items()}
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
+    cases = [
+        (directories[model], layout, dtype, {})
+        for model, layout in LAYOUTS[num_ranks]
+        for dtype in ("float32", "bfloat16")
+    ]
+    cases += [(directories[model], layout, dtype, actor) for model, layout, dtype, actor in SETTINGS.get(num_ranks, [])]
+    allocated = launch(allocate, num_ranks, cases)
+    for index, (directory, layout, dtype, actor) in enumerate(cases):
+        planned = plan_states(directory, layout, dtype, actor, num_ranks)
+        for rank in range(num_ranks):
+            assert allocated[rank][index] == planned[rank], (
+                f"{Path(directory).name} {layout} {dtype} {actor} rank {rank}"
+            )
+
+
+ROLES = [("dense", {}), ("tied", {"pp": 2}), ("moe", {"ep": 2}), ("odd", {"tp": 2})]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict[str, str], dtype: str) -> None:
+    from mcore_rl.planner.roles import role_ranks
+
+    cases = [(directories[model], layout, dtype) for model, layout in ROLES]
+    held = launch(role_bytes, 2, cases)
+    for index, (directory, parallel, _) in enumerate(cases):
+        config = role_config(directory, parallel, dtype)
+        trained = role_ranks(config, config.critic, 2, trained=True, cuda=False)
+        frozen = role_ranks(config, config.reward_model, 2, trained=False, cuda=False)
+        planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
+        assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
+        assert all(rank.working > rank.resident for rank in (*trained, *frozen))
+
+
+def role_config(directory: str, parallel: dict[str, Any], dtype: str) -> Any:
+    from mcore_rl.config.models import ParallelConfig
+
+    config = policy_batch.config(directory, {}, 64)
+    config.model.dtype = dtype
+    for section in (config.critic, config.reward_model):
+        section.hf_path, section.parallel = directory, ParallelConfig(**parallel)
+    return config
+
+
+def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, int]]:
+    """Of a critic after an update, and of a frozen model of the same kind."""
+    from mcore_rl.config.rules.roles import as_actor
+    from mcore_rl.megatron.model.model import build_model
+    from mcore_rl.megatron.model.value_model import ValueModel
+    from mcore_rl.megatron.optim.optimizer import in_bfloat16
+    from mcore_rl.megatron.roles.critic import MegatronCritic
+
+    found = []
+    for case in cases:
+        config = role_config(*case)
+        critic = MegatronCritic(config, rank, 2, None)
+        samples = policy_batch.UPDATES[0]
+        share = policy_batch.share(samples, critic.layout.coordinates(rank).dp, critic.layout.dp)
+        batch = critic.values([share], policy_batch.chunks())
+        critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
+        _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
+        view = as_actor(config, config.reward_model)
+        chunks = build_model(critic.hf_config, view.actor, view.model, critic.layout, kind=ValueModel)
+        bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
+        found.append((sum(sizes), frozen))
+    return found
+
+
+def plan_states(
+    directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
+) -> list[tuple[int, ...]]:
+    from mcore_rl.megatron.model.model import DTYPES
+    from mcore_rl.planner.stages import stage_parameters
+    from mcore_rl.planner.state import Numerics, stage_state
+    from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.resolved.model import policy_config
+
+    config = policy_batch.config(directory, parallel, 64)
+    vars(config.actor).update(actor)
+    hf_config, _ = policy_config(config)
+    layout = train_layout(config.actor.parallel, num_ranks, hf_config)
+    numerics = Numerics.of(config.actor, DTYPES[dtype], fused_optimizer=False)
+    states = [
+        state
+        for stage in range(layout.pp)
+        for state in stage_state(
+            stage_parameters(hf_config, layout, stage, lora=config.actor.lora), layout, stage, numerics
+        )
+    ]
+    return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
+
+
+def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str, dict[str, Any]]]) -> list[tuple[int, ...]]:
+    return [after_an_update(rank, *case) for case in cases]
+
+
+def after_an_update(
+    rank: int, directory: str, parallel: dict[str, Any], dtype: str, settings: dict[str, Any]
+) -> tuple[int, ...]:
+    """Parameters, and bytes of the storages behind weights, gradients and optimizer state, on the device and not."""
+    import torch.distributed as dist
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = policy_batch.config(directory, parallel, 64)
+    config.model.dtype = dtype
+    vars(config.actor).update(settings)
+    actor = MegatronActor(config, rank, dist.get_world_size(), None)
+    samples = policy_batch.UPDATES[0]
+    share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
+    batch, _ = actor.recompute_logp([share], policy_batch.chunks())
+    actor.update(batch, 0)
+    return allocated(actor.chunks, actor.optimizer)
+
+
+def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
+    from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
+    from mcore_rl.megatron.optim.main_params import optimizer_parts
+
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights = storages(parameters)
+    gradients = storages(parameter.main_grad for parameter in parameters if parameter.requires_grad)
+    optimizer, host = {}, {}
+    for inner in (part.optimizer for part in optimizer_parts(optimizer_of_all)):
+        for main in (parameter for group in inner.param_groups for parameter in group["params"]):
+            moments = {name: value for name, value in inner.state[main].items() if name != "step"}
+            if isinstance(inner, HostOptimizer):
+                host |= storages(moments.values()) | storages([inner._host.get(id(main))])
+            else:
+                optimizer |= storages(moments.values())
+            optimizer |= storages([main, inner.state[main].get("step")])
+    # float32 models have no main parameters of their own: the optimizer's are views of the weights.
+    optimizer = {key: size for key, size in optimizer.items() if key not in weights}
+    held = sum(parameter.numel() for parameter in parameters)
+    return held, *(sum(each.values()) for each in (weights, gradients, optimizer, host))
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(tensors)}
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in values if torch.is_tensor(value))

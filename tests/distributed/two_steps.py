@@ -1,0 +1,79 @@
+"""Cases of a small actor, two training steps of it on the policy's batch, and all that they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.schema import Config
+from tests.distributed import policy_batch
+from tests.distributed.launch import launch
+from tests.tiny_models import write_tiny_model
+
+Cases = dict[int, dict[str, tuple[str, str, dict[str, Any]]]]
+"""By number of ranks and name: kind of model, dtype, layout with settings of the actor under `actor`."""
+
+
+def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:
+    """By case: what `worker` (rank, directories of models, cases, root) found on every rank."""
+    kinds = ("qwen3", "qwen3_moe")
+    directories = {kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in kinds}
+    found = {}
+    for size, of_size in cases.items():
+        ranks = launch(worker, size, directories, of_size, str(root))
+        found |= {name: [rank[name] for rank in ranks] for name in of_size}
+    return found
+
+
+def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
+    """Of an actor whose updates move far enough to tell."""
+    config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
+    vars(config.actor).update(layout.get("actor", {}))
+    config.model.dtype = dtype
+    config.actor.optimizer.lr = 4e-3
+    return config
+
+
+def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> None:
+    """Two steps of two updates each, with `between` wherever the engine may want the memory."""
+    chunks = policy_batch.chunks()
+    dp = actor.layout.coordinates(actor.rank).dp
+    shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
+    for _ in range(2):
+        between()
+        batch, _ = actor.recompute_logp(shares, chunks)
+        between()
+        for index in range(len(shares)):
+            actor.update(batch, index)
+            # As before a sync: whole parameters are read, then all may leave.
+            actor.gather_parameters()
+            actor.tensors()
+            between()
+
+
+def held_tensors(actor: Any) -> dict[str, torch.Tensor]:
+    """Copies of every parameter, main parameter and Adam moment that this rank holds."""
+    from mcore_rl.megatron.optim.optimizer_state import held_state
+
+    actor.memory.load("params", "optimizer")
+    actor.gather_parameters()
+    tensors = {name: tensor.clone() for name, tensor in actor.tensors().items()}
+    states = held_state(actor.optimizer)
+    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    for index, state in ((index, states.get(id(parameter))) for index, parameter in enumerate(parameters)):
+        if state is not None:
+            tensors |= {f"{index}.{name}": tensor.clone() for name, tensor in state.tensors.items()}
+    return tensors
+
+
+def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not equal to the bit, or only in one."""
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    return [
+        name
+        for name in sorted({*expected, *found})
+        if name not in expected or name not in found or not torch.equal(expected[name], found[name])
+    ]

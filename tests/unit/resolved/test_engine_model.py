@@ -1,0 +1,73 @@
+"""A run whose engine would compute another model than its trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config, load_config
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
+from mcore_rl.resolved.model import ModelSpec
+from tests.tiny_models import tiny_fields
+
+
+def run_of(directory: Path, kind: str, changes: dict[str, Any], *overrides: str) -> Config:
+    fields = tiny_fields(kind) | changes
+    (directory / "config.json").write_text(json.dumps(fields))
+    path = directory / "config.yaml"
+    path.write_text(f"run: {{dir: {directory}}}\nmodel: {{hf_path: {directory}}}\ndata: {{train: t.jsonl}}\n")
+    return load_config(str(path), list(overrides))
+
+
+def checked(config: Config) -> None:
+    check_engine_model(config, ModelSpec.policy(config).hf_config)
+
+
+REJECTED = [
+    ("qwen2", "head_dim", {"head_dim": 12}, "vllm"),
+    ("qwen2", "head_dim", {"head_dim": 12}, "sglang"),
+    ("mixtral", "head_dim", {"head_dim": 12}, "sglang"),
+    ("qwen3_moe", "tie_word_embeddings", {"tie_word_embeddings": True}, "sglang"),
+    ("deepseek_v3", "tie_word_embeddings", {"tie_word_embeddings": True}, "vllm"),
+    ("llama", "text_config", {"text_config": {"num_hidden_layers": 2}}, "vllm"),
+    ("deepseek_v3", "rms_norm_eps", {"rms_norm_eps": 1e-3}, "vllm"),
+    ("deepseek_v3", "compress_ratios", {"compress_ratios": None}, "vllm"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "changes", "engine"), REJECTED)
+def test_run_whose_engine_computes_another_model_is_rejected(
+    tmp_path: Path, kind: str, key: str, changes: dict[str, Any], engine: str
+) -> None:
+    config = run_of(tmp_path, kind, changes, f"rollout.engine={engine}")
+    with pytest.raises(ConfigError, match=rf"^model\.hf_path=.*config\.json: .*\b{key}\b .*not supported"):
+        checked(config)
+    config.algorithm.policy_loss.name = "sft"  # has no engine
+    checked(config)
+
+
+def test_engine_that_reads_the_field_accepts_it(tmp_path: Path) -> None:
+    for kind, changes, engine in (
+        ("mixtral", {"head_dim": 12}, "vllm"),
+        ("qwen3_moe", {"tie_word_embeddings": True}, "vllm"),
+    ):
+        checked(run_of(tmp_path, kind, changes, f"rollout.engine={engine}"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "glm4_moe"])
+def test_chunked_attention_is_rejected_before_start(tmp_path: Path, kind: str) -> None:
+    config = run_of(tmp_path, kind, {"dual_chunk_attention_config": {"chunk_size": 64}, "head_dim": 8})
+    with pytest.raises(ConfigError, match="dual_chunk_attention_config"):
+        checked(config)
+
+
+def test_overridden_field_is_named_in_a_note(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "llama", {"sliding_window": 8, "logit_scale": 0.5})
+    (note,) = overridden_fields(config, ModelSpec.policy(config).hf_config)
+    assert "logit_scale=1.0, sliding_window=null" in note
+    config = run_of(tmp_path, "llama", {"sliding_window": None, "logit_scale": 1.0})
+    assert overridden_fields(config, ModelSpec.policy(config).hf_config) == []

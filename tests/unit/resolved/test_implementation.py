@@ -1,0 +1,212 @@
+"""What a model is built from, decided from what is installed: the best there is, and a refusal of what was asked for
+by name and cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.fp8 import RECIPES, row_multiple
+from mcore_rl.resolved.implementation import Wanted, choose
+from mcore_rl.resolved.installed import Installed
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.recompute import MODULES, recompute_arguments
+from model_converters.mapping.layout import TrainLayout
+from tests.tiny_models import tiny_fields
+
+NOTHING = Installed()
+EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
+SPREAD = Wanted(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
+
+
+def test_a_laptop_gets_local_layers() -> None:
+    chosen = choose(NOTHING, SPREAD)
+    values = {name: choice.value for name, choice in chosen.choices()}
+    assert values == {
+        "layers": "local",
+        "attention": "SDPA",
+        "norm": "torch RMSNorm",
+        "rope": "unfused",
+        "experts": "one by one",
+        "permute": "unfused",
+        "dispatcher": "alltoall",
+        "fp8": "none",
+        "gradient accumulation": "unfused",
+    }
+    assert all(choice.why for _, choice in chosen.choices())
+
+
+def test_a_gpu_with_everything_uses_everything() -> None:
+    wanted = replace(SPREAD, fp8="blockwise")
+    assert choose(EVERYTHING, wanted).arguments() == {
+        "apply_rope_fusion": True,
+        "bias_dropout_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "deepep",
+        "fp8": "e4m3",
+        "fp8_recipe": "blockwise",
+    }
+
+
+def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
+    chosen = choose(EVERYTHING, replace(SPREAD, adapters=True))
+    assert chosen.layers.value == "local"
+    assert "adapters read a projection's input" in chosen.layers.why
+    assert not chosen.grouped_gemm
+    assert chosen.norm.value == "torch RMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("absent", "line", "value", "why"),
+    [
+        ({"transformer_engine": None}, "layers", "local", "transformer-engine is not installed"),
+        ({"transformer_engine": None}, "experts", "one by one", "TransformerEngine"),
+        ({"transformer_engine": "2.0.0"}, "permute", "unfused", "2.1"),
+        ({"transformer_engine": "1.8.0"}, "experts", "one by one", "1.9"),
+        ({"transformer_engine": "1.13.0"}, "experts", "grouped GEMM", "TransformerEngine"),
+        ({"flash_attention": None}, "attention", "FusedAttention", "cuDNN"),
+        ({"capability": (8, 0)}, "attention", "FlashAttention 2", "flash-attn 2.1.1 to 2.8.3"),
+        ({"gradient_fusion": False}, "gradient accumulation", "unfused", "apex"),
+        ({"deep_ep": False}, "dispatcher", "alltoall", "deep_ep is not installed"),
+        ({"cuda": False}, "dispatcher", "alltoall", "CUDA"),
+        ({"cuda": False}, "layers", "local", "CUDA"),
+    ],
+)
+def test_what_is_absent_is_done_without_and_named(absent: dict[str, Any], line: str, value: str, why: str) -> None:
+    choice = dict(choose(replace(EVERYTHING, **absent), SPREAD).choices())[line]
+    assert choice.value == value
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value"),
+    [
+        (Wanted(experts=True, ep=8, expert_ranks=8, gpus_per_node=8), "alltoall"),
+        (Wanted(experts=True, ep=8, expert_ranks=16, gpus_per_node=8), "deepep"),
+        (Wanted(experts=True, ep=64, expert_ranks=64), "alltoall"),
+        (Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=8, dispatcher="deepep"), "deepep"),
+        (Wanted(experts=True, ep=32, expert_ranks=32, gpus_per_node=8, dispatcher="alltoall"), "alltoall"),
+        (Wanted(experts=True, tp=2, dispatcher="allgather"), "allgather"),
+        (Wanted(ep=1, gpus_per_node=8), "alltoall"),
+    ],
+)
+def test_the_dispatcher_follows_the_nodes_unless_it_is_named(wanted: Wanted, value: str) -> None:
+    assert choose(EVERYTHING, wanted).dispatcher.value == value
+
+
+def test_latent_attention_keeps_its_rope_unfused() -> None:
+    assert choose(EVERYTHING, replace(SPREAD, latent_attention=True)).rope.value == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("absent", "wishes", "message"),
+    [
+        ({"deep_ep": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs the package deep_ep"),
+        ({"cuda": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs a CUDA device"),
+        ({}, {"dispatcher": "deepep", "ep": 1}, r"actor\.moe\.dispatcher=deepep needs actor\.parallel\.ep > 1"),
+        ({}, {"dispatcher": "allgather"}, r"actor\.moe\.dispatcher=allgather.*packed rows differ"),
+        ({}, {"dispatcher": "allgather", "ep": 1, "pp": 2}, r"actor\.moe\.dispatcher=allgather.*pipeline"),
+        ({"cuda": False}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs a CUDA device"),
+        ({"transformer_engine": None}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs transformer-engine 1\.11.*none"),
+        ({"transformer_engine": "2.1.0"}, {"fp8": "blockwise"}, r"transformer-engine 2\.3 or newer, but 2\.1\.0"),
+        ({"capability": (8, 0)}, {"fp8": "delayed"}, r"compute capability 8\.9 or newer, but this one has 8\.0"),
+        ({"capability": (9, 0)}, {"fp8": "mxfp8"}, r"compute capability 10\.0 or newer, before 12\.0, .* has 9\.0"),
+        ({"capability": (12, 0)}, {"fp8": "mxfp8"}, r"actor\.fp8=mxfp8 .* before 12\.0, but this one has 12\.0"),
+        (
+            {"cuda_version": (12, 8)},
+            {"fp8": "blockwise"},
+            r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8",
+        ),
+        ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
+        ({"transformer_engine": None}, {"cp": 2}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
+        ({}, {"cp": 2, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
+        ({}, {"fp8": "int8"}, r"actor\.fp8=int8 must be one of none, delayed"),
+    ],
+)
+def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(
+    absent: dict[str, Any], wishes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose(replace(EVERYTHING, **absent), replace(SPREAD, **wishes))
+
+
+def test_rows_are_padded_to_what_fp8_products_take() -> None:
+    assert [row_multiple(name) for name in ("none", *RECIPES)] == [1, 16, 16, 16, 32]
+
+
+# ---- recomputation ----
+
+
+def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **actor: Any) -> dict[str, Any]:
+    arguments = model_arguments(tiny_fields(model))
+    wanted = Wanted(experts=bool(arguments.transformer.get("num_moe_experts")), fp8=fp8)
+    return recompute_arguments(ActorConfig(**actor), arguments, TrainLayout(1), choose(installed, wanted))
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "message"),
+    [
+        ("qwen3", ["mlp", "mlp"], "each once"),
+        ("qwen3", ["attn"], r"attn is not known; known: core_attn"),
+        ("qwen3", ["moe"], "the model has no experts"),
+        ("qwen3", ["moe_act"], "the model has no experts"),
+        ("qwen3", ["mla_up_proj"], "the model has no latent attention"),
+        ("qwen3_moe", ["mlp"], "the model has no dense feed-forward layers"),
+        ("qwen3_moe", ["shared_experts"], "the model has no shared experts"),
+        ("qwen3_moe", ["moe_act"], "grouped GEMM is TransformerEngine's"),
+    ],
+)
+def test_a_module_that_the_model_does_not_have_is_refused(model: str, modules: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"actor\.recompute_modules=.*{message}"):
+        _recompute(model, recompute="selective", recompute_modules=modules)
+
+
+def test_every_module_that_a_model_has_can_be_recomputed() -> None:
+    for name in MODULES:
+        found = _recompute("deepseek_v3", EVERYTHING, recompute="selective", recompute_modules=[name])
+        assert found == {"recompute_granularity": "selective", "recompute_modules": [name]}
+    with pytest.raises(ConfigError, match=r"moe_act cannot be recomputed with actor\.fp8=delayed"):
+        _recompute("qwen3_moe", EVERYTHING, "delayed", recompute="selective", recompute_modules=["moe_act"])
+
+
+@pytest.mark.parametrize(
+    ("model", "installed", "fp8", "modules"),
+    [
+        ("deepseek_v3", EVERYTHING, "none", ["layernorm", "moe_act", "mla_up_proj"]),
+        ("qwen3_moe", EVERYTHING, "none", ["layernorm", "moe_act"]),
+        ("deepseek_v3", EVERYTHING, "delayed", ["mla_up_proj"]),
+        ("qwen3_moe", EVERYTHING, "delayed", ["core_attn"]),
+        # TransformerEngine keeps nothing of a dense model's norms.
+        ("qwen3", EVERYTHING, "none", ["mlp"]),
+        ("deepseek_v3", NOTHING, "none", ["core_attn"]),
+        ("qwen3", NOTHING, "none", ["core_attn"]),
+    ],
+)
+def test_modules_that_nobody_names_are_those_of_the_model(
+    model: str, installed: Installed, fp8: str, modules: list[str]
+) -> None:
+    found = _recompute(model, installed, fp8, recompute="selective")
+    assert found == {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
+    arguments = replace(model_arguments(tiny_fields("deepseek_v3")), mtp_num_layers=1)
+    with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2.*one by one"):
+        recompute_arguments(
+            ActorConfig(recompute="full", recompute_layers=2), arguments, TrainLayout(1), choose(NOTHING, Wanted())
+        )
+
+
+def test_recomputed_blocks_of_layers_fill_every_stage() -> None:
+    actor, arguments = ActorConfig(recompute="full", recompute_layers=2), model_arguments(tiny_fields("qwen3"))
+    chosen, uneven = choose(NOTHING, Wanted()), TrainLayout(2, pp=2, pipeline_layout="Ettt|tL")
+    assert recompute_arguments(actor, arguments, TrainLayout(2, pp=2), chosen)["recompute_num_layers"] == 2
+    with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2 does not divide the 1 layers"):
+        recompute_arguments(actor, arguments, uneven, chosen)

@@ -1,0 +1,54 @@
+"""A TransformerEngine that is installed and of no use is said where it is looked for, with the error of its import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.installed import look
+
+ERRORS = {
+    "a library is missing": "raise OSError('libcudnn.so.9: cannot open shared object file\\nmore')",
+    "built for another torch": "raise ImportError('undefined symbol: _ZN3c104cuda')",
+    "no extension": "import transformer_engine_torch",
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of that name and version; its `pytorch.py` is still to be written."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    # As the real one does, it passes over what its parts raise.
+    (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept Exception:\n    pass\n")
+    metadata = tmp_path / "transformer_engine-2.11.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.11.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield package
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("problem", ERRORS)
+def test_one_that_cannot_be_imported_is_refused_with_its_error(installed: Path, problem: str) -> None:
+    (installed / "pytorch.py").write_text(ERRORS[problem])
+    with pytest.raises(
+        ConfigError, match=r"transformer-engine 2\.11\.0 is installed, but .* cannot be imported"
+    ) as info:
+        look(cuda=True)
+    assert any(word in str(info.value) for word in ("libcudnn.so.9", "undefined symbol", "transformer_engine_torch"))
+    assert "\n" not in str(info.value)
+    assert "make setup EXTRA=gpu" in str(info.value)
+    assert look(cuda=False).transformer_engine == "2.11.0"  # a CPU builds nothing from it
+
+
+def test_one_that_imports_is_there(installed: Path) -> None:
+    (installed / "pytorch.py").write_text("")
+    assert look(cuda=True).transformer_engine == "2.11.0"

@@ -1,0 +1,103 @@
+"""A parallel configuration that does not fit the model is refused by the key that the user must change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.models import MoeConfig, ParallelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
+from tests.tiny_models import tiny_fields
+
+DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fields("deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "sizes", "key"),
+    [
+        (SPARSE, 3, {"ep": 3}, r"actor\.parallel\.ep=3 does not divide the model's 8 experts"),
+        (SPARSE, 2, {"ep": 4}, r"actor\.parallel\.ep"),
+        (SPARSE, 10, {"tp": 2, "etp": 5}, r"actor\.parallel\.etp=5"),
+        (DENSE | {"num_attention_heads": 6}, 3, {"tp": 3}, r"actor\.parallel\.tp=3.*2 key/value heads"),
+        (SPARSE, 8, {"tp": 8}, r"actor\.parallel\.tp=8.*4 attention heads"),
+        (DENSE, 2, {"ep": 2}, r"actor\.parallel\.ep=2.*no experts"),
+        (DENSE, 2, {"tp": 2, "etp": 1}, r"actor\.parallel\.etp=1.*no experts"),
+        (DENSE, 3, {"tp": 2}, r"actor\.parallel\.tp"),
+        (DENSE | {"intermediate_size": 49}, 2, {"tp": 2}, r"actor\.parallel\.tp=2.*49 units"),
+        (
+            LATENT | {"moe_intermediate_size": 25},
+            2,
+            {"tp": 2},
+            r"actor\.parallel\.tp=2.*25 units of the shared experts",
+        ),
+        (LATENT, 8, {"tp": 8}, r"actor\.parallel\.tp=8.*4 attention heads"),
+        (DENSE, 3, {"pp": 3}, r"actor\.parallel\.pp=3.*4 layers"),
+        (DENSE, 2, {"pp": 2, "vpp": 3}, r"actor\.parallel\.pp=2 with vpp=3"),
+        (DENSE, 2, {"pp": 2, "first_stage_layers": 4}, r"actor\.parallel\..*first_stage_layers"),
+        (DENSE, 2, {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2}, r"last_stage_layers"),
+        (DENSE, 1, {"vpp": 2}, r"actor\.parallel\.vpp is set, but actor\.parallel\.pp is 1"),
+        (DENSE, 1, {"last_stage_layers": 2}, r"actor\.parallel\.last_stage_layers is set"),
+        (DENSE, 1, {"tp": 0}, r"actor\.parallel\.tp is 0"),
+        (DENSE, 2, {"pp": 2, "pipeline_layout": "Ettt|ttL"}, r"actor\.parallel\.pipeline_layout.*places 5.*has 4"),
+        (DENSE, 2, {"pp": 2, "pipeline_layout": "tttt|EL"}, r"actor\.parallel\.pipeline_layout.*begin with E"),
+        (DENSE, 2, {"pp": 2, "vpp": 2, "pipeline_layout": "Ettt|tL"}, r"actor\.parallel\.pipeline_layout.*vpp is 2"),
+        (DENSE, 2, {"pp": 2, "pipeline_layout": "Ettt|tmL"}, r"actor\.parallel\.pipeline_layout.*mtp_loss_coefficient"),
+        (DENSE, 2, {"pp": 2, "last_stage_layers": 1, "pipeline_layout": "Ettt|tL"}, r"pipeline_layout replaces"),
+        (DENSE, 1, {"sequence_parallel": True}, r"actor\.parallel\.sequence_parallel=true needs actor\.parallel\.tp"),
+        (SPARSE, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*mixture"),
+        (LATENT, 2, {"tp": 2, "sequence_parallel": False}, r"actor\.parallel\.sequence_parallel=false.*one rank's"),
+        (DENSE | {"model_type": "gpt2"}, 1, {}, r"model\.hf_path.*gpt2.*qwen3"),
+    ],
+)
+def test_what_does_not_fit_names_its_key(
+    model: dict[str, Any], world_size: int, sizes: dict[str, int], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        train_layout(ParallelConfig(**sizes), world_size, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "sizes", "etp"),
+    [
+        (SPARSE, 2, {"tp": 2, "ep": 2}, 1),
+        (SPARSE, 2, {"tp": 2}, 2),
+        (DENSE, 2, {"tp": 2}, 2),
+        (SPARSE, 4, {"ep": 2}, 1),
+    ],
+)
+def test_experts_are_tensor_parallel_only_where_they_are_not_spread_over_ranks(
+    model: dict[str, Any], world_size: int, sizes: dict[str, int], etp: int
+) -> None:
+    assert train_layout(ParallelConfig(**sizes), world_size, model).etp == etp
+
+
+def test_one_chunk_per_stage_is_no_interleaving() -> None:
+    """megatron's interleaved schedule asserts more than one."""
+    assert train_layout(ParallelConfig(pp=2, vpp=1), 2, DENSE).vpp is None
+
+
+def test_an_all_sparse_model_does_not_care_about_the_dense_width() -> None:
+    assert train_layout(ParallelConfig(tp=2), 2, SPARSE | {"intermediate_size": 49}).tp == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (DENSE, {"aux_loss_coefficient": 0.1}, r"actor\.moe\.aux_loss_coefficient=0\.1.*no experts; set it to 0"),
+        (DENSE, {"router_replay": "policy"}, r"actor\.moe\.router_replay=policy.*no experts; set it to none"),
+        (DENSE, {"router_replay": "engine"}, r"actor\.moe\.router_replay=engine.*no experts; set it to none"),
+        (SPARSE, {"bias_update_rate": 0.1}, r"actor\.moe\.bias_update_rate=0\.1.*no correction bias"),
+    ],
+)
+def test_settings_of_experts_that_the_model_has_no_use_for(
+    model: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_experts(MoeConfig(**settings), model_arguments(model).transformer)
+
+
+def test_settings_of_experts_that_the_model_has() -> None:
+    check_experts(MoeConfig(bias_update_rate=0.1, z_loss_coefficient=0.1), model_arguments(LATENT).transformer)
+    check_experts(MoeConfig(router_replay="policy", aux_loss_coefficient=0.1), model_arguments(SPARSE).transformer)
