@@ -1,4 +1,4 @@
-"""What README.md says that a reader would type: commands, settings, files."""
+"""Commands, settings and files that README.md and the pages of its first steps show to users."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGES = (
+    "README.md",
+    *(
+        f"docs/{page}.md"
+        for page in ("configuration", "recipes", "run-directory", "conversion", "diagnostics", "benchmarks")
+    ),
+)
 _COMMAND = re.compile(r"(make|mcore-rl|python|pip|source|sbatch|bash|(\./)?scripts/\S+\.sh)(\s|$)|scripts/\S+\.sh$")
 _SETTING = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+=(?:'[^']*'|\S+)")
 
 
 def readme() -> str:
-    """README.md without its diagrams."""
-    return re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    """Return the text of PAGES without diagrams. Links are relative to the repository."""
+    texts = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        if page.startswith("docs/"):
+            text = re.sub(r"\]\((?!https?:|#)", "](docs/", text)
+        texts.append(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+    return "\n".join(texts)
 
 
 def code_lines(text: str) -> list[str]:
-    """The indented lines, each without its comment, and with those that a backslash continues."""
+    """Return the indented lines without comments; lines that a backslash continues are joined."""
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("    ")]
     return [" ".join(re.split(r"\s{2,}#", line)[0].split()) for line in lines]
 
@@ -28,15 +41,15 @@ def inline_codes(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Every command, once, in its order: on a line of its own, or within prose unless that only names the beginning of
-    another (`mcore-rl train`)."""
+    """Return every command once, in order. Commands within prose count unless they only name the beginning of another
+    one (`mcore-rl train`)."""
     lines = [line for line in code_lines(text) if _COMMAND.match(line)]
     named = [code for code in inline_codes(text) if _COMMAND.match(code)]
     return list(dict.fromkeys([*lines, *(name for name in named if not any(line.startswith(name) for line in lines))]))
 
 
 def settings(text: str) -> Iterator[list[str]]:
-    """The `key=value` of every piece of code that has some."""
+    """Yield the `key=value` settings of every code line and inline code that has some."""
     for code in [*code_lines(text), *inline_codes(text)]:
         found = [setting.replace("'", "") for setting in _SETTING.findall(code)]
         if found:
@@ -44,7 +57,7 @@ def settings(text: str) -> Iterator[list[str]]:
 
 
 def files(text: str) -> list[str]:
-    """Every file or folder of the repository that is named: by its path, by a link, or as a recipe in configs/."""
+    """Return the files and folders that are named by path, by link, or as a recipe in configs/."""
     named = set(re.findall(r"\]\(([^):#]+)\)", text))
     for code in inline_codes(text):
         if re.fullmatch(r"(?:configs|docs|scripts|slurm|benchmarks|tests|mcore_rl|model_converters)/[\w./]*", code):

@@ -1,6 +1,6 @@
-"""Every command of the README, as a reader types it, in a copy of this checkout with nothing beside it.
+"""Commands of the README and its pages, run as a reader types them in a copy of this checkout with nothing beside it.
 
-A command is in CASES, and run, or in NOT_RUN with the reason; one that is in neither fails.
+A command is in CASES and is run, or in NOT_RUN with the reason. A command in neither fails the test.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ CASES = {
         add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
     ),
     "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671"),
+    "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=frozenset(PLAN_OK)),
+    "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK)),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
         codes=frozenset({1}), says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit"
     ),

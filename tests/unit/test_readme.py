@@ -1,4 +1,4 @@
-"""What the README names is there: settings, files and recipes. Its commands are run in tests/e2e/test_readme.py."""
+"""Settings, files and recipes that the README and its pages name. tests/e2e/test_readme.py runs their commands."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def test_every_setting_is_a_key_and_takes_the_value(given: list[str]) -> None:
 
 def test_every_file_is_there() -> None:
     named = files(readme())
-    assert {"docs/families.md", "configs/gsm8k_cpu.yaml", "mcore_rl/rollout"} <= set(named)
+    assert {"docs/families.md", "configs/demo_cpu.yaml", "scripts/setup_trl.sh"} <= set(named)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_recipe_of_the_table_is_a_file() -> None:
-    rows = re.findall(r"^\| (`\w+\.yaml`[^|]*)\|", readme(), flags=re.MULTILINE)
+    recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+\.yaml`[^|]*)\|", recipes, flags=re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "configs" / name).is_file()] == []
