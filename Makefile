@@ -1,38 +1,41 @@
-# Everything a checkout needs. `make` alone lists the targets. EXTRA=gpu sets up for NVIDIA GPUs instead of CPU.
+# Targets of a checkout. `make` lists them. EXTRA=gpu installs the packages for NVIDIA GPUs instead of those for CPUs.
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang demo test gpu lint type bench slurm sandbox
+.PHONY: help setup sglang demo test check gpu lint type bench slurm sandbox
 
 EXTRA ?= cpu
 HOSTS ?= 1
 ENGINE ?= vllm
 TASK ?= work3
 MODE ?= sync
-# Of the test suite. Runs from end to end wait for each other's processes now and then: one more than two cores are busy with.
+# Test processes. Complete runs wait for their own processes now and then, so 2 cores can serve 3 of them.
 WORKERS ?= 3
 PY := .venv/bin/python
-# One thread per process: the runs and the tests start several, and threads that fight for cores are slower than one.
+# One thread per process: runs and tests start several processes, and more threads than cores are slower than one.
 export OMP_NUM_THREADS ?= 1
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
 
-setup: ## make .venv ready (the other targets do it by themselves)
+setup: ## create .venv (the other targets do this too)
 	@EXTRA=$(EXTRA) scripts/setup.sh
 
-demo: setup $(filter sglang,$(ENGINE)) ## warm-start a tiny MoE, improve it with DAPO, accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2: two pretended; ENGINE=sglang; TASK=tool, TASK=game: several turns; MODE=async
+demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the accuracy before and after; ARGS='trainer.steps=10' sets keys; HOSTS=2 simulates two hosts; ENGINE=sglang; TASK=tool, TASK=game: several turns; MODE=async
 	@$(PY) scripts/demo.py --task $(TASK) --mode $(MODE) --engine $(ENGINE) --hosts $(HOSTS) $(ARGS)
 
-test: setup ## the whole test suite; ARGS='tests/unit -k packing' narrows it
+test: setup ## run the test suite; ARGS='tests/unit -k packing' selects a part
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
+check: lint type ## lint, types and unit tests: the inner loop
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m 'not slow' tests/unit $(ARGS)
+
 gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)
-gpu: setup ## tests and benchmarks that need a GPU; without one, what each of them needs; ARGS as for test
+gpu: setup ## run the tests and benchmarks that need a GPU; without one, list their requirements; ARGS as for test
 	@code=0; $(PY) -m pytest tests/gpu -q -ra --no-fold-skipped $(ARGS) || code=$$?; \
 	$(PY) -m benchmarks --gpu --save || code=$$?; exit $$code
 
-sglang: setup ## make .venv-sglang ready, the environment of rollout.engine=sglang
+sglang: setup ## create .venv-sglang, the environment of rollout.engine=sglang
 	@scripts/setup_sglang.sh
 
 lint: setup ## ruff: rules and format
@@ -42,11 +45,11 @@ lint: setup ## ruff: rules and format
 type: setup ## mypy
 	@$(PY) -m mypy
 
-slurm: ## install SLURM and munge for the test of job scripts (Debian, Ubuntu; as root)
+slurm: ## install SLURM and munge for the tests of job scripts (Debian, Ubuntu; as root)
 	@scripts/setup_slurm.sh
 
-sandbox: ## install bubblewrap, the sandbox of code that models write (Debian, Ubuntu; as root)
+sandbox: ## install bubblewrap, the sandbox for code written by models (Debian, Ubuntu; as root)
 	@scripts/setup_sandbox.sh
 
-bench: setup ## benchmarks, one table: ours, peer or limit, ratio
+bench: setup ## run the benchmarks and print one table: ours, peer or limit, ratio
 	@$(PY) -m benchmarks $(ARGS)
