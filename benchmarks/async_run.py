@@ -145,10 +145,10 @@ class _Run:
 
     def _note(self, groups: Groups) -> None:
         for age in range(self.measured.setting.max_staleness_hard + 2):
-            share = groups.figures.get(f"staleness/groups_{age}")
+            share = groups.metrics.get(f"staleness/groups_{age}")
             if isinstance(share, Mean) and share.total:
                 self.measured.ages[age] += int(share.total)
-        oldest = int(groups.figures["staleness/max"].value)
+        oldest = int(groups.metrics["staleness/max"].value)
         assert oldest in self.measured.ages
 
 

@@ -75,7 +75,7 @@ def make_episodes(task: RolloutTask) -> RolloutScalars:
         **rows,
         episodes=np.repeat(first, counts),
         errors=tuple((row, "the tool raised") for row in failed),
-        figures={f"episode/{name}": np.repeat(rng.random(len(counts)), counts) for name in FIGURES},
+        episode_metrics={f"episode/{name}": np.repeat(rng.random(len(counts)), counts) for name in FIGURES},
         parts={name: np.repeat(rng.random(len(counts)), counts) for name in PARTS},
         digests=rng.integers(0, 2**32, int(counts.sum()), np.uint32),
         version_tokens=((0, int(rows["trained_tokens"].sum())),),

@@ -1,4 +1,4 @@
-"""Protocols: all that the trainer and the rollout know of engines, graders, actors and publishers."""
+"""Protocols through which the trainer and the rollout use engines, graders, actors and publishers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mcore_rl.types import (
 
 
 class Engine(Protocol):
-    """An inference engine in this process, which steps it. Token ids in; ids, processed log-probabilities, finish
-    reason and weight versions out.
+    """Inference engine in this process; the caller steps it. Input: token ids. Output: token ids, log-probabilities
+    after temperature and truncation, the finish reason, and the weight version of each token.
 
-    A response is a function of its prompt, its seed and the tokens before which weights changed, and of nothing else:
-    not of what else runs, in which order it came, or whether it was aborted and went on later.
+    A response depends only on its prompt, its seed and the token positions at which the weights changed. It does not
+    depend on other running requests, on the order of submission, or on an abort after which it was resumed.
     """
 
     @property
@@ -40,91 +40,95 @@ class Engine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Requests that were submitted and have neither ended nor been aborted."""
+        """Number of submitted requests that have neither finished nor been aborted."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests, in this order, which begin with a later step.
+        """Add requests in this order; they start with the next step.
 
-        Raises: DataError, ConfigError for a request that cannot be generated, and takes none then; WeightSyncError
-        while the engine holds a part of an update.
+        Raises: DataError or ConfigError if a request cannot be generated (then none is added); WeightSyncError while a
+        weight update is incomplete.
         """
 
     def step(self) -> tuple[list[Delta], list[Completion]]:
-        """One pass of what runs: what it adds to responses, and those that it ends; nothing where nothing runs.
+        """Run one engine step. Returns new tokens and finished requests; both are empty if nothing is running.
 
-        Raises: WeightSyncError as `submit`; WorkerDiedError.
+        Raises: WeightSyncError while a weight update is incomplete; WorkerDiedError.
         """
 
     def abort(self, request_ids: Collection[str]) -> list[Completion]:
-        """Ends requests, with what there is of their responses; they may be submitted again with it. Where experts are
-        kept, a response comes only as far as they do. Those that have ended already are passed over."""
+        """Stop requests and return their partial responses, with which they can be submitted again. Finished requests
+        are ignored.
+
+        If the engine records routed experts, a partial response is cut to the tokens whose experts are known.
+        """
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Callable[[Completion], None]) -> None:
-        """Submits all and steps until they have ended; calls on_finish once per request, in the order they finish.
-        Nothing else may run.
+        """Submit all requests, step until they have finished, and call on_finish once per request in the order of
+        completion. Nothing else may be running.
 
-        Raises: as `submit` and `step`; what on_finish raises, and none of them runs then.
+        Raises: the errors of `submit` and `step`; errors of on_finish, after aborting the remaining requests.
         """
 
     def sleep(self, *, keep_weights: bool) -> int:
-        """Gives device memory back, as much as the engine can: the KV cache, and weights, which keep_weights moves
-        to host memory and not keep_weights may discard. Returns the bytes freed.
+        """Release as much device memory as the engine can: the KV cache and the weights. The weights move to host
+        memory if keep_weights is set; otherwise they may be discarded. Returns the number of bytes freed.
 
-        Nothing may run. Asleep it must not generate; an update needs the weights awake. Sleeping twice does nothing
-        more.
+        Nothing may be running. A sleeping engine cannot generate; a weight update needs the weights to be awake.
+        Calling it on a sleeping engine has no effect.
         """
 
     def wake_up(self, part: str) -> None:
-        """Takes memory back for "weights" or "kv_cache". Discarded weights are undefined until an update."""
+        """Restore the "weights" or the "kv_cache" to device memory. Discarded weights are undefined until the next
+        update."""
 
     def shutdown(self) -> None: ...
 
 
 Endpoint = TypeVar("Endpoint")
-"""Where a rank is (weights.transports.topology.Endpoint)."""
+"""Location of a rank (weights.transports.topology.Endpoint)."""
 Connection_contra = TypeVar("Connection_contra", contravariant=True)
-"""What the processes of a sync are told to come together (weights.connection.Connection)."""
+"""Rendezvous data for the processes of a weight sync (weights.connection.Connection)."""
 Comparison = TypeVar("Comparison")
-"""What a rank finds of its weights (weights.verify.Comparison)."""
+"""Result of comparing one rank's weights (weights.verify.Comparison)."""
 
 
 class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
-    """Takes updates of an engine's weights, turn after turn, whatever brings them. Lists are by rank of the engine."""
+    """Receiver of weight updates for one engine, independent of the transport. Lists are ordered by engine rank."""
 
     def endpoints(self) -> list[Endpoint]:
-        """Where the engine's ranks take weights."""
+        """Return the location of each engine rank."""
 
     def connect(self, connection: Connection_contra, engine: int, /) -> None:
-        """Joins the sync as its engine number `engine`, before the first update, or again after one that broke.
-        Collective over all processes of the sync.
+        """Join the weight sync as engine number `engine`, before the first update or again after a failed one.
 
-        Raises: PeerLostError; WeightSyncError where the engine takes other tensors than are planned.
+        Collective: all processes of the sync.
+        Raises: PeerLostError; WeightSyncError if the engine's tensors differ from the planned ones.
         """
 
     def begin_update(self) -> None:
-        """Begins an update. One that was begun and not finished is discarded."""
+        """Begin an update; an unfinished one is discarded."""
 
     def receive_bucket(self, turn: int) -> list[int]:
-        """Loads what comes at a turn of the plan, in their order; returns its bytes as the acknowledgement.
+        """Load the bucket of sync round `turn`. Rounds arrive in plan order. Returns the number of bytes as the
+        acknowledgement.
 
-        Raises: PeerLostError, WeightSyncError; until the next update is whole, the engine must not generate.
+        Raises: PeerLostError, WeightSyncError. After an error the engine must not generate until an update is complete.
         """
 
     def finish_update(self, version: int, *, recompute: bool = False) -> None:
-        """Makes the update visible: weight_version is `version`, and nothing that was computed with earlier weights is
-        used for a request that begins after it. Responses that have begun go on with what they have of the KV cache, or
-        with `recompute` compute it anew.
+        """Make the update visible and set weight_version to `version`. Requests that start later use no state computed
+        with older weights. Requests in flight keep their KV cache; with `recompute` it is computed again.
 
-        Raises: WeightSyncError when something of the model did not come.
+        Raises: WeightSyncError if a tensor of the model was not received.
         """
 
     def compare(self) -> list[Comparison]:
-        """What the engine computes with against what trainer ranks, which send digests meanwhile, say of it."""
+        """Compare the tensors that the engine computes with against digests, which the trainer ranks send at the same
+        time."""
 
 
 class Rewarder(Protocol):
-    """Grades responses outside the calling process; a grader that raises or hangs yields Score.error. Any thread may
-    call it."""
+    """Grader of responses, outside the calling process. A grader that raises or hangs yields Score.error. Thread-safe."""
 
     def submit(
         self,
@@ -136,23 +140,26 @@ class Rewarder(Protocol):
         group: Collection[int] = (),
         task: Collection[int] = (),
     ) -> None:
-        """Starts grading under a key of its own; returns at once. group, task: keys of the responses to the same prompt
-        and of the whole task, its own among them, for graders that see them together."""
+        """Start grading one response under a unique key, and return at once.
+
+        group, task: keys of all responses to the same prompt and of the whole task, including this one, for graders
+        that compare responses.
+        """
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
-        """Says that a response will be neither submitted nor collected, so that nothing waits for it."""
+        """Announce that a response will be neither submitted nor collected, so that its group does not wait for it."""
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
-        """Waits for the scores of `keys`, which were submitted; by key. Others may be waited for meanwhile."""
+        """Block until the submitted `keys` are scored; returns {key: Score}. Other threads may wait for other keys."""
 
     def shutdown(self) -> None: ...
 
 
 class ResponseScorer(Protocol):
-    """A model that scores responses, on processes of its own."""
+    """Model that scores responses, on its own processes."""
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        """Scores of all responses of each task.
+        """Score all responses of each task.
 
         Shapes: float32 [B] per task.
         Raises: NonFiniteError naming the response.
@@ -160,120 +167,122 @@ class ResponseScorer(Protocol):
 
 
 class Collector(Protocol):
-    """Generates, scores, filters and refills one step's groups."""
+    """Generates, scores and filters the groups of a step, and refills what was dropped."""
 
     def collect(self, step: int) -> Groups:
-        """The groups of one step."""
+        """Return the groups of one step."""
 
 
 class PendingSave(Protocol):
-    """A checkpoint that is being written."""
+    """Checkpoint that is being written."""
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once."""
+        """Return whether `result` would return or raise without waiting."""
 
     def result(self) -> SavedState:
-        """Waits until every rank has written.
+        """Wait until every rank has written its files.
 
-        Raises: what a rank raised: OSError made a ConfigError when the disk is full; CheckpointError.
+        Raises: ConfigError if the disk is full or read-only; CheckpointError; other errors of a rank.
         """
 
 
 class Actor(Protocol):
-    """The policy under training, spread over ranks."""
+    """Policy being trained, distributed over ranks."""
 
     def recompute_logp(self, batch: Batch) -> BatchHandle:
-        """What the updates need of the current policy's log-probabilities, found before the first of them. What is
-        found stays on the ranks; the handle is what later calls take."""
+        """Send the batch and compute what its updates need from the current policy (log-probabilities), before the
+        first update. The tensors stay on the ranks; later calls take the returned handle."""
 
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
-        """Differences between the current policy's log-probabilities and those that came with the batch, update by
-        update. Nothing stays on the ranks."""
+        """Compare the current policy's log-probabilities with the rollout's, separately for each update. Nothing stays
+        on the ranks."""
 
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
-        """Log-probabilities of the reference for the batch, before its updates; they stay on the ranks."""
+        """Compute the reference policy's log-probabilities of the batch, before its updates. They stay on the ranks."""
 
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
-        """The KL between policy and reference times `coefficient`, of a batch from `reference_logp`. Token by token it
-        stays where it is, for `estimate`; here metrics (reward/kl), and its sum over each response, float32 [B]."""
+        """Compute KL(policy, reference) times `coefficient` for a batch from `reference_logp`. The per-token values
+        stay on the ranks for `estimate`. Returns the handle with the metric reward/kl, and the sum per response,
+        float32 [B]."""
 
     def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
-        """The batch with other advantages, [B], and all that was found of it."""
+        """Replace the batch's advantages, float32 [B]; previous results on the ranks stay valid."""
 
     def refresh_reference(self) -> None:
-        """The reference takes the policy's present weights."""
+        """Copy the policy's current weights to the reference."""
 
     def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
-        """Advantages token by token where the tokens are, for the batch's updates; `values` are what Critic.values
-        returned. Returns the returns too, for Critic.update."""
+        """Compute per-token advantages on the ranks for the batch's updates, from `values` of Critic.values. Also
+        returns the returns, for Critic.update."""
 
     def update(self, handle: BatchHandle) -> dict[str, Metric]:
-        """One optimizer step per entry of the batch's updates; the handle names nothing afterwards.
+        """Run one optimizer step per entry of the batch's updates. The handle is invalid afterwards.
 
-        Raises: NonFiniteError before a non-finite step.
+        Raises: NonFiniteError before the optimizer step if a loss or gradient is not finite.
         """
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        """Begins to write parameters, optimizer, schedule and random state into an existing directory. With `snapshot`
-        updates may follow before it has finished, and do not show; else nothing may be called before its result."""
+        """Start writing parameters, optimizer, schedule and random state into an existing directory. With `snapshot`,
+        updates may follow before the save has finished and do not affect it; without it, nothing may be called before
+        its result."""
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """Restores what was saved, in whatever layout, after comparing `files` with their checksums.
+        """Restore a saved state, in any parallel layout, after comparing `files` with their checksums.
 
-        Raises: DamagedCheckpointError; CheckpointError when it does not fit the model.
+        Raises: DamagedCheckpointError; CheckpointError if it does not fit the model.
         """
 
     def export_hf(self, directory: str, source: str) -> None:
-        """Writes the weights as an HF directory, with configuration and tokenizer copied from `source`."""
+        """Write the weights as a Hugging Face directory; configuration and tokenizer are copied from `source`."""
 
     def export_adapter(self, directory: str, source: str) -> None:
-        """Writes the adapters of a LoRA run in PEFT's format; `source` is the model under them."""
+        """Write the LoRA adapters in PEFT's format; `source` is the base model's directory."""
 
 
 class Critic(Protocol):
-    """The value model, spread over ranks of its own."""
+    """Value model, distributed over its own ranks."""
 
     def values(self, batch: Batch) -> TokenRefs:
-        """Values of every trained token; they stay in the object store."""
+        """Compute the value of every trained token; the values stay in the object store."""
 
     def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
-        """One optimizer step per update of the batch that `values` are of, towards what Actor.estimate returned.
+        """Run one optimizer step per update of the batch of `values`, towards the `returns` from Actor.estimate.
 
-        Raises: NonFiniteError before a non-finite step.
+        Raises: NonFiniteError before the optimizer step if a loss or gradient is not finite.
         """
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        """As Actor.start_save."""
+        """Same as Actor.start_save."""
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """As Actor.load."""
+        """Same as Actor.load."""
 
 
 class Publisher(Protocol):
-    """Hands the actor's weights to every engine."""
+    """Sends the actor's weights to every engine."""
 
     def publish(self, version: int) -> int:
-        """Returns `version` when every engine has acknowledged every bucket.
+        """Send the weights as `version`; return it after every engine has acknowledged every bucket.
 
         Raises: WeightSyncError.
         """
 
     def verify(self) -> int:
-        """Compares what engines hold with what the actor holds, tensor by tensor; returns tensors compared.
+        """Compare the weights of engines and actor tensor by tensor; return the number of compared tensors.
 
         Raises: WeightSyncError listing the tensors that differ.
         """
 
 
 class EngineProbe(Protocol):
-    """Short responses of each engine to training prompts, outside of training."""
+    """Generates short, ungraded responses to training prompts, outside of training."""
 
     def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
-        """One ungraded response to each of `num_prompts` prompts from every engine, by the engine's name. No group id
-        comes twice."""
+        """Generate one response to each of `num_prompts` prompts on every engine; returns {engine name: result}. Group
+        ids are unique."""
 
 
 class Validator(Protocol):
-    """Responses to the validation prompts, graded."""
+    """Generates and grades responses to the validation prompts."""
 
     def validate(self, step: int) -> RolloutScalars: ...

@@ -54,7 +54,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         parts=grades.parts,
         traceback=grades.traceback,
         episodes=first if several else None,
-        figures=_figures([r.outcome for r in responses], counts),
+        episode_metrics=_episode_metrics([r.outcome for r in responses], counts),
         digests=_digests(responses),
         version_tokens=tuple(zip(drawn_by.tolist(), drawn.tolist(), strict=True)),
     )
@@ -82,7 +82,7 @@ def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
     return numbers
 
 
-def _figures(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str, np.ndarray]:
+def _episode_metrics(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str, np.ndarray]:
     """Of episodes of more than a turn's bookkeeping; {} for single turns."""
     if not any(outcome.seconds for outcome in outcomes):
         return {}

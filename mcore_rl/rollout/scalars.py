@@ -26,7 +26,7 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
         scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
         parts=_joined_numbers([part.parts for part in parts], lengths),
         episodes=_joined_episodes(parts, starts),
-        figures=_joined_numbers([part.figures for part in parts], lengths),
+        episode_metrics=_joined_numbers([part.episode_metrics for part in parts], lengths),
         traceback=next((part.traceback for part in parts if part.traceback), None),
         seconds_generating=max(part.seconds_generating for part in parts),
         seconds_grading=max(part.seconds_grading for part in parts),

@@ -142,7 +142,7 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "response_tokens/mean": Mean(float(tokens.sum()), responses),
         "response_tokens/max": Max(float(tokens.max(initial=0))),
         "response_tokens/clipped_fraction": _mean(groups.scalars, "clipped"),
-        "groups/drawn": Total(groups.groups_drawn),
+        "groups/drawn": Total(groups.groups_sampled),
         "groups/dropped": Total(groups.groups_dropped),
         "groups/batches": Total(groups.batches),
         "time/generate": Total(float(groups.seconds_generating)),
@@ -151,12 +151,12 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
         **describe_parts("reward", episodes),
         **_describe_scores(episodes),
-        **_describe_figures(episodes),
+        **_describe_episodes(episodes),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
         **describe_equality(episodes, unpunished_tokens),
         **describe_lengths(groups.scalars),
-        **groups.figures,
+        **groups.metrics,
     }
 
 
@@ -167,10 +167,11 @@ def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     return {f"reward/{name}": Mean(float(scores.sum(dtype=np.float64)), len(scores)) for name, scores in values.items()}
 
 
-def _describe_figures(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
+def _describe_episodes(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     """The mean of what is counted of every episode."""
-    names = sorted({name for part in scalars for name in part.figures})
-    values = {name: np.concatenate([part.figures[name] for part in scalars if name in part.figures]) for name in names}
+    of_parts = [part.episode_metrics for part in scalars]
+    names = sorted({name for part in of_parts for name in part})
+    values = {name: np.concatenate([part[name] for part in of_parts if name in part]) for name in names}
     return {name: Mean(float(numbers.sum()), len(numbers)) for name, numbers in values.items()}
 
 

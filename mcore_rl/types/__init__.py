@@ -1,4 +1,4 @@
-"""What parts of the house hand to each other: data, and the figures of a step."""
+"""Data types shared by the packages: rollout data, batches, checkpoints, metrics."""
 
 from mcore_rl.types.data import (
     Batch,

@@ -1,16 +1,16 @@
-"""The values that travel between rooms: frozen, numpy only, shapes documented.
+"""Frozen values that packages exchange: numpy arrays and plain Python types, with documented shapes.
 
-Shape letters: B responses, S tokens of prompt plus response, T response tokens, G groups (one per drawn prompt).
+Shape letters: B responses, S tokens of prompt plus response, T response tokens, G groups (one per sampled prompt).
 
-Flat layout, worked example for two trajectories, prompts of 3 and 2 tokens, responses of 2 and 4 tokens:
+Flat layout, example of two trajectories with prompts of 3 and 2 tokens and responses of 2 and 4 tokens:
 
     tokens            p p p r r | p p r r r r
     token_offsets     0           5           11
     prompt_tokens     3, 2
     logp_rollout            x x |     x x x x        (response tokens only)
     response_offsets  0           2           6
-    trained                 1 1 |     1 0 0 1        (0: a tool's answer, or a user's)
-    routed_experts    x x x x . | x x x x x .        (a row of layers x k each; nothing computes the last token: 0)
+    trained                 1 1 |     1 0 0 1        (0: token of a tool or user message)
+    routed_experts    x x x x . | x x x x x .        (rows of layers x k; 0 for the last token, which no pass reads)
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a prompt set, tokenised. `messages` are the chat messages that `text` renders (a plain string is one
-    of the user's), whole even where the text was truncated. `sampling` are keys of SamplingOptions that hold for this
-    row alone, `max_turns` is a limit of its own, `tools` are the OpenAI schemas that it offers; None where the run's
-    hold.
+    """One tokenized row of a prompt set.
+
+    `messages` are the chat messages that `text` was rendered from (a plain string becomes one user message); they stay
+    complete if the text is truncated. `sampling` overrides SamplingOptions for this row, `max_turns` overrides the
+    run's limit, `tools` are the OpenAI schemas offered for this row; None: the run's settings apply.
 
     Shapes: token_ids int32 [P].
     """
@@ -46,8 +47,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How an engine draws tokens. temperature 0 is greedy. A response ends with the token that completes one of the
-    texts in `stop`."""
+    """Sampling parameters. temperature 0 is greedy. A response ends with the token that completes one of the `stop`
+    strings."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -57,15 +58,17 @@ class SamplingOptions:
 
 
 Spans = tuple[tuple[int, ...], ...]
-"""Of a response: (version, first token, token after the last), one after the other."""
+"""Version spans of a response, in order: (version, first token, token after the last)."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate: token ids in, a seed of its own, so that a run can be repeated. `partial` is what there
-    is of the response already, of an engine that aborted it: it goes on from there. A response that has drawn
-    `tokens_per_version` tokens under one version of the weights lets others go first; None: no such limit. `spans`:
-    the versions that are to draw it; it waits for each. (): whatever weights there are."""
+    """One response to generate. Its own seed makes the run repeatable.
+
+    `partial` is the aborted response to continue. A response that has sampled `tokens_per_version` tokens under one
+    weight version pauses so that others can run; None: no limit. `spans` prescribes the weight version of each token,
+    and the request waits for these versions; (): the current weights.
+    """
 
     request_id: str
     token_ids: np.ndarray
@@ -78,8 +81,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step of an engine has added to a response. Units: logp in nats; `version` is of the weights that drew the
-    tokens."""
+    """Tokens that one engine step added to a response, sampled with the weights of `version`. Units: logp in nats."""
 
     request_id: str
     token_ids: list[int]
@@ -89,14 +91,14 @@ class Delta:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returned for one request, and what there was of its response before.
+    """Response to one request, including its `partial` part.
 
-    Shapes: token_ids int32 [T]; logp float32 [T], log-probabilities after temperature and truncation; versions int32
-    [T], of the weights that drew each token; routed_experts uint8 or int16 [S - 1, layers with experts, k], what the
-    engine chose for every token of prompt and response but the last, where it was asked to say.
-    Units: logp in nats.
     finish_reason is "stop", "length" or "abort".
-    temperatures float32 [T]: the sampling temperature of each token; None: all have the request's.
+    Shapes: token_ids int32 [T]; logp float32 [T], after temperature and truncation; versions int32 [T], weight version
+    of each token; routed_experts uint8 or int16 [S - 1, layers with experts, k], the engine's choice for every prompt
+    and response token but the last, None if not recorded; temperatures float32 [T], sampling temperature of each token,
+    None: the request's.
+    Units: logp in nats.
     """
 
     request_id: str
@@ -108,7 +110,7 @@ class Completion:
     temperatures: np.ndarray | None = None
 
     def sampled_at(self, temperature: float) -> np.ndarray:
-        """Sampling temperature of each token, float32 [T]; `temperature` is the request's."""
+        """Return the sampling temperature of each token, float32 [T]; `temperature` is the request's."""
         if self.temperatures is not None:
             return self.temperatures
         return np.full(len(self.token_ids), temperature, np.float32)
@@ -116,10 +118,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """A grader's verdict on one response. `accuracy` feeds validation and dynamic sampling; `error`, one line, is set
-    when the grader raised, hung or died, and then reward and accuracy are 0. `traceback` is where it raised, or was
-    when its time was over; of many errors some have none. `parts` are what else the grader says, by names that no
-    metric and no field of a record has: numbers, all finite, and texts."""
+    """A grader's result for one response.
+
+    `accuracy` is used by validation and dynamic sampling. `error` (one line) is set if the grader raised, hung or died;
+    reward and accuracy are 0 then. `traceback` is the position of the exception or of the timeout; with many errors
+    only some have one. `parts` are additional finite numbers and texts; their names must not be names of metrics or
+    record fields.
+    """
 
     reward: float
     accuracy: float
@@ -130,15 +135,14 @@ class Score:
 
 @dataclass(frozen=True)
 class TrajectoryBuffers:
-    """Trajectories of one rollout call as flat arrays (see the module's example); kept by the process that made it.
+    """Trajectories of one rollout call as flat arrays (see the example above), held by the process that produced them.
 
-    Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B];
-    logp_rollout float32, versions int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
-    routed_experts uint8 or int16 [sum S, layers with experts, k], None where the engine was not asked for them;
-    turn_rewards float32 [sum T], a part of the responses' rewards, at the last token of each turn, None where there are
-    no turns;
-    temperatures float32 [sum T], the sampling temperature of each token, or a scalar [] if all tokens have the same.
-    NaN, and None for all tokens: not recorded (files of earlier versions, target texts), which means the run's.
+    Shapes: tokens int32 [sum S]; token_offsets int64 [B + 1]; prompt_tokens int32 [B]; logp_rollout float32, versions
+    int32, trained uint8: [sum T]; response_offsets int64 [B + 1];
+    routed_experts uint8 or int16 [sum S, layers with experts, k], None if not recorded;
+    turn_rewards float32 [sum T], part of the response's reward, at the last token of each turn, None without turns;
+    temperatures float32 [sum T], sampling temperature of each token, or a scalar [] if it is the same for all. NaN, or
+    None for all tokens: not recorded (files of earlier versions, target texts); the run's temperature applies.
     """
 
     tokens: np.ndarray
@@ -154,24 +158,24 @@ class TrajectoryBuffers:
 
 
 BuffersRef = NewType("BuffersRef", object)
-"""Refers to TrajectoryBuffers, which are kept as long as it is."""
+"""Reference to TrajectoryBuffers; they exist as long as the reference does."""
 
 
 @dataclass(frozen=True)
 class RolloutScalars:
-    """All that the driver learns of a rollout call: one scalar per response, no tokens.
+    """Results of a rollout call that reach the driver: scalars per response, no tokens.
 
-    Shapes: every array [B]. group_ids int64; prompt_rows int64; total_tokens, response_tokens, trained_tokens
-    int32; rewards, accuracies float32; clipped uint8 (1 where the response hit its token limit); versions int32 [B, 2],
-    of the weights that drew the first token and the last one.
-    errors holds (index, message) of graders that failed, `traceback` where the first of them that knows it did.
-    `scores` are those of reward models, float32 [B] by the model's name, already in the rewards. `parts` are the
-    numbers that graders gave beside their scores, float64 [B] by name, NaN for a response that has none of that name.
-    `tokens_taken_over`: how many were drawn by engines that were lost. `episodes` int64 [B]: for each response the row
-    of the first one of its episode, all of which have its reward; None: every response is an episode. `figures` are
-    numbers of episodes, float64 [B] by the name of the metric. `digests` uint32 [B] of the tokens, by which it
-    is known whether somebody has made the same again. `version_tokens`: versions of the weights, and how many of all
-    trained tokens each has drawn; a version may come several times.
+    Shapes: every array [B]. group_ids, prompt_rows int64; total_tokens, response_tokens, trained_tokens int32; rewards,
+    accuracies float32; clipped uint8 (1: the response reached its token limit); versions int32 [B, 2], weight versions
+    of the first and the last token.
+    errors: (response index, message) of each failed grading; `traceback` belongs to the first error that has one.
+    scores: {reward model: float32 [B]}, already included in the rewards.
+    parts: {name: float64 [B]}, additional numbers of graders; NaN if a response has none.
+    tokens_taken_over: number of tokens sampled by lost engines and continued by others.
+    episodes: int64 [B], row of the first response of the same episode (they share its reward); None: one response each.
+    episode_metrics: {metric name: float64 [B]}, one number per episode.
+    digests: uint32 [B], checksums of the tokens, to detect whether a response was generated identically again.
+    version_tokens: pairs (weight version, number of trained tokens sampled with it); a version may occur several times.
     """
 
     group_ids: np.ndarray
@@ -191,14 +195,14 @@ class RolloutScalars:
     traceback: str | None = None
     tokens_taken_over: int = 0
     episodes: np.ndarray | None = None
-    figures: Mapping[str, np.ndarray] = field(default_factory=dict)
+    episode_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     digests: np.ndarray | None = None
     version_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Grades:
-    """What graders say of the responses of a task; all of it as RolloutScalars has it."""
+    """Grading results for the responses of a task; fields have the meaning of RolloutScalars."""
 
     rewards: np.ndarray
     accuracies: np.ndarray
@@ -209,17 +213,17 @@ class Grades:
 
 @dataclass(frozen=True)
 class Batch:
-    """The driver's view of one training step: references and scalars.
+    """One training step on the driver: references and scalars.
 
-    `chunks` refer to TrajectoryBuffers; response b is row `rows[b]` of chunk
-    `chunk_ids[b]`. `updates[u]` and `dp_ranks` say in which optimizer update, and on which data-parallel rank,
-    a response is trained; both are fixed here so that what passes find of it can stay where it was computed.
+    `chunks` refer to TrajectoryBuffers; response b is row `rows[b]` of chunk `chunk_ids[b]`. `updates[u]` lists the
+    responses of optimizer update u, `dp_ranks` the data-parallel rank of each response. Both are fixed here so that
+    per-token results can stay on the rank that computed them.
 
-    Shapes: chunk_ids, rows, dp_ranks, total_tokens, trained_tokens int32 [B]; group_ids int64 [B];
-    rewards, advantages, loss_weights float32 [B]; updates: tuple of int64 index arrays.
-    `version` is the one of the weights that the first update starts from: no token was sampled with a newer one.
-    loss_weights[b] multiplies every trained token of response b; with it the plain sum over all tokens of all
-    ranks is the aggregated loss, so no rank ever needs another's count.
+    Shapes: chunk_ids, rows, dp_ranks, total_tokens, trained_tokens int32 [B]; group_ids int64 [B]; rewards, advantages,
+    loss_weights float32 [B]; updates: tuple of int64 index arrays.
+    version: weight version at the start of the first update; no token was sampled with a newer one.
+    loss_weights[b] multiplies every trained token of response b, such that the plain sum over all tokens of all ranks
+    is the aggregated loss. Ranks need no counts from each other.
     """
 
     chunks: tuple[BuffersRef, ...]
@@ -239,8 +243,8 @@ class Batch:
         return len(self.rows)
 
     def shares(self, num_dp_ranks: int, places: np.ndarray) -> list[RankShares]:
-        """What each data-parallel rank trains. `places` int32 [B]: where each response is among the trajectories that
-        its rank gets, all in one chunk."""
+        """Return the part of each data-parallel rank. `places` int32 [B]: row of each response in the single chunk of
+        trajectories that its rank receives."""
         samples = np.concatenate([*self.updates, np.empty(0, np.int64)])
         update_of = np.repeat(np.arange(len(self.updates)), [len(update) for update in self.updates])
         order = np.argsort(self.dp_ranks[samples], kind="stable")
@@ -257,14 +261,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one data-parallel rank receives of a Batch for one update.
+    """One data-parallel rank's part of a Batch for one update.
 
-    Response b is row `rows[b]` of chunk `chunk_ids[b]` of the trajectories that come with the share; `origins[b]` are
-    rollout call and row where it came from, for messages.
+    Response b is row `rows[b]` of chunk `chunk_ids[b]` of the trajectories that are delivered with the share.
+    `origins[b]` (rollout call and row in it) and `samples` (index in the Batch) identify a response in error messages
+    and results.
 
-    Shapes: samples int64 [b] indices into the Batch (they name samples in errors and in what passes find);
-    chunk_ids, rows int32 [b]; origins int32 [b, 2]; rewards, advantages, loss_weights float32 [b]. `version` is
-    the batch's.
+    Shapes: samples int64 [b]; chunk_ids, rows int32 [b]; origins int32 [b, 2]; rewards, advantages, loss_weights
+    float32 [b]. `version` is the batch's.
     """
 
     samples: np.ndarray
@@ -293,9 +297,9 @@ SHARE_COLUMNS = np.dtype(
 
 @dataclass(frozen=True)
 class RankShares:
-    """What one data-parallel rank receives of a Batch, in one array however many updates there are.
+    """One data-parallel rank's part of a Batch for all updates, in one array.
 
-    Shapes: table SHARE_COLUMNS [b], update after update, counts[u] rows of each; counts int64 [updates].
+    Shapes: table SHARE_COLUMNS [b], ordered by update; counts int64 [updates], rows of each update.
     """
 
     table: np.ndarray
@@ -303,7 +307,7 @@ class RankShares:
     version: int
 
     def by_update(self) -> list[RankShare]:
-        """An empty one where the rank has no response in an update."""
+        """Split the table into one RankShare per update; updates without a response for this rank are empty."""
         names = SHARE_COLUMNS.names or ()
         return [
             RankShare(
@@ -317,7 +321,7 @@ class RankShares:
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A number for every trained token of some samples, such as a critic's value; lives in the object store.
+    """One number per trained token of some samples, such as a critic's values; lives in the object store.
 
     Shapes: samples int64 [b] indices into the Batch; offsets int64 [b + 1]; values float32 [offsets[-1]].
     """
@@ -328,21 +332,21 @@ class TokenColumn:
 
     @classmethod
     def of(cls, by_sample: Mapping[int, np.ndarray]) -> TokenColumn:
-        """Shapes: [n] by sample."""
+        """Concatenate arrays. Shapes: [n] by sample."""
         offsets = np.zeros(len(by_sample) + 1, np.int64)
         np.cumsum([len(part) for part in by_sample.values()], out=offsets[1:])
         values = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float32, copy=False)
         return cls(np.fromiter(by_sample, np.int64, len(by_sample)), offsets, values)
 
     def by_sample(self) -> dict[int, np.ndarray]:
-        """Shapes: float32 [n] by sample."""
+        """Split into one array per sample. Shapes: float32 [n]."""
         parts = np.split(self.values, self.offsets[1:-1]) if len(self.samples) else []
         return dict(zip(self.samples.tolist(), parts, strict=True))
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint: its path within the checkpoint, its size, and the CRC-32 of its bytes."""
+    """Checkpoint file: its path within the checkpoint, its size and the CRC-32 of its bytes."""
 
     name: str
     num_bytes: int
@@ -351,7 +355,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What the ranks wrote of a checkpoint; `description` (layout, versions, tensors) is for JSON."""
+    """Result of a save: the files of all ranks; `description` (layout, versions, tensors) is written as JSON."""
 
     files: tuple[SavedFile, ...]
     description: dict[str, Any]
@@ -359,7 +363,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class Span:
-    """A named piece of work for the timeline. Units: start, end in seconds of the Unix clock."""
+    """Named interval for the timeline. Units: start, end in seconds of the Unix clock."""
 
     name: str
     start: float

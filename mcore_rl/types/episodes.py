@@ -1,4 +1,4 @@
-"""What an episode leaves: the token sequences that are trained on, and what is known of it as a whole."""
+"""Result of an episode: the token sequences to train on and the facts about the episode as a whole."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 NOT_SAMPLED = -1
-"""Version of a token that no weights drew: of a tool's answer, or a user's."""
+"""Version of a token that was not sampled: a token of a tool or user message."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A token sequence: a prompt and its response, in which what others said may stand between sampled tokens.
+    """Token sequence of a prompt and its response. Tool and user messages may stand between sampled tokens.
 
-    Shapes: prompt_ids int32 [P]; token_ids int32, logp float32 (0 where not sampled), versions int32 (NOT_SAMPLED
-    there): [T], the first and the last of them sampled; trained uint8 [T], None: all; rewards float32 [T], of turns, at
-    the last token of each, None: there are no turns; routed_experts as Completion's, [P + T - 1, layers, k];
-    temperatures float32 [T], the sampling temperature of each token (NaN where not sampled), None: not recorded.
+    Shapes: prompt_ids int32 [P]; token_ids int32 [T], the first and the last of them sampled; logp float32 [T] (0 if
+    not sampled); versions int32 [T] (NOT_SAMPLED if not sampled); trained uint8 [T], None: all;
+    rewards float32 [T], rewards of turns at the last token of each turn, None without turns;
+    routed_experts [P + T - 1, layers, k], see Completion;
+    temperatures float32 [T], sampling temperature of each token (NaN if not sampled), None: not recorded.
     Units: logp in nats.
     """
 
@@ -34,18 +35,18 @@ class Trajectory:
 
 
 def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, Any]:
-    """Return the fields that every response adds to the extra_info of graders: its turns and its tools' rewards."""
+    """Return the fields that every response adds to the graders' extra_info: number of turns and rewards of tools."""
     return {"num_turns": num_turns, "tool_rewards": list(tool_rewards)}
 
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """How an episode ended. Its trajectories share its reward: what graders say of `text`, all that the model said, or
-    `reward` where the episode has its own, and the rewards of turns in either case.
+    """Result of an episode. All its trajectories share its reward: `reward` if the episode sets one, else the graders'
+    score of `text` (all text of the model); rewards of turns are added in both cases.
 
-    `finish_reason`: stop, or the limit that ended it: length, turns, tool_calls, seconds; error where it failed, and
-    then `error` says why and nothing of it is trained. `parts` as Score's. `seconds` by the state in which they passed.
-    `extra` joins the extra_info that graders see; `messages` is the conversation, where there is one.
+    `finish_reason`: stop; or the limit that ended the episode: length, turns, tool_calls, seconds; or error, with the
+    reason in `error`; a failed episode is not trained. `parts` see Score. `seconds`: time by state of the episode.
+    `extra` is added to the graders' extra_info. `messages` is the conversation, if there is one.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -63,9 +64,9 @@ class EpisodeOutcome:
     extra: Mapping[str, Any] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = ()
     taken_over: int = 0
-    """Tokens that lost engines had drawn."""
+    """Number of tokens sampled by engines that were lost."""
 
     @property
     def turn_rewards(self) -> float:
-        """The sum of all turns'."""
+        """Sum of the rewards of all turns."""
         return float(sum(t.rewards.sum(dtype=np.float64) for t in self.trajectories if t.rewards is not None))

@@ -1,4 +1,4 @@
-"""Distance between the engine's and the trainer's log-probabilities of the same tokens."""
+"""Difference between the engine's and the trainer's log-probabilities of the same tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mcore_rl.types.metrics import Max, Mean, Quantile
 
 @dataclass(frozen=True)
 class LogpGap:
-    """Absolute differences of log-probabilities; parts from several ranks add up.
+    """Absolute differences of log-probabilities. Gaps of several ranks are combined with `+`.
 
-    `own_routing`: the trainer chose the experts of a mixture-of-experts model itself, not the engine's.
+    `own_routing`: the trainer computed the routing of a mixture-of-experts model itself instead of replaying the
+    engine's.
     Units: nats.
     """
 
@@ -25,7 +26,7 @@ class LogpGap:
 
     @classmethod
     def between(cls, differences: Iterable[float], *, own_routing: bool) -> LogpGap:
-        """Shapes: one absolute difference per token."""
+        """Summarize absolute differences, one per token."""
         values = list(differences)
         return cls(
             Mean(math.fsum(values), len(values)),
@@ -48,9 +49,9 @@ class LogpGap:
 
     @property
     def typical(self) -> float:
-        """The mean, or the median where the trainer chose the experts itself: rounding then sends some tokens to other
-        experts and moves them far, whereas a systematic difference moves most tokens. Not finite if a token's is not.
-        """
+        """Mean difference, or the median if the trainer computed the routing itself. Rounding then sends some tokens to
+        other experts and changes them a lot, whereas a systematic error shifts most tokens. Not finite if any token's
+        difference is not finite."""
         if self.own_routing and math.isfinite(self.mean.value):
             return self.median.value
         return self.mean.value

@@ -1,4 +1,4 @@
-"""What calls to groups of ranks return to name what stays on the ranks: later calls take it."""
+"""Handles of data that stays on ranks or in the object store; remote calls return them and later calls take them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mcore_rl.types.metrics import Metric
 
 @dataclass(frozen=True)
 class BatchHandle:
-    """A batch on the actor's ranks, with all that passes over it have found so far; ranks refuse a `key` that is not of
-    the batch that they hold. `metrics` are those of the passes.
+    """A batch on the actor's ranks, including the results computed for it so far. Ranks reject a `key` that is not the
+    held batch's. `metrics` accumulates the metrics of the passes.
 
-    Where `is_sent` is false nothing has needed the batch yet: the first call that does brings it.
+    `is_sent` is false until the first call that needs the batch on the ranks; this call sends it.
     """
 
     batch: Batch
@@ -25,20 +25,21 @@ class BatchHandle:
 
 @dataclass(frozen=True)
 class TokenRefs:
-    """References of TokenColumns in the object store, one per data-parallel rank of the group that made them; `key` is
-    that of the batch that they are of, on that group's ranks."""
+    """References to TokenColumns in the object store, one per data-parallel rank of the producing group. `key`
+    identifies the batch on the ranks of that group."""
 
     columns: tuple[object, ...]
     key: int
 
     def overlapping(self, dp_rank: int, num_dp_ranks: int) -> tuple[object, ...]:
-        """The columns with samples of a data-parallel rank of another group, whose number of them divides this one or
-        is a multiple of it."""
+        """Return the columns with samples of one data-parallel rank of another group. One group's number of ranks must
+        divide the other's."""
         return tuple(self.columns[part] for part in matching(dp_rank, num_dp_ranks, len(self.columns)))
 
 
 def matching(dp_rank: int, num_dp_ranks: int, others: int) -> range:
-    """The ranks of `others` that have samples of `dp_rank`, when the larger number is cut into runs of equal length."""
+    """Return the ranks of a group of `others` ranks that share samples with `dp_rank`. The larger group is divided into
+    runs of equal length."""
     if others >= num_dp_ranks:
         run = others // num_dp_ranks
         return range(dp_rank * run, (dp_rank + 1) * run)

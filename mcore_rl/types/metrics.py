@@ -1,4 +1,4 @@
-"""Figures of a step, whose type says how they combine over micro-batches, ranks and updates."""
+"""Metrics of a step. The type of a metric defines how it is reduced over micro-batches, ranks and updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class _Sums:
-    """A metric of which every field adds up over micro-batches, ranks and updates."""
+    """Metric whose fields are all summed over micro-batches, ranks and updates."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
@@ -19,7 +19,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Mean(_Sums):
-    """A metric to be averaged."""
+    """Average: a sum and the number of its terms."""
 
     total: float
     count: float
@@ -31,7 +31,7 @@ class Mean(_Sums):
 
 @dataclass(frozen=True)
 class Max:
-    """A metric of which the largest counts."""
+    """Largest value."""
 
     value: float
 
@@ -41,7 +41,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """A metric of which the smallest counts."""
+    """Smallest value."""
 
     value: float
 
@@ -51,7 +51,8 @@ class Min:
 
 @dataclass(frozen=True)
 class Quantile:
-    """The least number that `fraction` of all are not above; 0 of none. `counts`: how often each number was met."""
+    """Smallest number that is not exceeded by `fraction` of all numbers; 0 without numbers. `counts` maps numbers to
+    frequencies."""
 
     fraction: float
     counts: Counter[float]
@@ -68,16 +69,17 @@ class Quantile:
 
 @dataclass(frozen=True)
 class Total(_Sums):
-    """A metric that adds up, such as a count."""
+    """Sum, such as a count."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class EffectiveFraction(_Sums):
-    """Effective sample size over sample size, of weights that add up to `total` and their squares to `squares`.
+    """Effective sample size divided by the sample size. `total` is the sum of the weights, `squares` the sum of their
+    squares.
 
-    Source: Kish, (sum w)^2 / sum w^2; 1 where all weights are equal.
+    Source: Kish, (sum w)^2 / sum w^2; the fraction is 1 for equal weights.
     """
 
     total: float
@@ -91,7 +93,7 @@ class EffectiveFraction(_Sums):
 
 @dataclass(frozen=True)
 class ExplainedVariance(_Sums):
-    """1 - Var(error) / Var(returns), of sums over tokens; error is returns - values. 0 where returns do not vary."""
+    """1 - Var(error) / Var(returns) from sums over tokens; error is returns - values. 0 if the returns are constant."""
 
     returns: float
     returns_squares: float
@@ -105,13 +107,13 @@ class ExplainedVariance(_Sums):
             return 0.0
         spread = self.returns_squares / self.count - (self.returns / self.count) ** 2
         unexplained = self.errors_squares / self.count - (self.errors / self.count) ** 2
-        # Below it the spread is what float64 leaves of a difference of equal numbers.
+        # A smaller spread is rounding noise: the difference of two nearly equal float64 numbers.
         return 1 - unexplained / spread if spread > 1e-12 * self.returns_squares / self.count else 0.0
 
 
 @dataclass(frozen=True)
 class Correlation(_Sums):
-    """Pearson's, of sums over pairs (x, y); 0 where either does not vary."""
+    """Pearson correlation from sums over pairs (x, y); 0 if x or y is constant."""
 
     count: float
     x: float
@@ -130,7 +132,7 @@ class Correlation(_Sums):
 
 @dataclass(frozen=True)
 class Deviation(_Sums):
-    """Standard deviation, of sums of numbers and of their squares."""
+    """Standard deviation from sums of numbers and of their squares."""
 
     total: float
     squares: float
@@ -146,7 +148,7 @@ class Deviation(_Sums):
 
 @dataclass(frozen=True)
 class Root(_Sums):
-    """A norm: squares add up over ranks, the root is taken of their sum."""
+    """Norm: the square root of a sum of squares."""
 
     squares: float
 
@@ -159,7 +161,7 @@ Metric = Mean | Max | Min | Quantile | Total | EffectiveFraction | ExplainedVari
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Adds metrics key by key; how they combine is in their type."""
+    """Reduce metrics key by key, as their types define."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for key, metric in part.items():

@@ -1,4 +1,4 @@
-"""What is asked of engines, and what a step has of it."""
+"""Rollout requests and results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from mcore_rl.types.data import BuffersRef, RolloutScalars, SamplingOptions, Spa
 from mcore_rl.types.metrics import Metric
 
 RolloutResult = tuple[BuffersRef, RolloutScalars]
-"""Of one task."""
+"""Trajectories and scalars of one task."""
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Prompt rows for one engine.
+    """Prompt rows to be sampled on one engine. It yields G * samples_per_prompt responses, ordered by group.
 
-    Shapes: prompt_rows, group_ids int64 [G]; G * samples_per_prompt responses come back, group by group.
-    `records` names the file that receives one JSON object per response, or is None. `journals` are those of engines
-    that were lost with the task, the last one last. `responses`: only these are wanted, from the first number on and
-    before the second; None: all. `version` of the weights when it was submitted: what lost engines drew with earlier
-    ones is of another task with the same ids. `tokens_per_version`: of its requests.
-    `spans`: of each response of the task, or ().
+    Shapes: prompt_rows, group_ids int64 [G].
+    records: file that receives one JSON object per response, or None.
+    journals: journals of engines that were lost while running the task, oldest first.
+    responses: half-open range of the response numbers to generate; None: all.
+    version: weight version at submission. Tokens that a lost engine sampled with older weights belong to an earlier
+    task with the same ids.
+    tokens_per_version, spans: see GenerationRequest; spans holds one entry per response, or ().
     """
 
     prompt_set: str
@@ -41,12 +42,12 @@ class RolloutTask:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Numbers of the first response that is wanted, and of the first after them."""
+        """Half-open range of the response numbers to generate."""
         return self.responses or (0, len(self.prompt_rows) * self.samples_per_prompt)
 
     @property
     def is_trained(self) -> bool:
-        """Whether its responses are trained on; greedy ones of the training set are baselines only."""
+        """True if the responses are trained on. Greedy responses to training prompts are only baselines."""
         return self.prompt_set == "train" and self.sampling.temperature > 0
 
     @property
@@ -59,27 +60,28 @@ class RolloutTask:
         return [self.request_id(response) for response in range(*self.span)]
 
     def request_id(self, response: int) -> str:
-        """Of one response, by its number; a greedy one to a group that others are sampled of is another one."""
+        """Return the id of one response, by its number. A greedy baseline has a different id than the sampled responses
+        of its group."""
         group, sample = divmod(response, self.samples_per_prompt)
-        beside = self.prompt_set == "train" and self.sampling.temperature == 0
-        return f"{self.prompt_set}{'_greedy' if beside else ''}.{self.group_ids[group]}.{sample}"
+        is_baseline = self.prompt_set == "train" and self.sampling.temperature == 0
+        return f"{self.prompt_set}{'_greedy' if is_baseline else ''}.{self.group_ids[group]}.{sample}"
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What a step generated and what of it is trained on.
+    """Groups generated in a step, and the selection that is trained.
 
-    `keep[i]` holds the kept response indices of chunk i, whole groups in order. `greedy` are the scalars of one greedy
-    response to the prompt of every kept group, where they were asked for. `figures`: of how they were collected.
+    `keep[i]` holds the indices of the trained responses of chunk i, whole groups in order. `greedy` holds the scalars
+    of one greedy response per kept group, if requested. `metrics` describes the collection.
     """
 
     chunks: tuple[BuffersRef, ...]
     scalars: tuple[RolloutScalars, ...]
     keep: tuple[np.ndarray, ...]
-    groups_drawn: int
+    groups_sampled: int
     groups_dropped: int
     batches: int
     seconds_generating: float = 0.0
     seconds_grading: float = 0.0
     greedy: tuple[RolloutScalars, ...] = ()
-    figures: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Search for the text that ends a response."""
+"""Search for the stop string that ends a response."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def first_stop(text: str, stops: Sequence[str], searched: int = 0) -> tuple[int, int] | None:
-    """Start and end of the stop string that ends first in `text`; of several with the same end, the longest. None if
-    there is none. `searched`: a match must end after so many characters."""
+    """Return start and end of the stop string that ends first in `text`, the longest of several with the same end, or
+    None. Matches that end within the first `searched` characters are ignored."""
     best: tuple[int, int] | None = None
     for stop in stops:
         start = text.find(stop, max(0, searched - len(stop) + 1))

@@ -267,12 +267,12 @@ class StreamingCollector:
             tuple(chunk for chunk, _ in results),
             tuple(scalars for _, scalars in results),
             tuple(keep),
-            groups_drawn=len(groups),
+            groups_sampled=len(groups),
             groups_dropped=len(groups) - len(taken),
             batches=1,
             seconds_generating=waited,
             seconds_grading=self._scoring,
-            figures={
+            metrics={
                 **figures,
                 "time/trainer_idle": Total(waited),
                 "time/trainer_idle_fraction": Mean(waited, elapsed),

@@ -24,6 +24,8 @@ from mcore_rl.types import RolloutScalars, SavedFile, SavedState
 GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
 RUNNING, UNSCORED, FINISHED, DULL = "running", "unscored", "finished", "dull"
 ARRAY = "array"
+SAVED_NAMES = {"episode_metrics": "figures"}
+"""Names in groups.json of fields that were renamed since; checkpoints of earlier versions stay readable."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,11 @@ def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
 
 def _as_json(group: SavedGroup) -> dict[str, Any]:
     scalars = group.scalars
-    given = None if scalars is None else {field.name: _plain(getattr(scalars, field.name)) for field in fields(scalars)}
-    return {**vars(group), "scalars": given}
+    if scalars is None:
+        return {**vars(group), "scalars": None}
+    names = [field.name for field in fields(scalars)]
+    saved = {SAVED_NAMES.get(name, name): _plain(getattr(scalars, name)) for name in names}
+    return {**vars(group), "scalars": saved}
 
 
 def _from_json(given: dict[str, Any]) -> SavedGroup:
@@ -132,7 +137,8 @@ def _from_json(given: dict[str, Any]) -> SavedGroup:
 
 
 def _scalars_of(given: dict[str, Any]) -> RolloutScalars:
-    plain = {name: _restored(value) for name, value in given.items()}
+    field_names = {saved: name for name, saved in SAVED_NAMES.items()}
+    plain = {field_names.get(name, name): _restored(value) for name, value in given.items()}
     pairs = {name: tuple((first, second) for first, second in given[name]) for name in ("errors", "version_tokens")}
     return RolloutScalars(**plain | pairs)
 

@@ -80,7 +80,7 @@ def test_ready_episodes_are_the_responses_with_two_sequences_each(tmp_path: Path
     episodes = of_episodes(several)
     assert (episodes.rewards == single.rewards).all()
     assert (episodes.group_ids == single.group_ids).all()
-    assert {len(values) for values in several.figures.values()} == {len(several.rewards)}
+    assert {len(values) for values in several.episode_metrics.values()} == {len(several.rewards)}
 
 
 def test_the_ready_pool_leaves_the_records_that_the_collector_joins(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_could_not_be_graded_is_looked_at_once_a_step_in_every_response_and
         DynamicSamplingConfig(enable=True), groups_with_variance, 8, 1, tmp_path, True, Failures(),
     )  # fmt: skip
     groups = collector.collect(1)
-    assert seen == [(groups.groups_drawn * SAMPLES + 8, "step 1")]
+    assert seen == [(groups.groups_sampled * SAMPLES + 8, "step 1")]
 
 
 def test_greedy_responses_go_to_the_kept_groups_only_under_their_ids(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_groups_without_variance_are_dropped_and_refilled(tmp_path: Path) -> Non
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0)
     assert kept_rows(groups) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert groups.groups_dropped == 8
-    assert groups.groups_drawn == 16
+    assert groups.groups_sampled == 16
 
 
 def test_refilling_draws_what_the_share_of_signal_asks_for_and_never_more_than_a_step(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_after_max_batches_dull_groups_fill_the_step_whole(tmp_path: Path) -> No
     groups, pool = collect(tmp_path, lambda row: row == 3, max_batches=2)
     assert len(pool.tasks) == 2
     assert kept_rows(groups) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert groups.groups_dropped == groups.groups_drawn - 1
+    assert groups.groups_dropped == groups.groups_sampled - 1
 
 
 def test_without_dynamic_sampling_everything_is_kept_in_one_batch(tmp_path: Path) -> None:
@@ -147,14 +147,14 @@ def test_without_dynamic_sampling_everything_is_kept_in_one_batch(tmp_path: Path
 def test_engines_share_a_batch_and_group_ids_are_never_reused(tmp_path: Path) -> None:
     groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
     ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
-    assert len(set(ids.tolist())) == len(ids) == groups.groups_drawn
+    assert len(set(ids.tolist())) == len(ids) == groups.groups_sampled
     assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
 
 
 def test_records_of_all_engines_and_batches_end_in_one_file(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0, num_engines=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
-    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(groups.groups_drawn)]
+    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(groups.groups_sampled)]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "reward"])
@@ -207,4 +207,4 @@ def test_groups_of_unequal_sizes_are_kept_dropped_and_filled_up_whole(tmp_path: 
         drawn = np.concatenate([s.group_ids for s in groups.scalars])
         row_of = {int(g): int(r) for s in groups.scalars for g, r in zip(s.group_ids, s.prompt_rows, strict=True)}
         lacking = sum(not signal(row) for row in row_of.values())
-        assert (groups.groups_drawn, groups.groups_dropped) == (len(np.unique(drawn)), lacking)
+        assert (groups.groups_sampled, groups.groups_dropped) == (len(np.unique(drawn)), lacking)

@@ -83,12 +83,12 @@ def test_the_greedy_response_of_its_own_group_is_the_baseline():
 def test_no_part_of_a_score_can_have_the_name_of_a_figure():
     groups = replace(one_group([1.0, 0.0], [3, 1]), greedy=one_group([1.0], [3]).scalars)
     counts = {
-        "groups_drawn": 1,
+        "groups_sampled": 1,
         "groups_dropped": 0,
         "batches": 1,
         "seconds_generating": 0.0,
         "seconds_grading": 0.0,
-        "figures": {},
+        "metrics": {},
     }
     found = describe(SimpleNamespace(**vars(groups), **counts))
     ours = {name.removeprefix("reward/") for name in found if name.startswith("reward/")}
@@ -176,7 +176,7 @@ def several_sequences():
         errors=((2, "raised"), (4, "raised too")),
         parts={"half": rewards / 2},
         episodes=np.array([0, 0, 2, 3, 3, 3, 6, 7]),
-        figures={"episode/turns": np.array([2, 2, 1, 3, 3, 3, 1, 1.0])},
+        episode_metrics={"episode/turns": np.array([2, 2, 1, 3, 3, 3, 1, 1.0])},
     )
     return Groups((scalars,), (np.arange(8),))
 

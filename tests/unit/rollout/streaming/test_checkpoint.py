@@ -146,7 +146,7 @@ def test_scalars_come_back_bit_for_bit(tmp_path: Path) -> None:
         np.arange(3), np.arange(3), *[np.arange(3, dtype=np.int32)] * 3, floats, -floats, np.ones(3, np.uint8),
         np.arange(6, dtype=np.int32).reshape(3, 2), errors=((1, "a grader's wörds"),), scores={"model": floats / 3},
         parts={"half": np.array([0.1, np.nan, 1e-300])}, traceback="line\n", episodes=np.array([0, 0, 2]),
-        figures={"episode/turns": np.array([1.0, 2.0, 3.0])}, digests=np.array([1, 2, 2**32 - 1], np.uint32),
+        episode_metrics={"episode/turns": np.array([1.0, 2.0, 3.0])}, digests=np.array([1, 2, 2**32 - 1], np.uint32),
         version_tokens=((2, 2**40), (3, 1)),
     )  # fmt: skip
     write_groups(tmp_path / "groups.json", Bounds(1, 2, 3, 4), [SavedGroup(7, 3, 1, FINISHED, scalars, "a.npz", 2, 9)])

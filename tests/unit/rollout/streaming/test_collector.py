@@ -56,7 +56,7 @@ def test_every_group_is_trained_once_in_whole_steps_and_none_is_older_than_the_b
     )
     oldest = [max(ages(groups, version)) for version, groups in enumerate(collected)]
     assert max(oldest) <= hard
-    assert [groups.figures["staleness/max"] for groups in collected] == [Max(float(age)) for age in oldest]
+    assert [groups.metrics["staleness/max"] for groups in collected] == [Max(float(age)) for age in oldest]
     assert stream.most_requests <= stream.slots
     if eta == hard:  # first in, first out
         versions = [[int(s.versions[0, 0]) for s in groups.scalars] for groups in collected]
@@ -177,7 +177,7 @@ def test_groups_without_signal_leave_and_others_take_their_places(tmp_path: Path
     dropped = [int(s.group_ids[0]) for s, keep in zip(groups.scalars, groups.keep, strict=True) if not len(keep)]
     assert dropped
     assert all(group % 2 == 0 for group in dropped)
-    assert (groups.groups_drawn, groups.groups_dropped) == (SIZE + len(dropped), len(dropped))
+    assert (groups.groups_sampled, groups.groups_dropped) == (SIZE + len(dropped), len(dropped))
     recorded = (tmp_path / "step_1.jsonl").read_text().split()
     assert recorded == [str(group) for group in sorted([1, 3, 5, 7, *dropped])]
 
@@ -189,7 +189,7 @@ def test_where_no_group_has_signal_a_step_is_filled_with_the_oldest_of_them(tmp_
     collected = run(collector, stream, 3)
     assert trained(collected[0]) == [0, 1, 2, 6]
     # (max_batches - 1) steps' worth leave the count, and 2 steps' worth of what exists without signal ends it.
-    assert collected[0].groups_drawn == SIZE + 2 * SIZE
+    assert collected[0].groups_sampled == SIZE + 2 * SIZE
     assert all(len(trained(groups)) == SIZE for groups in collected)
 
 
@@ -231,15 +231,15 @@ def test_figures_say_how_old_groups_and_tokens_are(tmp_path: Path) -> None:
     stream = Stream(lambda tickets: tickets[:SIZE])
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
     first, second, third = run(collector, stream, 3)
-    assert first.figures["staleness/mean"] == Mean(0.0, SIZE)
+    assert first.metrics["staleness/mean"] == Mean(0.0, SIZE)
     # The second step's ended while the first one was trained; the third's under the weights that came after it.
-    assert second.figures["staleness/mean"] == Mean(4.0, SIZE)
-    assert second.figures["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
-    assert third.figures["staleness/mean"] == Mean(2.0 * SIZE, SIZE)
-    assert third.figures["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
-    assert (second.figures["staleness/mixed_fraction"].value, third.figures["staleness/mixed_fraction"].value) == (0, 1)
-    assert [third.figures[f"staleness/groups_{age}"].value for age in range(3)] == [0, 0, 1]
-    assert third.figures["time/generator_idle"].value == 0.5
+    assert second.metrics["staleness/mean"] == Mean(4.0, SIZE)
+    assert second.metrics["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
+    assert third.metrics["staleness/mean"] == Mean(2.0 * SIZE, SIZE)
+    assert third.metrics["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
+    assert (second.metrics["staleness/mixed_fraction"].value, third.metrics["staleness/mixed_fraction"].value) == (0, 1)
+    assert [third.metrics[f"staleness/groups_{age}"].value for age in range(3)] == [0, 0, 1]
+    assert third.metrics["time/generator_idle"].value == 0.5
 
 
 def test_errors_of_graders_end_the_run_after_they_are_recorded(tmp_path: Path) -> None:

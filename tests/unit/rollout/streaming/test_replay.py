@@ -142,7 +142,7 @@ def told(collected: list[Groups]) -> list[Any]:
         (
             [(int(s.group_ids[0]), int(s.prompt_rows[0]), int(s.versions[0, 0])) for s in groups.scalars],
             trained(groups),
-            (groups.groups_drawn, groups.groups_dropped),
+            (groups.groups_sampled, groups.groups_dropped),
         )
         for groups in collected
     ]
