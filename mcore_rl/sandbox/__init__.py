@@ -1,1 +1,1 @@
-"""Runs code that a model wrote: confined, limited, and gone when it is over."""
+"""Confined and limited execution of code that a model wrote."""

@@ -1,4 +1,4 @@
-"""Tries the configured sandbox before anything depends on it, and says what to do where it is refused."""
+"""Construction and preflight check of the configured sandbox."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mcore_rl.sandbox.local import LocalSandbox
 
 LANDLOCK_LACKS = "which does not bound the disk or bound and hide processes as well"
 SECONDS = 30.0
-"""That a program may take here at least, whatever those of a run may: a busy machine is not a broken one."""
+"""Minimum time limit of the check: even a trivial program can take longer than sandbox.seconds on a busy machine."""
 _SERVER = "sandbox.url to a SandboxFusion server"
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """What runs whole programs: the server of sandbox.url, else this machine."""
+    """Return the sandbox for whole programs: the server at sandbox.url if set, otherwise this machine."""
     return FusionSandbox(config) if config.url else LocalSandbox(config)
 
 
 def check_sandbox(config: SandboxConfig) -> None:
-    """Runs the real command line with `true`, and Python with nothing; of a server, Python with nothing.
+    """Run an empty Python program in the configured sandbox, and `true` if the sandbox is local.
 
-    Raises: ConfigError in the sandbox's own words.
+    Raises: ConfigError with the sandbox's own message and the remedy.
     """
     if config.url:
         _check_server(config)
@@ -34,13 +34,16 @@ def check_sandbox(config: SandboxConfig) -> None:
 
 
 def check_local(config: SandboxConfig) -> None:
-    """As check_sandbox, of this machine, where interpreters and shells run whatever sandbox.url says."""
+    """Check this machine's sandbox, which interpreters and shells use even if sandbox.url is set.
+
+    Raises: ConfigError with the sandbox's own message and the remedy.
+    """
     sandbox = LocalSandbox(replace(config, seconds=max(SECONDS, config.seconds)))
-    if words := _failure_of(sandbox, ["/usr/bin/true"]):
-        raise ConfigError(f"sandbox.kind={config.kind}: {words}; {_remedy(config, words)}")
-    if words := _failure_of(sandbox, [os.path.abspath(config.python), "-c", ""]):
+    if message := _failure_of(sandbox, ["/usr/bin/true"]):
+        raise ConfigError(f"sandbox.kind={config.kind}: {message}; {_remedy(config, message)}")
+    if message := _failure_of(sandbox, [os.path.abspath(config.python), "-c", ""]):
         raise ConfigError(
-            f"sandbox.python={config.python} does not run inside: {words}; set it to a "
+            f"sandbox.python={config.python} does not run inside: {message}; set it to a "
             "Python in /usr, or name its directories in sandbox.read_only (every user has to be able to read them)"
         )
 
@@ -54,10 +57,10 @@ def _failure_of(sandbox: LocalSandbox, command: list[str]) -> str | None:
     return None if outcome.ok else outcome.stderr.strip() or ended
 
 
-def _remedy(config: SandboxConfig, words: str) -> str:
+def _remedy(config: SandboxConfig, message: str) -> str:
     if config.kind != BUBBLEWRAP:
         return f"set {_SERVER}"
-    if "not installed" in words:
+    if "not installed" in message:
         return f"`make sandbox` installs it; or set sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
     others = f"sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
     return f"let this machine or container make user namespaces, or set {others}"

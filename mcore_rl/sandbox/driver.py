@@ -1,7 +1,7 @@
-"""What an interpreter of an episode runs inside its sandbox: a cell per line, in one namespace.
+"""Main program of an episode's interpreter, inside the sandbox: reads one cell per line, runs all in one namespace.
 
-Its text is handed to the sandbox's own Python, of whatever version. Arguments: the descriptor of answers, and bytes
-that a cell may print. Nothing that it says is trusted: a cell can forge it, for its own episode.
+The sandbox's Python, which can have another version, receives this file as text. Arguments: descriptor for results,
+and maximum bytes of output per cell. The host does not trust the results: a cell can forge those of its own episode.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 
 class OutputLimit(BaseException):
-    """Raised within the cell that printed too much."""
+    """Raised inside a cell that exceeds the limit of output."""
 
 
 class Counted(io.FileIO):
-    """Standard output or error, which have one limit."""
+    """Standard output or error; both count towards one limit."""
 
     left = 0
 
@@ -43,7 +43,7 @@ def text_stream(descriptor: int) -> io.TextIOWrapper:
 
 
 def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
-    """Whether it raised nothing; shows the value of a last expression, as notebooks do."""
+    """Run a cell and print the value of a final expression, as notebooks do. Returns False if the cell raised."""
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     try:
         tree = ast.parse(code, name)
@@ -56,7 +56,7 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
                 print(repr(value))
     except OutputLimit:
         raise
-    except BaseException as error:  # whatever the cell raises, SystemExit too, is its output
+    except BaseException as error:  # every exception of the cell, including SystemExit, is part of its output
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, inner)
         return False
@@ -64,8 +64,8 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    answers_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(answers_descriptor, False)
+    results_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(results_descriptor, False)
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
@@ -73,17 +73,17 @@ def main() -> None:
     module = types.ModuleType("__main__")
     sys.argv, sys.modules["__main__"] = [""], module
     pid = os.getpid()
-    os.write(answers_descriptor, b"ready\n")
+    os.write(results_descriptor, b"ready\n")
     for number, line in enumerate(requests, 1):
         Counted.left = limit
-        answer = {"ok": False, "why": "exit"}
+        result = {"ok": False, "why": "exit"}
         try:
-            answer["ok"] = run_cell(json.loads(line), f"<cell {number}>", module.__dict__)
+            result["ok"] = run_cell(json.loads(line), f"<cell {number}>", module.__dict__)
         except OutputLimit:
-            answer["why"] = "output"
-        if os.getpid() != pid:  # a cell has forked, and this is the child
+            result["why"] = "output"
+        if os.getpid() != pid:  # the cell forked, and this is the child
             os._exit(0)
-        os.write(answers_descriptor, json.dumps(answer).encode() + b"\n")
+        os.write(results_descriptor, json.dumps(result).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads what a sandbox writes and counts it, feeds it, and says when a limit is reached."""
+"""Input and output of a running sandbox, with limits of size, time and memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mcore_rl.sandbox.confinement.start import Confined
 from mcore_rl.sandbox.interface import Why
 
 _CHUNK_BYTES = 1 << 16
-_MEMORY_SECONDS = 0.05
-"""Between two looks at the memory of all processes."""
+_MEMORY_CHECK_SECONDS = 0.05
+"""Interval of checks of the total memory."""
 
 
 class Budget:
-    """Bytes that some streams may bring together; `full` once there were more."""
+    """Byte limit shared by several streams; `full` is set once they exceed it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         self._left = self._limit_bytes
         self.full = False
 
     def take(self, data: bytes) -> bytes:
-        """As much of `data` as there is room for."""
+        """Return the prefix of `data` within the remaining budget."""
         self.full = self.full or len(data) > self._left
         kept = data[: self._left]
         self._left -= len(kept)
@@ -36,7 +36,7 @@ class Budget:
 
 
 class Exchange:
-    """The streams of a started sandbox."""
+    """Event loop over the pipes of a running sandbox."""
 
     def __init__(self, confined: Confined) -> None:
         self._confined = confined
@@ -48,7 +48,7 @@ class Exchange:
         self._selector.close()
 
     def send(self, stream: IO[bytes], data: bytes, *, close: bool) -> None:
-        """Writes `data` while others are read, as far as anyone reads it. close: the stream ends with it."""
+        """Queue `data` for writing while the loop runs. close: close the stream afterwards."""
         unsent = memoryview(data)
         os.set_blocking(stream.fileno(), False)
 
@@ -56,7 +56,7 @@ class Exchange:
             nonlocal unsent
             try:
                 unsent = unsent[os.write(stream.fileno(), unsent[:_CHUNK_BYTES]) :]
-            except BrokenPipeError:  # a program need not read its input
+            except BrokenPipeError:  # the program does not have to read its input
                 unsent = memoryview(b"")
             if not unsent:
                 self._selector.unregister(stream)
@@ -66,7 +66,7 @@ class Exchange:
         self._selector.register(stream, selectors.EVENT_WRITE, write)
 
     def receive(self, descriptor: int, budget: Budget) -> bytearray:
-        """What comes there from now on, as far as the budget goes."""
+        """Read from `descriptor` while the loop runs. Returns the buffer, which grows up to the budget."""
         received = bytearray()
 
         def read() -> None:
@@ -82,30 +82,30 @@ class Exchange:
         return received
 
     def until(self, done: Callable[[], bool], seconds: float) -> Why:
-        """Goes on until `done` or a limit, or everything that is read has ended."""
+        """Run the loop until `done`, until a limit is exceeded, or until all streams are at their end."""
         deadline = time.monotonic() + seconds
-        next_look = time.monotonic() + _MEMORY_SECONDS
+        next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
         while self._num_open and not done():
             now = time.monotonic()
             if now >= deadline:
                 return "timeout"
-            if now >= next_look:
+            if now >= next_check:
                 if self._confined.memory_exceeded():
                     return "memory"
-                next_look = time.monotonic() + _MEMORY_SECONDS
-            self._turn(min(deadline, next_look) - now)
+                next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
+            self._poll(min(deadline, next_check) - now)
             if any(budget.full for budget in self._budgets):
                 return "output"
         return "exit"
 
     def drain(self) -> Why:
-        """Takes what is there already."""
-        while self._turn(0):
+        """Read data that is already available, without waiting."""
+        while self._poll(0):
             if any(budget.full for budget in self._budgets):
                 return "output"
         return "exit"
 
-    def _turn(self, seconds: float) -> bool:
+    def _poll(self, seconds: float) -> bool:
         ready = self._selector.select(seconds)
         for key, _ in ready:
             key.data()

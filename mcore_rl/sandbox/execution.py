@@ -1,4 +1,4 @@
-"""One command in a sandbox, from its files to its outcome."""
+"""Execution of one command: packs its files, runs it, and collects output and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def execute(
     files: Mapping[str, bytes],
     fetch: tuple[str, ...] = (),
 ) -> Outcome:
-    """Raises: SandboxError if the command was not started."""
+    """Run a command in a new sandbox. Raises: SandboxError if it did not start."""
     names = [check_path(name) for name in fetch]
     parcel = in_memory("files", pack(files))
     reader, writer = os.pipe()
@@ -59,14 +59,14 @@ def _follow(confined: Confined, limits: Limits, stdin: bytes, parcel: int, fetch
     finally:
         exchange.close()
         code = confined.end()
-    words = stderr.decode("utf-8", "replace")
+    message = stderr.decode("utf-8", "replace")
     if why == "exit" and not packed.startswith(READY):
-        raise SandboxError(f"the sandbox did not start: {words.strip() or f'it ended with code {code}'}")
+        raise SandboxError(f"the sandbox did not start: {message.strip() or f'it ended with code {code}'}")
     return Outcome(
         why=why,
         return_code=code if why == "exit" else KILLED,
         stdout=stdout.decode("utf-8", "replace"),
-        stderr=words,
+        stderr=message,
         seconds=time.monotonic() - started,
         files=unpack(bytes(packed[len(READY) :]), fetch) if why == "exit" else {},
     )

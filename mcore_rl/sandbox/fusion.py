@@ -1,6 +1,6 @@
-"""Programs on a SandboxFusion server.
+"""Client of a SandboxFusion server.
 
-Source: bytedance/SandboxFusion, POST /run_code; when to ask again: verl's sandbox_fusion client.
+Source: bytedance/SandboxFusion, POST /run_code; retry policy: verl's sandbox_fusion client.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
@@ -22,18 +23,18 @@ from mcore_rl.sandbox.interface import Outcome, Program, Why
 GATEWAY_TIMEOUT = 504
 ATTEMPTS = 3
 RETRY_SECONDS = 1.0
-"""Before the second attempt; each later one waits so much longer."""
-ANSWER_BYTES = 1 << 20
-"""Of an answer, for all but output and files."""
-BYTES_IN_JSON = 6
-"""At most, for one byte of output."""
-_PIECE_BYTES = 1 << 16
+"""Delay before the second attempt; it grows by this amount with every further attempt."""
+RESPONSE_BYTES = 1 << 20
+"""Maximum size of a response without output and files."""
+JSON_BYTES_PER_BYTE = 6
+"""Upper bound on the JSON encoding of one byte of output."""
+READ_BYTES = 1 << 16
 GRACE_SECONDS = 10.0
-"""Beyond the time of compiler and program, for the answer to come."""
+"""Time for the response to arrive, in addition to the limits of compiler and program."""
 
 
 class FusionSandbox:
-    """Asks the server of sandbox.url, directly, whatever proxy the environment names."""
+    """Sends programs to the server at sandbox.url. Ignores proxies of the environment."""
 
     def __init__(self, config: SandboxConfig, *, retry_seconds: float = RETRY_SECONDS) -> None:
         self._config = config
@@ -42,47 +43,50 @@ class FusionSandbox:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def run(self, program: Program) -> Outcome:
-        """Raises: SandboxError if the server is not there, refuses, could not run it, or answers something else."""
+        """Run a program on the server.
+
+        Raises: SandboxError if the server is unreachable, refuses, could not run the program, or sends another format.
+        """
         seconds = min(program.seconds or self._config.seconds, self._config.seconds)
-        compile_seconds = min(program.compile_seconds or self._config.seconds, self._config.seconds)
-        memory_mib = min(program.memory_mib or self._config.memory_mib, self._config.memory_mib)
         request = {
             "code": program.code,
             "language": program.language,
-            "compile_timeout": compile_seconds,
+            "compile_timeout": self._config.seconds,
             "run_timeout": seconds,
-            "memory_limit_MB": memory_mib,
+            "memory_limit_MB": self._config.memory_mib,
             "stdin": program.stdin,
             "files": {path: base64.b64encode(content).decode() for path, content in program.files.items()},
             "fetch_files": list(program.fetch),
         }
-        answer = self._ask(json.dumps(request).encode(), compile_seconds + seconds + GRACE_SECONDS)
+        response = self._post(json.dumps(request).encode(), self._config.seconds + seconds + GRACE_SECONDS)
         try:
-            return _outcome(answer)
+            return _outcome(response)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SandboxError(f"sandbox.url={self._config.url} answers in another form: {error!r}") from error
 
-    def _ask(self, body: bytes, timeout: float) -> dict[str, Any]:
+    def _post(self, body: bytes, timeout: float) -> dict[str, Any]:
         for attempt in range(1, ATTEMPTS + 1):
             request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
             try:
                 with self._opener.open(request, timeout=timeout) as response:
-                    return json.loads(self._body(response, timeout))  # type: ignore[no-any-return]
+                    return json.loads(self._read(response, timeout))  # type: ignore[no-any-return]
             except urllib.error.HTTPError as error:
                 with error:
-                    words = error.read(1000).decode("utf-8", "replace").strip()
+                    message = error.read(1000).decode("utf-8", "replace").strip()
                 if error.code != GATEWAY_TIMEOUT or attempt == ATTEMPTS:
-                    raise SandboxError(f"sandbox.url={self._config.url} answers {error.code}: {words}") from error
+                    raise SandboxError(f"sandbox.url={self._config.url} answers {error.code}: {message}") from error
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-                raise SandboxError(f"sandbox.url={self._config.url} cannot be asked: {error}") from error
+                raise SandboxError(f"sandbox.url={self._config.url} cannot be used: {error}") from error
             time.sleep(self._retry_seconds * attempt)
         raise AssertionError
 
-    def _body(self, response: http.client.HTTPResponse, seconds: float) -> bytes:
-        """The answer. Much of it was written by the program, so its size and its time are limited."""
-        limit = ANSWER_BYTES + BYTES_IN_JSON * (2 * (self._config.output_kib << 10) + self._config.tmp_mib * MIB)
+    def _read(self, response: http.client.HTTPResponse, seconds: float) -> bytes:
+        """Read the body. The program wrote most of it, so its size and duration are limited."""
+        limit = RESPONSE_BYTES + JSON_BYTES_PER_BYTE * (
+            2 * (self._config.output_kib << 10) + self._config.tmp_mib * MIB
+        )
         body, deadline = bytearray(), time.monotonic() + seconds
-        while piece := response.read1(_PIECE_BYTES):
+        while piece := response.read1(READ_BYTES):
             body += piece
             if len(body) > limit:
                 raise SandboxError(
@@ -94,18 +98,16 @@ class FusionSandbox:
         return bytes(body)
 
 
-def _outcome(answer: dict[str, Any]) -> Outcome:
-    if answer["status"] == "SandboxError":
-        raise SandboxError(f"the sandbox server could not run it: {answer.get('message')}")
-    compiled, ran = answer.get("compile_result"), answer.get("run_result")
-    files = {path: base64.b64decode(content) for path, content in (answer.get("files") or {}).items()}
-    compilation = _stage(compiled, {}) if compiled else None
-    if ran:
-        outcome = _stage(ran, files)
-        return Outcome(**{**vars(outcome), "compilation": compilation})
-    if compilation is None:
+def _outcome(response: dict[str, Any]) -> Outcome:
+    if response["status"] == "SandboxError":
+        raise SandboxError(f"the sandbox server could not run it: {response.get('message')}")
+    if ran := response.get("run_result"):
+        files = {path: base64.b64decode(content) for path, content in (response.get("files") or {}).items()}
+        return _stage(ran, files)
+    compiled = response.get("compile_result")
+    if not compiled:
         raise ValueError("neither a compile_result nor a run_result")
-    return Outcome(**{**vars(compilation), "stage": "compile"})
+    return replace(_stage(compiled, {}), stage="compile")
 
 
 def _stage(result: dict[str, Any], files: dict[str, bytes]) -> Outcome:
@@ -113,7 +115,7 @@ def _stage(result: dict[str, Any], files: dict[str, bytes]) -> Outcome:
     code = result.get("return_code")
     for name in ("stdout", "stderr"):
         if not isinstance(result.get(name) or "", str):
-            raise TypeError(f"{name} is no text")
+            raise TypeError(f"{name} is not text")
     return Outcome(
         why=why,
         return_code=KILLED if code is None else int(code),

@@ -1,4 +1,4 @@
-"""What is run, what comes of it, and who runs it: this machine or a server."""
+"""Programs, their outcomes, and the protocol of a sandbox."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Why = Literal["exit", "timeout", "output", "memory"]
-"""Why a run ended: by itself, or at its limit of time, of output, or of memory in all."""
+"""Reason why a run ended: normal exit, or the limit of time, output or total memory."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code with what it reads. `files` are written beside it before it starts; those named in `fetch` come back if
-    they are regular files. seconds, memory_mib: less than the configuration's, None: as much."""
+    """Code and its input.
+
+    files: written to the working directory before the program starts.
+    fetch: names of files to return afterwards; only regular files are returned.
+    seconds: time limit, at most sandbox.seconds; None: sandbox.seconds.
+    """
 
     code: str
     language: str = "python"
@@ -21,15 +25,15 @@ class Program:
     files: Mapping[str, bytes] = field(default_factory=dict)
     fetch: tuple[str, ...] = ()
     seconds: float | None = None
-    compile_seconds: float | None = None
-    memory_mib: int | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. return_code: 128 + N after signal N. stdout and stderr are cut where `why` is "output".
+    """Result of a run.
 
-    stage: "compile" where the compiler failed and nothing else ran; else `compilation` is how the compiler ended.
+    return_code: 128 + N after signal N.
+    stdout, stderr: truncated if `why` is "output".
+    stage: "compile" if the compiler failed, so that the program did not run.
     """
 
     why: Why
@@ -39,7 +43,6 @@ class Outcome:
     seconds: float
     files: Mapping[str, bytes] = field(default_factory=dict)
     stage: Literal["compile", "run"] = "run"
-    compilation: Outcome | None = None
 
     @property
     def ok(self) -> bool:
@@ -47,8 +50,8 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """Runs programs; may be called from many threads at once."""
+    """Runs programs. Thread-safe."""
 
     def run(self, program: Program) -> Outcome:
-        """Raises: SandboxError if the program could not be run at all."""
+        """Run a program and wait for it. Raises: SandboxError if the program could not be started."""
         ...

@@ -1,4 +1,4 @@
-"""An interpreter or a shell that lives as long as an episode, in one sandbox: cells see what earlier ones have left."""
+"""Interpreter and shell of an episode: one sandbox, in which cells share their state."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ while IFS= read -r -d '' sandbox_command; do
   echo "$?" >&3
 done
 """
-"""Answers go to descriptor 3: from 10 on bash puts its own copies, of those that a command has redirected."""
+"""Writes results to descriptor 3: bash uses descriptors from 10 for its copies of redirected ones."""
 START_SECONDS = 60.0
-_ANSWER_BYTES = 1 << 12
+_RESULT_BYTES = 1 << 12
 _SLACK_BYTES = 1 << 12
-"""Beyond the limit on output that the driver holds by itself: what goes past it counts here."""
+"""Allowed excess over the output limit, which the driver enforces for Python output; other output is counted here."""
 
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What a cell printed, standard error included, and whether it succeeded. `why` it ended: "exit" by itself, even if
-    it raised; at a limit; or "gone": its interpreter had ended before, and no state is left.
+    """Result of a cell.
 
-    After "timeout" and "memory" the interpreter has ended; after "output" it may have.
+    output: stdout and stderr.
+    why: "exit" after a normal end or an exception; a limit; or "gone" if the interpreter has ended and its state is
+    lost. After "timeout" and "memory" the interpreter is dead; after "output" it can be.
     """
 
     output: str
@@ -48,18 +49,18 @@ class CellOutcome:
 
 
 class _Session:
-    """One sandbox with a process that answers requests. Cells wait for each other; close() does not wait for a cell."""
+    """Sandbox with a process that runs cells one after another. close() interrupts a running cell."""
 
     name = "session"
 
     def __init__(
-        self, config: SandboxConfig, confinement: Confinement, turns: threading.Semaphore, inside: list[str]
+        self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore, inside: list[str]
     ) -> None:
-        """inside: the command, to which the descriptor of answers and the limit of output are added."""
+        """inside: command; the descriptor for results and the output limit in bytes are appended."""
         limits = Limits.of(config).of_session()
         self._seconds = config.seconds
         self._output_bytes = limits.output_bytes
-        self._turns = turns
+        self._slots = slots
         self._lock = threading.Lock()
         self._gone: str | None = None
         self._reader, writer = os.pipe()
@@ -72,7 +73,7 @@ class _Session:
         finally:
             os.close(writer)
         self._exchange = Exchange(self._confined)
-        self._budgets = Budget(limits.output_bytes + _SLACK_BYTES), Budget(_ANSWER_BYTES)
+        self._budgets = Budget(limits.output_bytes + _SLACK_BYTES), Budget(_RESULT_BYTES)
         self._await_start()
 
     @property
@@ -80,7 +81,7 @@ class _Session:
         return self._gone is None
 
     def close(self) -> None:
-        """Ends it with everything that it has started; a cell that is running returns. May be called again."""
+        """Kill the process tree; a running cell returns. Idempotent."""
         if self._gone is None:
             self._gone = f"the {self.name} was closed"
             self._confined.kill()
@@ -97,26 +98,28 @@ class _Session:
         process = self._confined.process
         assert process.stdout is not None
         self._output = self._exchange.receive(process.stdout.fileno(), self._budgets[0])
-        self._answers = self._exchange.receive(self._reader, self._budgets[1])
+        self._results = self._exchange.receive(self._reader, self._budgets[1])
         self._released = False
-        why = self._exchange.until(lambda: b"\n" in self._answers, START_SECONDS)
-        if why != "exit" or b"\n" not in self._answers:
-            words = self._output.decode("utf-8", "replace").strip()
+        why = self._exchange.until(lambda: b"\n" in self._results, START_SECONDS)
+        if why != "exit" or b"\n" not in self._results:
+            message = self._output.decode("utf-8", "replace").strip()
             self._gone = "it did not start"
             self._release()
-            raise SandboxError(f"the {self.name} in the sandbox did not start: {words or why}")
+            raise SandboxError(f"the {self.name} in the sandbox did not start: {message or why}")
 
-    def _ask(self, request: bytes, seconds: float | None) -> tuple[str, bytes | None, Ended]:
-        """What was printed, the answer (None: there is none, and the session has ended), and why it came to that."""
+    def _request(self, request: bytes, seconds: float | None) -> tuple[str, bytes | None, Ended]:
+        """Run a cell. Returns its output, its result line (None if the session has ended), and the reason."""
         limit = self._seconds if seconds is None else min(seconds, self._seconds)
-        with self._lock, self._turns:
+        with self._lock, self._slots:
             if self._gone is not None:
                 return self._gone, None, "gone"
             try:
                 why = self._follow(request, limit)
-                if why == "exit" and b"\n" in self._answers:
-                    return self._printed(), bytes(self._answers).splitlines()[0], why
-            except BaseException:  # of the caller's thread: what the cell still does, nobody would read
+                if why == "exit" and b"\n" in self._results:
+                    return self._printed(), bytes(self._results).splitlines()[0], why
+            except (
+                BaseException
+            ):  # the caller's thread is interrupted: nothing would read the rest of the cell's output
                 self._end("exit", limit)
                 raise
             return self._printed(), None, self._end("memory" if self._confined.memory_exceeded() else why, limit)
@@ -124,11 +127,11 @@ class _Session:
     def _follow(self, request: bytes, seconds: float) -> Why:
         stdin = self._confined.process.stdin
         assert stdin is not None
-        for buffer, budget in zip((self._output, self._answers), self._budgets, strict=True):
+        for buffer, budget in zip((self._output, self._results), self._budgets, strict=True):
             buffer.clear()
-            budget.renew()
+            budget.reset()
         self._exchange.send(stdin, request, close=False)
-        why = self._exchange.until(lambda: b"\n" in self._answers, seconds)
+        why = self._exchange.until(lambda: b"\n" in self._results, seconds)
         return self._exchange.drain() if why == "exit" else why
 
     def _printed(self) -> str:
@@ -155,34 +158,34 @@ class _Session:
 
 
 class Interpreter(_Session):
-    """Python: cell by cell, with a namespace that stays."""
+    """Python interpreter whose cells share a namespace."""
 
     name = "interpreter"
 
-    def __init__(self, config: SandboxConfig, confinement: Confinement, turns: threading.Semaphore) -> None:
-        super().__init__(config, confinement, turns, [os.path.abspath(config.python), "-I", "-u", "-c", DRIVER])
+    def __init__(self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore) -> None:
+        super().__init__(config, confinement, slots, [os.path.abspath(config.python), "-I", "-u", "-c", DRIVER])
 
     def cell(self, code: str, seconds: float | None = None) -> CellOutcome:
-        """Runs a cell; the value of a last expression is printed. seconds: less than sandbox.seconds."""
-        output, answer, why = self._ask(json.dumps(code).encode() + b"\n", seconds)
-        if answer is None:
+        """Run a cell and print the value of a final expression. seconds: limit, at most sandbox.seconds."""
+        output, result, why = self._request(json.dumps(code).encode() + b"\n", seconds)
+        if result is None:
             return CellOutcome(output, False, why)
         ok, limit = False, False
-        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # forged by the cell
-            fields = json.loads(answer)
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # the cell forged its result
+            fields = json.loads(result)
             ok, limit = fields.get("ok") is True, fields.get("why") == "output"
         return CellOutcome(output, ok and not limit, "output" if limit else "exit")
 
 
 class Shell(_Session):
-    """bash: command by command; directory, variables and functions stay."""
+    """bash session that keeps its directory, variables and functions."""
 
     name = "shell"
 
-    def __init__(self, config: SandboxConfig, confinement: Confinement, turns: threading.Semaphore) -> None:
-        super().__init__(config, confinement, turns, ["/bin/bash", "--norc", "--noprofile", "-c", SHELL, "sandbox"])
+    def __init__(self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore) -> None:
+        super().__init__(config, confinement, slots, ["/bin/bash", "--norc", "--noprofile", "-c", SHELL, "sandbox"])
 
     def cell(self, code: str, seconds: float | None = None) -> CellOutcome:
-        """Runs commands; ok: the last of them ended with 0. seconds: less than sandbox.seconds."""
-        output, answer, why = self._ask(code.replace("\0", "").encode("utf-8", "replace") + b"\0", seconds)
-        return CellOutcome(output, answer == b"0", why)
+        """Run commands. ok: the last one exited with 0. seconds: limit, at most sandbox.seconds."""
+        output, result, why = self._request(code.replace("\0", "").encode("utf-8", "replace") + b"\0", seconds)
+        return CellOutcome(output, result == b"0", why)

@@ -1,4 +1,4 @@
-"""How programs of each language are compiled and started; what is installed decides which of them there are."""
+"""Commands that compile and run programs of each language."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
 
 SEARCH_PATH = "/usr/local/bin:/usr/bin"
-"""What bubblewrap shows of the host's programs."""
+"""Directories of programs that bubblewrap shows inside."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """`source` is what the code's file is called; {python} in a command is the configured interpreter.
+    """A language. {python} in a command stands for sandbox.python.
 
-    compile: a command that leaves `binary`. address_space: whether a limit on it can be borne: runtimes with a garbage
-    collector of their own reserve gigabytes at once.
+    source: file name of the code.
+    compile: command that writes `binary`; empty for interpreted languages.
+    address_space: whether to limit the address space; garbage-collected runtimes reserve gigabytes at start.
     """
 
     source: str
@@ -41,7 +42,7 @@ LANGUAGES = {
 
 
 def find_language(name: str) -> Language:
-    """Raises: SandboxError if it is not known, or not installed."""
+    """Return an installed language. Raises: SandboxError if it is unknown or not installed."""
     if name not in LANGUAGES:
         raise SandboxError(f"language {name} is not known here, only {', '.join(LANGUAGES)}")
     language = LANGUAGES[name]
@@ -51,8 +52,8 @@ def find_language(name: str) -> Language:
     return language
 
 
-def filled(command: tuple[str, ...], config: SandboxConfig) -> list[str]:
-    """The command with full paths, as it is called inside."""
+def resolve_command(command: tuple[str, ...], config: SandboxConfig) -> list[str]:
+    """Replace the program of a command with its absolute path inside the sandbox."""
     python = os.path.abspath(config.python)
     program = python if command[0] == "{python}" else shutil.which(command[0], path=SEARCH_PATH) or command[0]
     return [program, *command[1:]]

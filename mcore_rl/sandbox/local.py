@@ -1,4 +1,4 @@
-"""Programs on this machine, each in a sandbox of its own."""
+"""Sandbox of this machine: one confined process tree per program."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mcore_rl.sandbox.confinement.start import confinement_of
 from mcore_rl.sandbox.execution import execute
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
-from mcore_rl.sandbox.languages import Language, filled, find_language
+from mcore_rl.sandbox.languages import Language, find_language, resolve_command
 
 
 class LocalSandbox:
-    """Runs programs, and opens interpreters and shells; one of them serves a whole process, from any thread.
+    """Runs programs and starts interpreters and shells. Thread-safe; one instance suffices for a process.
 
-    Raises: ConfigError where this machine's architecture is not known.
+    Raises: ConfigError on an unsupported processor architecture.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._limits = Limits.of(config)
         self._confinement = confinement_of(config)
-        self._turns = threading.Semaphore(config.max_running or len(os.sched_getaffinity(0)))
+        self._slots = threading.Semaphore(config.max_running or len(os.sched_getaffinity(0)))
 
     def run(self, program: Program) -> Outcome:
-        """Waits for its turn; time counts from then on.
+        """Wait for a free slot, then run the program. Its time limit starts with the run.
 
-        Raises: SandboxError if it could not be run at all: an unknown language, no memory for its files, no namespaces.
+        Raises: SandboxError if the program could not be started: unknown language, no memory for files, no namespaces.
         """
         language = find_language(program.language)
         if not language.compile:
@@ -42,16 +42,15 @@ class LocalSandbox:
             return replace(compilation, stage="compile", files={})
         if language.binary not in compilation.files:
             raise SandboxError(f"{program.language}: what was compiled is larger than sandbox.tmp_mib allows")
-        ready = replace(program, files={**program.files, **compilation.files})
-        return replace(self._run(ready, language), compilation=replace(compilation, files={}))
+        return self._run(replace(program, files={**program.files, **compilation.files}), language)
 
     def interpreter(self) -> Interpreter:
-        """A Python interpreter of an episode. Raises: SandboxError if it does not start."""
-        return Interpreter(self._config, self._confinement, self._turns)
+        """Start a Python interpreter for an episode. Raises: SandboxError if it does not start."""
+        return Interpreter(self._config, self._confinement, self._slots)
 
     def shell(self) -> Shell:
-        """A shell of an episode. Raises: SandboxError if it does not start."""
-        return Shell(self._config, self._confinement, self._turns)
+        """Start a shell for an episode. Raises: SandboxError if it does not start."""
+        return Shell(self._config, self._confinement, self._slots)
 
     def execute(
         self,
@@ -62,22 +61,20 @@ class LocalSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch: tuple[str, ...] = (),
     ) -> Outcome:
-        """A command with full paths, as they are inside; otherwise as run()."""
-        with self._turns:
+        """Run a command given by absolute paths inside the sandbox. Raises: SandboxError like run()."""
+        with self._slots:
             return execute(
                 self._confinement, command, limits or self._limits, stdin=stdin, files=files or {}, fetch=fetch
             )
 
     def _compile(self, program: Program, language: Language) -> Outcome:
-        limits = self._limits.within(program.compile_seconds, None)
         files = {**program.files, language.source: _encoded(program.code)}
-        return self.execute(filled(language.compile, self._config), limits, files=files, fetch=(language.binary,))
+        return self.execute(resolve_command(language.compile, self._config), files=files, fetch=(language.binary,))
 
     def _run(self, program: Program, language: Language) -> Outcome:
-        limits = self._limits.within(program.seconds, program.memory_mib, address_space=language.address_space)
         return self.execute(
-            filled(language.run, self._config),
-            limits,
+            resolve_command(language.run, self._config),
+            self._limits.within(program.seconds, address_space=language.address_space),
             stdin=_encoded(program.stdin),
             files={**program.files, language.source: _encoded(program.code)},
             fetch=program.fetch,
@@ -85,4 +82,4 @@ class LocalSandbox:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")  # a model's text may have half of a surrogate pair
+    return text.encode("utf-8", "replace")  # generated text can contain half of a surrogate pair

@@ -1,6 +1,9 @@
-"""Files on their way into a sandbox and out of it, packed and unpacked inside: the host never opens a file that code
-could have made. They go in as a tar archive. They come out with nothing but their lengths: an archive that code can
-forge has links, devices, sparse files, negative sizes and extended headers, none of which is needed."""
+"""Transfer of files into and out of a sandbox.
+
+Packing and unpacking happen inside, so that the host never opens a file that untrusted code created. Input is a tar
+archive. Output is a length and the content of each file: a forged archive could contain links, devices, sparse files,
+negative sizes and extended headers.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,18 @@ for name in "${names[@]}"; do
 done >&"$out" 2>/dev/null
 exit $code
 """
-"""For bash inside: unpacks the archive of descriptor $1, writes READY to descriptor $2, runs the command, and writes
-the $3 files whose names come before it: the length of each in a line, or MISSING, then the content."""
+"""Script for bash inside. Arguments: descriptor of the input archive, descriptor of the output, number of files to
+return, their names, the command. Unpacks the archive, writes READY, runs the command, and writes for each file a line
+with its length (or MISSING), then its content."""
 READY, MISSING = b"r", b"-"
 MAX_HEADER_BYTES = 20
-"""Digits of a length; a longer line is damaged."""
+"""Maximum digits of a length; a longer line is invalid."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive; everything in it may be executed.
+    """Pack files, all executable, into a tar archive.
 
-    Raises: SandboxError for a path that leads elsewhere.
+    Raises: SandboxError for a path outside the working directory.
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -50,10 +54,12 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(packed: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
-    """The regular files among `wanted`, in the form that RUN writes. Code inside may have written anything into it, so
-    only lengths are read, and no more is returned than was received.
+    """Parse the output of RUN; returns the regular files among `wanted`.
 
-    Raises: SandboxError if it is damaged.
+    Untrusted code can write anything to this stream, so only lengths are parsed, and the result is never larger than
+    the input.
+
+    Raises: SandboxError if the stream is malformed.
     """
     files, rest = {}, memoryview(packed)
     if not packed:
@@ -73,7 +79,7 @@ def unpack(packed: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
 
 
 def check_path(path: str) -> str:
-    """A path below the working directory, in its shortest form."""
+    """Normalize a path below the working directory. Raises: SandboxError for other paths."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
         raise SandboxError(f"file {path!r}: its path has to lead below the working directory")

@@ -180,7 +180,7 @@ def test_rooms_are_small_enough_to_look_around_in() -> None:
         ("mcore_rl.cli", ["torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.doctor", ["mcore_rl.doctor.checks", "torch", "transformers", "ray", "vllm", "megatron"]),
         ("mcore_rl.types", ["torch", "transformers", "ray"]),
-        ("mcore_rl.sandbox.local, mcore_rl.sandbox.server", ["torch", "numpy", "transformers", "ray"]),
+        ("mcore_rl.sandbox.local", ["torch", "numpy", "transformers", "ray"]),
         ("model_converters", ["transformers", "ray", "vllm", "megatron", "mcore_rl"]),
         # The driver, which builds no model: that is seconds of every start.
         (

@@ -1,1 +1,1 @@
-"""Kinds of sandbox: how a command is confined and limited, started, and ended with all that it has started."""
+"""Confinement of commands with bubblewrap or Landlock, resource limits, and termination of the process tree."""

@@ -1,8 +1,8 @@
-"""The command line of a sandbox in namespaces of its own.
+"""Command line of a sandbox in new namespaces.
 
-What usual ones forget, and what came of it where it was tried: as root the user inside is the host's root and may
-write /proc/sys; / and /dev are file systems in memory without a size; code may make namespaces of its own; the
-environment that bubblewrap was started with is that of process 1 inside.
+It closes gaps of a default bubblewrap call: started by root, the user inside is the host's root and can write
+/proc/sys; / and /dev are in-memory file systems without a size limit; code can create more namespaces; process 1 inside
+inherits the environment of bubblewrap.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mcore_rl.sandbox.confinement.users import run_as, unused_uid
 
 INSIDE_UID = 1000
 WORK = "/tmp"
-"""Where code finds itself: in memory, gone with the run."""
+"""Working directory inside: in memory, removed with the run."""
 _ROOT_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
 
 
 class Bubblewrap:
-    """Starts commands in bubblewrap; `kind` of the configuration."""
+    """Confinement of sandbox.kind=bubblewrap."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._filter = filter_program(sockets=True)
 
     def command(self, inside: list[str], limits: Limits) -> tuple[list[str], list[int]]:
-        """The command line, and file descriptors that it has to inherit and its caller to close.
+        """Return the command line and the descriptors that the child inherits. The caller closes the descriptors.
 
         Raises: SandboxError if bubblewrap is not installed.
         """
@@ -46,13 +46,13 @@ class Bubblewrap:
         options = [*self._isolation(), *self._files(limits), *self._environment(), "--seccomp", str(descriptor)]
         if may_mount_proc(program):
             options += ["--proc", "/proc"]
-        # The last, since what comes later could not be mounted on it.
+        # Must come last: nothing can be mounted on a read-only root.
         options += ["--remount-ro", "/", "--chdir", WORK]
-        # Processes are counted in the user namespace of the sandbox, whatever else its user runs outside (Linux 5.14).
+        # RLIMIT_NPROC counts only processes of the sandbox's user namespace (since Linux 5.14).
         return [*_user(), program, *options, "--", *limits.prlimit(limits.processes), *inside], [descriptor]
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends everything inside: process 1 of the namespace dies with bubblewrap, and the others with it."""
+        """Kill bubblewrap. Process 1 of the namespace dies with it, and with process 1 all others."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -63,7 +63,10 @@ class Bubblewrap:
         ]
 
     def _files(self, limits: Limits) -> list[str]:
-        """Everything that is written lies in /tmp or /dev/shm, which have a size; what comes first is overlaid."""
+        """Return the mount options. Later mounts cover earlier ones.
+
+        Only /tmp and /dev/shm are writable, and both have a size limit.
+        """
         readable = [os.path.abspath(path) for path in self._config.read_only]
         links = [name for name in _ROOT_LINKS if os.path.islink(f"/{name}")]
         real = [f"/{name}" for name in _ROOT_LINKS if not os.path.islink(f"/{name}") and os.path.isdir(f"/{name}")]
@@ -71,7 +74,7 @@ class Bubblewrap:
             *("--ro-bind", "/usr", "/usr"),
             *(word for name in links for word in ("--symlink", os.readlink(f"/{name}"), f"/{name}")),
             *(word for path in real for word in ("--ro-bind", path, path)),
-            # Of /etc only how programs and libraries are found: nothing of users, hosts or secrets.
+            # From /etc only the search paths of programs and libraries: no users, hosts or secrets.
             *(word for path in SEARCHED for word in ("--ro-bind-try", path, path)),
             *("--dev", "/dev"),
             *("--size", str(MIB), "--perms", "1777", "--tmpfs", "/dev/shm"),
@@ -91,7 +94,7 @@ def _user() -> list[str]:
 
 @cache
 def may_mount_proc(program: str) -> bool:
-    """False in containers that mask files of /proc: the kernel mounts it there for nobody, and code does without."""
+    """Whether /proc can be mounted inside. The kernel refuses it in containers that mask files of /proc."""
     command = [*_user(), program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", env={"PATH": os.defpath}, check=False)
     return "mount proc" not in tried.stderr
@@ -101,7 +104,7 @@ SEARCHED = ("/etc/alternatives", "/etc/ld.so.cache")
 
 
 def environment(work: str) -> dict[str, str]:
-    """What code inside sees."""
+    """Environment variables inside."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": work,

@@ -1,4 +1,4 @@
-"""Bytes that a sandbox reads from a descriptor which it inherits."""
+"""Data that a sandbox reads from an inherited descriptor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def in_memory(name: str, content: bytes) -> int:
-    """A descriptor from which `content` can be read, of no file."""
+    """Return a descriptor of an anonymous memory file that contains `content`."""
     descriptor = os.memfd_create(name)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""A sandbox where namespaces are refused: Landlock, the filter of system calls, and limits of processes."""
+"""Sandbox without namespaces: Landlock, a seccomp filter, and resource limits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _STOP_SECONDS = 10.0
 
 
 class Landlock:
-    """Starts commands under a launcher of ours, which confines them and ends what they leave; `kind` of the
-    configuration. docs/sandbox.md lists what this does not contain."""
+    """Confinement of sandbox.kind=landlock: a launcher confines the command and kills processes that remain.
+
+    docs/sandbox.md lists what Landlock does not contain.
+    """
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._filter = filter_program(sockets=False)
 
     def command(self, inside: list[str], limits: Limits) -> tuple[list[str], list[int]]:
-        """The command line; no descriptors."""
+        """Return the command line and no descriptors."""
         processes = limits.processes
-        if os.geteuid() != 0:  # all of this user's processes count, everywhere
+        if os.geteuid() != 0:  # RLIMIT_NPROC counts all processes of this user
             processes += num_threads_of(os.geteuid())
         orders = {
             "readable": [*_READABLE, *map(os.path.abspath, self._config.read_only)],
@@ -46,7 +48,7 @@ class Landlock:
         return [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(orders)], []
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Asks the launcher, which code inside cannot reach, to end everything."""
+        """Terminate the launcher, which then kills everything inside. Code inside cannot signal the launcher."""
         with suppress(ProcessLookupError):
             process.terminate()
         try:

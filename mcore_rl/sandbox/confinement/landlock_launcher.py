@@ -1,7 +1,7 @@
-"""Confines a command with Landlock, waits for it, and ends what it leaves. Run as a script, with its orders as JSON.
+"""Launcher: confines a command with Landlock, waits for it, and kills processes that remain. Argument: orders as JSON.
 
-It stays outside of the confinement itself: code inside has another user id (started as root), or is forbidden to send
-signals outside (Landlock ABI 6). Needs nothing but the standard library, without site-packages.
+The launcher itself is not confined. Code inside cannot signal it: it runs under another user id (if started by root),
+or Landlock forbids signals to processes outside (ABI 6). Uses only the standard library, without site-packages.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 
 class Orders(TypedDict):
-    """What the starting process hands over. users: first and number of user ids, of which root takes one; empty
-    values of the environment become the working directory."""
+    """Arguments of the launcher.
+
+    users: first user id and number of ids; root runs the command under one of them.
+    environment: empty values are replaced with the working directory.
+    """
 
     readable: list[str]
     writable: list[str]
@@ -46,18 +49,18 @@ class Orders(TypedDict):
 
 
 class Stopped(BaseException):
-    """TERM has come: from the process that started this one, or from the kernel when that one has died."""
+    """SIGTERM arrived: from the parent, or from the kernel after the parent died."""
 
 
 def main() -> int:
-    """The command's exit code, 128 + N after signal N."""
+    """Run the command. Returns its exit code, 128 + N after signal N."""
     orders: Orders = json.loads(sys.argv[1])
     abi = check(libc.syscall(CREATE_RULESET, None, 0, 1), "Landlock")
     uid = orders["users"][0] + os.getpid() % orders["users"][1] if os.geteuid() == 0 else None
     if uid is None and abi < ABI_OF_SIGNALS:
         needed = f"ABI {ABI_OF_SIGNALS} (Linux 6.12) does, or a start as root"
         raise OSError(f"Landlock ABI {abi} of this kernel does not keep signals inside; {needed}")
-    # Before anything is started: whatever becomes of the one who started this, the command must not outlive it.
+    # Before the fork: the command must not outlive the parent of this process.
     signal.signal(signal.SIGTERM, stop)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -80,7 +83,7 @@ def stop(signum: int, frame: object) -> NoReturn:
 
 
 def become(orders: Orders, work: str, uid: int | None, abi: int) -> NoReturn:
-    """The command, confined, in place of this process."""
+    """Confine this process and execute the command."""
     try:
         for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -96,13 +99,13 @@ def become(orders: Orders, work: str, uid: int | None, abi: int) -> NoReturn:
         filter_calls(bytes.fromhex(orders["filter"]))
         variables = {name: value or work for name, value in orders["environment"].items()}
         os.execve(orders["command"][0], orders["command"], variables)
-    except BaseException as error:  # nothing of this process may go on beside its parent
+    except BaseException as error:  # the forked copy must not return into the code of its parent
         os.write(2, f"{error}\n".encode())
     os._exit(FAILED)
 
 
 def confine(readable: Iterable[str], writable: Iterable[str], work: str, abi: int) -> None:
-    """Files, TCP, abstract sockets and signals, as far as this kernel's Landlock goes."""
+    """Restrict files, TCP, abstract sockets and signals, as far as this kernel's Landlock ABI supports it."""
     files = (1 << 13) - 1
     files |= sum(bit for since, bit in ((2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV)) if abi >= since)
     fields = [files, *([0b11] if abi >= 4 else []), *([0b11] if abi >= ABI_OF_SIGNALS else [])]
@@ -124,7 +127,7 @@ def allow(ruleset: int, paths: Iterable[str], rights: int) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Of system calls, by seccomp."""
+    """Install a seccomp filter."""
 
     class FilterProgram(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
@@ -134,7 +137,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def wait_for(child: int) -> int:
-    """Reaps, beside the child, what others have left."""
+    """Wait for the child; also reap orphans, since this process is their subreaper. Returns the child's exit code."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -143,7 +146,7 @@ def wait_for(child: int) -> int:
 
 
 def end_all(uid: int | None) -> None:
-    """Kills until none is left; they come here when their parents end, as this process is the subreaper."""
+    """Kill all remaining processes. As this process is the subreaper, orphans become its children."""
     while True:
         if uid is None:
             kill(descendants(os.getpid()))
@@ -158,7 +161,7 @@ def end_all(uid: int | None) -> None:
 
 
 def kill_user(uid: int) -> None:
-    """All at once, so that nothing can fork away: the user has no other processes."""
+    """Kill all processes of the user with one call, so that a fork cannot escape. No other process has this user id."""
     killer = os.fork()
     if killer == 0:
         try:
@@ -172,7 +175,7 @@ def kill_user(uid: int) -> None:
 def descendants(pid: int) -> list[int]:
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process just ended
             children += map(int, path.read_text().split())
     return children + [each for child in children for each in descendants(child)]
 

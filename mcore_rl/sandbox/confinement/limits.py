@@ -1,4 +1,4 @@
-"""What one run may take, and the command that sets what the kernel counts."""
+"""Resource limits of one run, and the command that sets them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from mcore_rl.config.sandbox import SandboxConfig
 
 MIB = 1 << 20
 SESSION_CPU_FACTOR = 10
-"""Of what lives for an episode: its processor time is that of all of its cells together."""
+"""Factor on cpu_seconds of an episode's interpreter or shell: all its cells share one process."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The configuration's, in bytes and seconds. address_space: whether memory_bytes is also that of each process;
-    some runtimes reserve far more than they use."""
+    """Limits in bytes and seconds.
+
+    address_space: whether memory_bytes also limits the address space of each process; some runtimes reserve far more
+    than they use.
+    """
 
     seconds: float
     cpu_seconds: int
@@ -43,19 +46,17 @@ class Limits:
     def of_session(self) -> Limits:
         return replace(self, cpu_seconds=self.cpu_seconds * SESSION_CPU_FACTOR)
 
-    def within(self, seconds: float | None, memory_mib: int | None, *, address_space: bool = True) -> Limits:
-        """These, or less where it is asked for."""
-        memory = self.memory_bytes if memory_mib is None else min(self.memory_bytes, memory_mib * MIB)
-        return replace(
-            self,
-            seconds=self.seconds if seconds is None else min(self.seconds, seconds),
-            memory_bytes=memory,
-            address_space=address_space,
-        )
+    def within(self, seconds: float | None, *, address_space: bool) -> Limits:
+        """Lower the time limit to `seconds` if that is less."""
+        seconds = self.seconds if seconds is None else min(self.seconds, seconds)
+        return replace(self, seconds=seconds, address_space=address_space)
 
     def prlimit(self, processes: int) -> list[str]:
-        """A command that sets the limits and becomes the one after it. It has to run inside: outside, processes would
-        be those of the user everywhere. Soft limits are hard ones, so that ignoring a signal gains nothing."""
+        """Return a command prefix that sets the limits and executes the rest.
+
+        It must run inside the namespace, since RLIMIT_NPROC counts processes per user and user namespace. Soft and hard
+        limits are equal: otherwise code could ignore the signal of the soft limit and continue.
+        """
         limits = {
             "nproc": (processes, resource.RLIMIT_NPROC),
             "cpu": (self.cpu_seconds, resource.RLIMIT_CPU),
@@ -70,6 +71,6 @@ class Limits:
 
 
 def _lowered(value: int, which: int) -> int:
-    """No more than this process may set."""
+    """Lower a limit to the hard limit of this process."""
     hard = resource.getrlimit(which)[1]
     return value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -1,4 +1,4 @@
-"""Memory of all processes of a sandbox together: by a control group where one can be made, else by adding it up."""
+"""Memory limit of all processes of a sandbox: a control group if possible, otherwise a sum of resident sizes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "mcore_rl_sandbox_"
 _REMOVAL_SECONDS = 5.0
 _JOIN = 'echo 0 > "$0" && exec "$@"'
-"""The shell joins the group before anything else runs in it; 0 is the one who writes."""
+"""The shell joins the group, then executes the command; writing 0 to cgroup.procs moves the writing process."""
 _serial = itertools.count()
-_held: list[Path] = []
-"""Groups that processes being killed held longer than anybody waits for them, on a very busy machine."""
+_busy_groups: list[Path] = []
+"""Groups that could not be removed in time because killed processes still held them."""
 
 
 class MemoryLimit(Protocol):
-    """Of one sandbox; close() is called when it is over."""
+    """Memory limit of one sandbox. The caller calls close() after the run."""
 
     prefix: list[str]
-    """A command that becomes the one after it under the limit."""
+    """Command prefix that applies the limit and executes the rest."""
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the sandbox under process `pid` has had, or has, more."""
+        """Whether the sandbox below process `pid` exceeds or exceeded the limit."""
         ...
 
     def close(self) -> None: ...
@@ -44,10 +44,10 @@ def limit_memory(limit_bytes: int) -> MemoryLimit:
 
 
 class ControlGroup:
-    """A group of the memory controller, version 1 or 2: files in memory, pipes and kernel memory count too."""
+    """Control group of version 1 or 2. Its limit includes in-memory files, pipes and kernel memory."""
 
     def __init__(self, parent: Path, limit_bytes: int) -> None:
-        _remove_held()
+        _remove_busy_groups()
         self._path = parent / f"{PREFIX}{os.getpid()}_{next(_serial)}"
         self._path.mkdir()
         try:
@@ -69,8 +69,11 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Ends what is still in the group. Processes that are being killed hold it for a moment; where they do so for
-        long, it is removed with the next one."""
+        """Kill the remaining processes and remove the group.
+
+        Dying processes hold the group for a moment. If they hold it longer than _REMOVAL_SECONDS, the next group's
+        creation removes it.
+        """
         deadline = time.monotonic() + _REMOVAL_SECONDS
         while True:
             for pid in (self._path / "cgroup.procs").read_text().split():
@@ -80,18 +83,18 @@ class ControlGroup:
                 return self._path.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    return _held.append(self._path)
+                    return _busy_groups.append(self._path)
                 time.sleep(0.002)
 
     def _set(self, values: dict[str, int]) -> None:
         for name, value in values.items():
             file = self._path / name
-            if file.exists():  # those of swap are not everywhere
+            if file.exists():  # not every kernel has the files of the swap limit
                 file.write_text(str(value))
 
 
 class Watcher:
-    """Adds up what the processes have resident; the reader asks often enough."""
+    """Sum of resident memory; the caller polls exceeded()."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.prefix: list[str] = []
@@ -101,7 +104,7 @@ class Watcher:
         try:
             root = psutil.Process(pid)
             processes = [root, *root.children(recursive=True)]
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process just ended
             return False
         return sum(map(_resident_bytes, processes)) > self._limit_bytes
 
@@ -118,12 +121,15 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 @cache
 def _parent_group() -> Path | None:
-    """Where groups with a limit on memory can be made; None: nowhere, in most containers and for ordinary users."""
+    """Return a group in which this process may create groups with a memory limit.
+
+    None in most containers and for ordinary users.
+    """
     return next((candidate for candidate in _candidates() if _is_usable(candidate)), None)
 
 
 def _candidates() -> list[Path]:
-    """The group of this process and those around it, of version 1 and then of version 2."""
+    """Return the memory group of this process and its parent or root group, for version 1 and version 2."""
     places = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -135,7 +141,7 @@ def _candidates() -> list[Path]:
 
 
 def _is_usable(parent: Path) -> bool:
-    """Whether a group there has limits and can be joined: both are tried."""
+    """Try to create a group with a memory limit, and to join it."""
     _remove_stale_groups(parent)
     try:
         group = ControlGroup(parent, 1 << 30)
@@ -147,11 +153,11 @@ def _is_usable(parent: Path) -> bool:
         group.close()
 
 
-def _remove_held() -> None:
-    for path in _held[:]:
+def _remove_busy_groups() -> None:
+    for path in _busy_groups[:]:
         with suppress(OSError):
             path.rmdir()
-            _held.remove(path)
+            _busy_groups.remove(path)
 
 
 @contextmanager
@@ -166,9 +172,9 @@ def groups_removed() -> Iterator[None]:
 
 
 def _remove_stale_groups(parent: Path) -> None:
-    """Of processes that were killed before they could do so."""
+    """Remove the groups of killed processes."""
     for group in parent.glob(f"{PREFIX}*"):
         pid = group.name.removeprefix(PREFIX).split("_")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            with suppress(OSError):  # another process of the run is at it too
+            with suppress(OSError):  # another process removes it at the same time
                 group.rmdir()

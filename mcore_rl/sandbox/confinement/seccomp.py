@@ -1,6 +1,6 @@
-"""The system calls that code in a sandbox is refused, as a program for the kernel's filter.
+"""Seccomp filter: system calls that the sandbox refuses, as a BPF program.
 
-Written out by hand, so that no libseccomp is needed: loads (LD), jumps (JEQ, JGE, JSET: if true, if false), and
+Assembled by hand, without libseccomp: loads (LD), jumps (JEQ, JGE, JSET, each with offsets for true and false), and
 verdicts (RET).
 """
 
@@ -58,7 +58,7 @@ REFUSED = {
     "umount2": (166, 39),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
-    # Memory that belongs to no process, which a sum over processes would not see.
+    # Memory that belongs to no process, so that a sum over processes misses it.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "mq_open": (240, 180),
@@ -68,18 +68,18 @@ REFUSED = {
 }
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 LAST_KNOWN = 462
-"""mseal of Linux 6.10. Calls that are younger than this list do not exist for code inside."""
+"""mseal, Linux 6.10. The filter answers ENOSYS to newer system calls."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 STREAM, DATAGRAM = 1, 2
 DEFAULT_PROTOCOL, TCP, UDP = 0, 6, 17
-"""Other protocols of the internet families load kernel modules that programs do not need."""
+"""Other protocols of the internet families are refused: they load kernel modules that programs do not need."""
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID and NET, in the first argument of clone."""
 _LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-# Offsets in struct seccomp_data; of arguments the low half, little-endian.
+# Offsets in struct seccomp_data; for arguments the low 32 bits, little-endian.
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 _TYPE_MASK = 0xF
-"""Without SOCK_CLOEXEC and SOCK_NONBLOCK."""
+"""Masks SOCK_CLOEXEC and SOCK_NONBLOCK."""
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _X32_BIT = 0x40000000
 
@@ -94,8 +94,10 @@ _ARCHITECTURES = {"x86_64": _Architecture(0, 0xC000003E), "aarch64": _Architectu
 
 
 def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
-    """The filter, an array of struct sock_filter. sockets: whether socket() is allowed for unix sockets, TCP and UDP (a
-    network namespace is around). Pairs of unix sockets always are; every other family is refused.
+    """Return the filter as an array of struct sock_filter.
+
+    sockets: allow socket() for unix sockets, TCP and UDP; only safe in a network namespace. socketpair() of unix
+    sockets is always allowed, every other family never.
 
     Raises: ConfigError on another architecture than x86-64 and aarch64.
     """
@@ -111,7 +113,7 @@ def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]
         yield _instruction(_JEQ, 0, 1, number)
         yield _instruction(_RET, 0, 0, _ERRNO | error)
 
-    # Another architecture's numbers (32 bits on x86-64, x32) would pass for other calls.
+    # Other ABIs (32 bits on x86-64, x32) number system calls differently, so the filter would check the wrong calls.
     yield _instruction(_LD, 0, 0, _ARCHITECTURE)
     yield _instruction(_JEQ, 1, 0, architecture.audit)
     yield _instruction(_RET, 0, 0, _KILL)
@@ -127,7 +129,7 @@ def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]
     else:
         yield from _only_for(SOCKET[architecture.column], _SOCKET_RULES)
     yield from _only_for(SOCKETPAIR[architecture.column], _PAIR_RULES)
-    # Its flags lie in memory, where a filter cannot look; libc goes on with clone where it does not exist.
+    # A filter cannot read the flags of clone3, which are in memory; libc falls back to clone after ENOSYS.
     yield from refuse(CLONE3[architecture.column], errno.ENOSYS)
     yield _instruction(_JEQ, 0, 3, CLONE[architecture.column])
     yield _instruction(_LD, 0, 0, _FIRST_ARGUMENT)
@@ -137,7 +139,7 @@ def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]
 
 
 def _only_for(number: int, rules: list[tuple[int, int, int, int]]) -> Iterator[bytes]:
-    """Rules of one call, each of which ends in a verdict."""
+    """Apply rules to one system call only. Every path through the rules must end in a verdict."""
     yield _instruction(_JEQ, 0, len(rules), number)
     for rule in rules:
         yield _instruction(*rule)

@@ -1,4 +1,4 @@
-"""Starts a command in a sandbox, and ends it with everything that it has started."""
+"""Start of a command in a sandbox, and termination of its process tree."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mcore_rl.sandbox.confinement.limits import Limits
 from mcore_rl.sandbox.confinement.memory import limit_memory
 
 KILLED = 128 + signal.SIGKILL
-"""Return code of what was ended at a limit."""
+"""Return code of a run that exceeded a limit."""
 _END_SECONDS = 10.0
 
 
 class Confinement(Protocol):
-    """A kind of sandbox: Bubblewrap or Landlock."""
+    """Bubblewrap or Landlock."""
 
     def command(self, inside: list[str], limits: Limits) -> tuple[list[str], list[int]]: ...
 
@@ -32,14 +32,15 @@ class Confinement(Protocol):
 
 
 def confinement_of(config: SandboxConfig) -> Confinement:
-    """Raises: ConfigError on an architecture whose system calls are not known."""
+    """Return the confinement of sandbox.kind. Raises: ConfigError on an unsupported processor architecture."""
     return Bubblewrap(config) if config.kind == BUBBLEWRAP else Landlock(config)
 
 
 class Confined:
-    """A command that runs in a sandbox, with pipes to it. Call end() whatever happens.
+    """Command running in a sandbox, connected by pipes. The caller must always call end().
 
-    inherited: descriptors that the command has under the same numbers.
+    inherited: descriptors that the command inherits under the same numbers.
+    one_output: merge stderr into stdout.
 
     Raises: SandboxError if it cannot be started.
     """
@@ -66,7 +67,7 @@ class Confined:
     ) -> subprocess.Popen[bytes]:
         command, descriptors = self._confinement.command(inside, limits)
         try:
-            # The kernel ends the sandbox with the thread that started it, so that is one that stays.
+            # PR_SET_PDEATHSIG fires when the starting thread ends, so a permanent thread starts all sandboxes.
             started = _starter().submit(
                 subprocess.Popen,
                 [*self._memory.prefix, *command],
@@ -75,7 +76,7 @@ class Confined:
                 stderr=stderr,
                 pass_fds=(*inherited, *descriptors),
                 start_new_session=True,
-                # Code inside can read what process 1 of its namespace was started with.
+                # Code inside can read the environment of process 1 of its namespace.
                 env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
                 cwd="/",
             )
@@ -87,22 +88,22 @@ class Confined:
                 os.close(descriptor)
 
     def memory_exceeded(self) -> bool:
-        """Whether all of its processes together have had more than they may."""
+        """Whether all processes together exceed or exceeded their memory limit."""
         return self._memory.exceeded(self.process.pid)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within this time."""
+        """Wait up to `seconds`. Returns whether the command has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
 
     def kill(self) -> None:
-        """Ends it, so that whoever reads from it sees the end."""
+        """Kill the command. Readers of its pipes then see the end of the stream."""
         if self.process.poll() is None:
             self._confinement.stop(self.process)
 
     def end(self) -> int:
-        """Kills what is left; the return code, 128 + N after signal N."""
+        """Kill remaining processes and release resources. Returns the exit code, 128 + N after signal N."""
         self.kill()
         try:
             self.process.wait(_END_SECONDS)
@@ -118,7 +119,7 @@ class Confined:
 
 @cache
 def _starter() -> ThreadPoolExecutor:
-    """One thread that lives as long as this process."""
+    """Return the thread that starts sandboxes; it lives as long as this process."""
     return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
 

@@ -1,4 +1,4 @@
-"""A user for code of a model where this process is root's: root inside a namespace is root to files of the host."""
+"""User ids for untrusted code if this process runs as root: root inside a namespace is root for files of the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEAR = (20_000, 40_000)  # in a container that has 65,536 users at most
 
 
 def unused_uid(process: int) -> int:
-    """A user id of no account, another one for every process."""
+    """Return a user id without an account, different for every process."""
     first, count = uid_range()
     uid = first + process % count
     while _is_account(uid):
@@ -22,29 +22,29 @@ def unused_uid(process: int) -> int:
 
 
 def uid_range() -> tuple[int, int]:
-    """First and number of user ids that no system gives to accounts, as far as this user namespace has them."""
+    """Return first and number of user ids that are never accounts and exist in this user namespace."""
     return _FAR if sum(_FAR) <= _highest_uid() else _NEAR
 
 
 def run_as(uid: int) -> list[str]:
-    """A command that becomes the one after it as another user, without groups."""
+    """Return a command prefix that executes the rest as another user, without groups."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--"]
 
 
 def num_threads_of(uid: int) -> int:
-    """Threads that a user has on this machine, which is what the kernel counts as processes."""
+    """Count the threads of a user on this machine, which RLIMIT_NPROC limits."""
     return sum(_threads(uid))
 
 
 def _threads(uid: int) -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it may end meanwhile
+        with suppress(OSError, ValueError):  # the process can end meanwhile
             if path.stat().st_uid == uid:
                 yield len(os.listdir(path / "task"))
 
 
 def _highest_uid() -> int:
-    """Of this user namespace."""
+    """Return the upper bound of user ids in this user namespace."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return max(int(inside) + int(length) for inside, _, length in ranges)
 

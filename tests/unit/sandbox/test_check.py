@@ -102,7 +102,7 @@ def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, own: Path) ->
 def test_a_server_that_is_not_there_is_named() -> None:
     config = SandboxConfig(url="http://127.0.0.1:9/")
     assert isinstance(open_sandbox(config), FusionSandbox)
-    with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9/ cannot be asked: .*refused"):
+    with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9/ cannot be used: .*refused"):
         check_sandbox(config)
 
 

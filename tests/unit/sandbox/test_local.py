@@ -71,8 +71,6 @@ def test_a_compiler_comes_before_the_program(sandbox: LocalSandbox) -> None:
     sandbox = LocalSandbox(limited(memory_mib=512))
     ran = sandbox.run(Program('#include <cstdio>\nint main() { puts("hi"); return 3; }', language="cpp"))
     assert (ran.stage, ran.stdout, ran.return_code) == ("run", "hi\n", 3)
-    assert ran.compilation is not None
-    assert ran.compilation.ok
     refused = sandbox.run(Program("int main() { return x; }", language="cpp"))
     assert (refused.stage, refused.return_code) == ("compile", 1)
     assert "not declared" in refused.stderr

@@ -20,9 +20,7 @@ def parent() -> Path:
     return parent
 
 
-def test_a_group_that_is_held_for_long_is_removed_with_the_next_one(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_group_is_removed_with_the_next_group(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_REMOVAL_SECONDS", 0.05)
     group = ControlGroup(parent, 1 << 30)
     (group._path / "held").mkdir()  # as processes do that are being killed
@@ -35,7 +33,7 @@ def test_a_group_that_is_held_for_long_is_removed_with_the_next_one(
     assert not group._path.exists()
     following.close()
     assert not following._path.exists()
-    assert not memory._held
+    assert not memory._busy_groups
 
 
 def test_groups_of_killed_processes_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
