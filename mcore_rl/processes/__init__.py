@@ -1,1 +1,1 @@
-"""Child processes of the project."""
+"""Child processes: start, watch, exchange messages, and kill the process tree."""

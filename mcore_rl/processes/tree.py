@@ -1,7 +1,7 @@
-"""Ends a child process with everything that it has started, sessions of its own and daemons included.
+"""Kill a child process and all of its descendants, including daemons and processes in other sessions.
 
-Descendants are found by their parents. A daemon whose parent has ended belongs to another parent, so every child is
-started with a mark in its environment, which all that it starts inherits.
+Descendants are found through their parent ids. A daemon whose parent has ended has another parent, so every child
+starts with a mark in its environment, which its descendants inherit.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from collections.abc import Iterable, Mapping
 import psutil
 
 VARIABLE = "MCORE_RL_PROCESS_TREES"
-"""Environment variable with the marks of all trees that a process belongs to."""
+"""Environment variable with the marks of all trees that contain a process."""
 TERM_SECONDS = 1.0
-"""Between TERM and KILL for descendants: the launcher of a sandbox ends its programs and removes its directory."""
+"""Time between TERM and KILL for descendants: a sandbox launcher kills its programs and removes its directory."""
 KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
 def new_mark() -> str:
-    """A mark that no other tree has."""
+    """Return a mark that no other tree has."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def marked(environment: Mapping[str, str], mark: str) -> dict[str, str]:
-    """The environment of a tree's first process."""
+    """Return the environment for the first process of a tree."""
     return {**environment, VARIABLE: f"{environment.get(VARIABLE, '')}:{mark}"}
 
 
 def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psutil.Process] = ()) -> int:
-    """Ends a child that was started with `marked`, and its descendants; returns its exit code as subprocess does.
+    """Kill a child that was started with `marked`, and its descendants; return its exit code as subprocess does.
 
-    known: descendants that `descendants_of` found earlier, for a child that has ended meanwhile.
+    known: descendants that `descendants_of` found earlier, because the child may have ended since.
 
-    The child gets KILL at once. Descendants that are left get TERM, and KILL after TERM_SECONDS. A process that has
-    both left its parents and cleared its environment is not found.
+    The child receives KILL immediately. Remaining descendants receive TERM, then KILL after TERM_SECONDS. A process
+    that has left its parents and cleared its environment is not found.
     """
-    descendants = [*known, *descendants_of(process.pid)]
-    if process.returncode is None:
+    descendants = list(known)
+    if process.returncode is None:  # afterwards the kernel may give the process id to another process
+        descendants += descendants_of(process.pid)
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process.pid) == process.pid:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -55,7 +56,7 @@ def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psuti
 
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:
-    """Sends a signal to what is left, and to what that starts meanwhile, until nothing is left or time is over."""
+    """Signal the remaining processes and those that they start meanwhile, until none is left or time is up."""
     deadline = time.monotonic() + seconds
     signalled: set[psutil.Process] = set()
     while left := {*filter(_runs, known), *_marked(mark)}:
@@ -70,7 +71,7 @@ def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds
 
 
 def descendants_of(pid: int) -> list[psutil.Process]:
-    """Living descendants; none if the process has ended."""
+    """Return the running descendants; empty if the process has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "algorithms": {"types", "config"},
     "processes": {"types"},
     "data": {"types", "config", "processes"},
-    "sandbox": {"types", "config"},
+    "sandbox": {"types", "config", "processes"},
     "rewards": {"types", "config", "data", "ports", "sandbox", "processes"},
     "weights": {"types", "config", "model_converters"},
     "megatron": {"types", "config", "resolved", "algorithms", "data", "model_converters", "weights"},

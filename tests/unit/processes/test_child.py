@@ -1,10 +1,9 @@
-"""Everything that a child process has started ends with it: other sessions, daemons, processes that ignore TERM."""
+"""Killing a child process ends its whole tree: other sessions, daemons, processes that ignore TERM."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenised.processes import _Process
 from mcore_rl.engines.sglang.processes import end_ranks, start_rank
-from mcore_rl.processes.tree import kill_tree, marked, new_mark
+from mcore_rl.processes.child import Child, kill_all
+from mcore_rl.processes.tree import new_mark
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -34,7 +34,7 @@ STARTS = {
 
 
 def code(start: str, tag: str) -> str:
-    """Python that starts `sleep` with a duration by which it is found."""
+    """Return Python source that starts `sleep`; the test finds it by its duration `tag`."""
     return f"import os, signal, subprocess\nSLEEP = ['/bin/sleep', '{tag}']\n{start}\n"
 
 
@@ -62,34 +62,39 @@ def tag() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
-def test_tree_of_a_living_child_is_killed(start: str, tag: str) -> None:
-    mark = new_mark()
-    program = code(start, tag) + "import time\ntime.sleep(1000)"
-    child = subprocess.Popen([sys.executable, "-c", program], env=marked(os.environ, mark), process_group=0)
+def test_kill_of_a_running_child_ends_its_tree(start: str, tag: str) -> None:
+    child = Child([sys.executable, "-c", code(start, tag) + "import time\ntime.sleep(1000)"], os.environ)
     await_running(tag)
-    assert kill_tree(child, mark) == -9
+    assert child.exit_code is None
+    assert child.kill() == -9
     assert running(tag) == []
 
 
 @pytest.mark.parametrize("name", [name for name in STARTS if name != "empty environment"])
-def test_tree_of_a_child_that_has_ended_is_killed(name: str, tag: str) -> None:
-    mark = new_mark()
-    command = [sys.executable, "-c", code(STARTS[name], tag)]
-    child = subprocess.Popen(command, env=marked(os.environ, mark), process_group=0)
+def test_kill_of_a_child_that_has_ended_ends_its_tree(name: str, tag: str) -> None:
+    child = Child([sys.executable, "-c", code(STARTS[name], tag)], os.environ)
     await_running(tag)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert kill_tree(child, mark) == 0
+    assert child.kill() == 0
     assert running(tag) == []
 
 
-def test_tree_of_another_mark_stays(tag: str) -> None:
-    mark = new_mark()
-    other = subprocess.Popen(["/bin/sleep", tag], env=marked(os.environ, new_mark()))
-    child = subprocess.Popen(["/bin/sleep", "1000"], env=marked(os.environ, mark))
-    kill_tree(child, mark)
+@pytest.mark.parametrize("program", ["exit 3", "kill -15 $$"])
+def test_exit_code_leaves_the_child_unreaped(program: str) -> None:
+    child = Child(["/bin/sh", "-c", program], os.environ)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    expected = 3 if "exit" in program else -15
+    assert child.exit_code == expected
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    assert child.kill() == child.exit_code == expected
+
+
+def test_kill_spares_the_tree_of_another_child(tag: str) -> None:
+    other, child = (Child(["/bin/sleep", seconds], os.environ) for seconds in (tag, "1000"))
+    child.kill()
     assert running(tag) == [other.pid]
-    other.kill()
-    other.wait()
+    kill_all([other])
+    assert running(tag) == []
 
 
 def test_grading_pool_shut_down_leaves_no_process(tmp_path: Path, tag: str) -> None:

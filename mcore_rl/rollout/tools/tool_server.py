@@ -1,8 +1,8 @@
-"""A process of tools: `python -m mcore_rl.rollout.tools.process FD PARENT_PID`, started and fed by tool_process.
+"""Child process that runs tools (`python -m mcore_rl.rollout.tools.tool_server`), started by tool_process.
 
-In: the ToolSettings; then (CALL, key, episode, name, arguments, tools_kwargs), (CANCEL, key), (CLOSE, key, episode),
-and SHUTDOWN. Out: (READY, schemas, longest time limit) or (REFUSED, cause); then (ANSWER, key, ToolAnswer),
-(CLOSED, key, rewards, error), (STUCK, cause), and BEAT while the loop turns.
+Messages in: ToolSettings first; then (CALL, key, episode, name, arguments, tools_kwargs), (CANCEL, key), (CLOSE, key,
+episode), and SHUTDOWN. Messages out: (READY, schemas, longest time limit) or (REFUSED, cause); then (ANSWER, key,
+ToolAnswer), (CLOSED, key, rewards, error), (STUCK, cause), and BEAT every second while the event loop runs.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
-import signal
 import socket
-import sys
 from typing import Any
 
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
-from mcore_rl.parent_death import die_with
-from mcore_rl.rollout.tools import frames
+from mcore_rl.processes import frames
+from mcore_rl.processes.served import parent_socket
 from mcore_rl.rollout.tools.interface import Episode, ToolAnswer
 from mcore_rl.rollout.tools.limits import CANCELLED_ITSELF, LimitedTool, contained, failure
 from mcore_rl.rollout.tools.load import load_tools
@@ -29,22 +26,21 @@ READY, REFUSED, ANSWER, CLOSED, STUCK, BEAT = "ready", "refused", "answer", "clo
 CALL, CANCEL, CLOSE, SHUTDOWN = "call", "cancel", "close", "shutdown"
 BEAT_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-"""For what a tool releases, and for what was cancelled, before it is left behind."""
+"""Time limit for releasing a tool's resources and for ending cancelled calls."""
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    die_with(parent)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.set_inheritable(descriptor, False)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
-        asyncio.run(serve(socket.socket(fileno=descriptor)))
-    os._exit(0)  # threads of functions that do not return would be waited for
+    connection = parent_socket()
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the connection
+        asyncio.run(serve(connection))
+    os._exit(0)  # an ordinary exit would wait for threads of functions that do not return
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answers until it is told to end. Raises: EOFError, ConnectionError when the other end is gone."""
+    """Load the tools and answer calls until SHUTDOWN.
+
+    Raises: EOFError, ConnectionError when the parent closes the connection.
+    """
     reader, writer = await asyncio.open_connection(sock=connection)
     settings: ToolSettings = await frames.read(reader)
     try:
@@ -69,7 +65,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 class ToolServer:
-    """Runs the calls that come in, as many at once as the tools' limits let."""
+    """Runs the parent's calls, as many at a time as the tools' limits allow."""
 
     def __init__(self, tools: dict[str, LimitedTool], settings: ToolSettings, writer: asyncio.StreamWriter) -> None:
         self._tools, self._settings, self._writer = tools, settings, writer
@@ -85,12 +81,12 @@ class ToolServer:
                 case (str(kind), int(key)) if kind == CANCEL:
                     self._cancel(key)
                 case (str(kind), int(key), str(episode)) if kind == CLOSE:
-                    task = asyncio.create_task(self._close_and_tell(key, episode))
+                    task = asyncio.create_task(self._answer_close(key, episode))
                     self._closing.add(task)
                     task.add_done_callback(self._closing.discard)
         await asyncio.gather(*(self._close(episode) for episode in list(self._episodes)))
         for tool in self._tools.values():
-            with contextlib.suppress(Exception):  # of user code, at the very end: the process is left in any case
+            with contextlib.suppress(Exception):  # user code; the process ends in any case
                 await asyncio.wait_for(tool.tool.close(), CLOSE_SECONDS)
 
     async def _call(
@@ -105,7 +101,7 @@ class ToolServer:
                 outcome = await tool.call(episode, arguments)
             text = self._settings.shortened(outcome)
             self._send((ANSWER, key, ToolAnswer(text, outcome.reward, outcome.metrics, outcome.error)))
-        except asyncio.CancelledError:  # where the caller itself has cancelled it, nobody reads this
+        except asyncio.CancelledError:  # if the caller cancelled it, the caller ignores this answer
             outcome = failure("the episode was closed before the tool answered")
             self._send((ANSWER, key, ToolAnswer(outcome.text, error=outcome.error)))
             raise
@@ -115,7 +111,7 @@ class ToolServer:
     def _send(self, message: Any) -> None:
         try:
             frames.write(self._writer, message)
-        except Exception as error:  # of pickle, for what a user's tool put into metrics
+        except Exception as error:  # pickle rejects a value in the metrics of a user's tool
             kind, key, answer = message
             reason = f"the tool's metrics cannot be sent: {describe(error)}"
             frames.write(self._writer, (kind, key, ToolAnswer(answer.text, answer.reward, error=reason)))
@@ -124,12 +120,12 @@ class ToolServer:
         if key in self._calls:
             self._calls[key][1].cancel()
 
-    async def _close_and_tell(self, key: int, episode_id: str) -> None:
+    async def _answer_close(self, key: int, episode_id: str) -> None:
         rewards, errors = await self._close(episode_id)
         frames.write(self._writer, (CLOSED, key, rewards, "; ".join(errors) or None))
 
     async def _close(self, episode_id: str) -> tuple[dict[str, float], list[str]]:
-        """Ends what runs of an episode, then lets every tool release what it holds for it."""
+        """Cancel the running calls of an episode, then close it in every tool; return rewards and errors."""
         running = [task for episode, task in self._calls.values() if episode == episode_id]
         for task in running:
             task.cancel()
@@ -145,7 +141,7 @@ class ToolServer:
             done, _ = await asyncio.wait({closing}, timeout=tool.limits.timeout_seconds)
             if not done:
                 closing.cancel()
-            # Of a user's tool: the others are closed nevertheless.
+            # An error of a user's tool must not keep the other tools from closing.
             error = TimeoutError() if not done else None if closing.cancelled() else closing.exception()
             if error is not None or closing.cancelled():
                 errors.append(f"{name}: {describe(error) if error is not None else CANCELLED_ITSELF}")

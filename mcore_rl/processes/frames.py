@@ -1,7 +1,7 @@
-"""Messages between an engine's process and those of its tools: pickled objects, each behind its length.
+"""Messages over asyncio streams: pickled objects, each preceded by its length.
 
-Over asyncio streams, not multiprocessing's connections: a tool process that neither reads nor answers must not hold up
-the loop on the other side. Both ends are processes of ours; nothing that a model wrote is unpickled as such.
+Blocking ends use multiprocessing's connections instead. Their `send` would block the event loop of a process whose peer
+does not read. Both ends are processes of this project; text that a model wrote is never unpickled.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ _LENGTH = struct.Struct("!Q")
 
 
 def write(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Queues a message; whatever of it the other end has not read is held in memory.
+    """Queue a message. Messages that the peer has not read stay in memory.
 
-    Raises: what pickle raises for a message that it cannot take.
+    Raises: the error of pickle for an object that it does not support.
     """
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     writer.write(_LENGTH.pack(len(content)) + content)
 
 
 async def read(reader: asyncio.StreamReader) -> Any:
-    """Raises: EOFError, at the end or in a message that is cut off; ConnectionError."""
+    """Read the next message.
+
+    Raises: EOFError at the end of the stream or inside a message; ConnectionError.
+    """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return pickle.loads(await reader.readexactly(length))
