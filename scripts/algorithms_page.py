@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md from the registry: every advantage and policy loss with formula, source, options, cost.
+"""Generate docs/algorithms.md from the registry: formula, source, options and cost of every advantage and policy loss.
 
 python scripts/algorithms_page.py
 """
@@ -19,26 +19,42 @@ from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 COSTS = {
-    "values": "a critic: its own weights and optimizer, a forward pass and an update per step",
-    "baseline_rewards": "one more, greedy, response per prompt",
-    "reference": "a frozen reference: its weights, a forward pass per step",
+    "values": "a critic with its own weights and optimizer, one forward pass and one update per step",
+    "baseline_rewards": "one additional greedy response per prompt",
+    "reference": "a frozen reference model, one forward pass per step",
     "prox_logp": "a forward pass of the policy before the updates",
-    "selection": "a forward pass of each update's tokens before it",
+    "selection": "a forward pass over the tokens of each update before it",
     "whole_sequence": "context-parallel ranks exchange the log-probabilities of their tokens",
 }
 HEADER = """\
 # Advantages and policy losses
 
-Written by `python scripts/algorithms_page.py` from the registry (`mcore_rl/algorithms/registry.py`); a test compares.
-Options are those of `algorithm.*` (advantages) and `algorithm.policy_loss.*`; a name refuses options it does not take.
-A name can also be `module_or_file.py:function`, a function of your own. It gets those of these options that are set,
-and any others as `algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`; how it is
-called stands behind the losses.
+After reading this page you can select an advantage estimator and a policy loss, set their options, and use your own.
+
+## Example
+
+```yaml
+algorithm:
+  advantage: grpo
+  normalize_by_std: false
+  loss_aggregation: token-mean
+  policy_loss:
+    name: ppo_clip
+    clip_low: 0.2
+    clip_high: 0.28
+```
+
+The options of an advantage are keys of `algorithm`, the options of a policy loss are keys of `algorithm.policy_loss`.
+An unsupported option is an error. Instead of a name, `module_or_file.py:function` selects your own function (see
+"User-defined advantage" and "User-defined policy loss"). It receives the options that are set, and further ones from
+`algorithm.advantage_kwargs.NAME=VALUE` or `algorithm.policy_loss.kwargs.NAME=VALUE`.
+
+This page is generated from `mcore_rl/algorithms/registry.py` by `python scripts/algorithms_page.py`.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Render the page."""
     lines = [HEADER, "## Advantages: `algorithm.advantage`", ""]
     for name, entry in ADVANTAGES.items():
         lines += _section(name, entry)
@@ -46,10 +62,10 @@ def page() -> str:
     for name, loss in POLICY_LOSSES.items():
         lines += _section(name, loss)
     rest = {
-        "An advantage of your own: `algorithm.advantage`": user_advantage,
-        "A loss of your own: `algorithm.policy_loss.name`": user_loss,
+        "User-defined advantage: `algorithm.advantage`": user_advantage,
+        "User-defined policy loss: `algorithm.policy_loss.name`": user_loss,
         "Aggregation: `algorithm.loss_aggregation`": aggregation,
-        "Estimates of KL: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,
+        "KL estimators: `algorithm.kl.loss_kind`, `algorithm.kl.reward_kind`": kl,
         "KL in the reward: `algorithm.kl.controller`": kl_controller,
     }
     for title, module in rest.items():
@@ -65,7 +81,7 @@ def _section(name: str, entry: type[Any]) -> Iterator[str]:
     options = [f"`{field.name}` = {_default(field)}" for field in fields(entry)]
     yield f"Options: {', '.join(options) if options else 'none'}."
     costs = list(_costs(entry))
-    yield f"Cost: {'; '.join(costs) if costs else 'nothing beside the update itself'}."
+    yield f"Additional cost: {'; '.join(costs) if costs else 'none'}."
     yield ""
 
 
@@ -81,7 +97,7 @@ def _default(field: Any) -> str:
 
 
 def _fenced(text: str) -> list[str]:
-    """A module's docstring: its first line as text, the rest as it stands."""
+    """Format a module docstring: the first line as text, the rest as a code block."""
     first, _, rest = text.strip().partition("\n")
     return [first, "", "```text", *rest.strip("\n").splitlines(), "```"] if rest.strip() else [first]
 

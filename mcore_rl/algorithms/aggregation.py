@@ -1,14 +1,14 @@
-"""How the losses of tokens become one number: one weight per response, known before the backward pass.
+"""Aggregation of per-token losses into a scalar: one weight per response, computed before the backward pass.
 
-For response b with n_b trained tokens (S responses have any, N tokens in all, L a set length):
+n_b: trained tokens of response b; S: responses with at least one; N: trained tokens in total; L: configured length.
 
     token-mean                1 / N             arXiv 2503.14476 (DAPO)
     seq-mean-token-sum        1 / S
     seq-mean-token-mean       1 / (S n_b)       arXiv 2402.03300 (GRPO)
     seq-mean-token-sum-norm   1 / (S L)         arXiv 2503.20783 (Dr. GRPO)
 
-The aggregate is sum_b weight_b sum_t loss_bt. Training takes the weights of the whole update (`loss_weights`), so
-ranks and micro-batches add up plain sums; `aggregate_loss` is the same for one block of tokens.
+The aggregate is sum_b weight_b sum_t loss_bt. Training uses the weights of the whole update (`loss_weights`), so that
+ranks and micro-batches add plain sums; `aggregate_loss` computes the same for one block of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_rl.errors import ConfigError
 
-# mode -> the options that replace what is otherwise counted
+# mode -> options that override the counts of the block
 MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "token-mean": ("num_tokens",),
     "seq-mean-token-sum": ("num_sequences",),
@@ -31,13 +31,13 @@ MODE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: Any) -> Tensor:
-    """The scalar that a block of per-token losses amounts to.
+    """Aggregate a block of per-token losses into a scalar. Without trained tokens the result is 0.
 
-    Options (None: counted here): num_tokens N, num_sequences S, of a larger batch that this block is a part of;
-    norm_tokens L, otherwise T. Without trained tokens the result is 0.
+    Options: num_tokens N and num_sequences S of the larger batch that contains this block (None: counted in this
+    block); norm_tokens L (None: T).
 
     Shapes: loss, mask [B, T].
-    Raises: ConfigError for an unknown mode or an option that it does not take.
+    Raises: ConfigError for an unknown mode or unsupported option.
     """
     if loss.shape != mask.shape:
         raise ValueError(f"mask {list(mask.shape)} must have the shape of loss, {list(loss.shape)}")
@@ -50,13 +50,13 @@ def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: Any) -> Ten
 
 
 def loss_weights(mode: str, trained_tokens: np.ndarray, **options: Any) -> np.ndarray:
-    """What to multiply every trained token of each response with, so that the plain sum is the aggregate.
+    """Compute one factor per response; the sum of all token losses times these factors is the aggregate.
 
-    Options as in aggregate_loss; seq-mean-token-sum-norm needs norm_tokens. A response without trained tokens
-    has weight 0.
+    Options like aggregate_loss; seq-mean-token-sum-norm needs norm_tokens. A response without trained tokens has
+    weight 0.
 
     Shapes: trained_tokens integer [B] -> float32 [B].
-    Raises: ConfigError for an unknown mode, an option that it does not take, or a missing norm_tokens.
+    Raises: ConfigError for an unknown mode, an unsupported option, or a missing norm_tokens.
     """
     tokens = torch.from_numpy(np.asarray(trained_tokens, np.int64))
     weights: np.ndarray = _weights(mode, tokens, options).to(torch.float32).numpy()
@@ -64,7 +64,7 @@ def loss_weights(mode: str, trained_tokens: np.ndarray, **options: Any) -> np.nd
 
 
 def check_mode(mode: str) -> None:
-    """Raises: ConfigError for an unknown mode."""
+    """Check that `mode` exists. Raises: ConfigError."""
     if mode not in MODE_OPTIONS:
         raise ConfigError(f"algorithm.loss_aggregation={mode} is not known. Known: {', '.join(MODE_OPTIONS)}.")
 
@@ -96,4 +96,4 @@ def _check_options(mode: str, given: dict[str, Any]) -> None:
     if bad:
         raise ConfigError(f"algorithm.loss_aggregation={mode}: {', '.join(bad)} must be greater than 0")
     if mode == "seq-mean-token-sum-norm" and "norm_tokens" not in given:
-        raise ConfigError(f"algorithm.loss_aggregation={mode} needs norm_tokens, the length that it divides by")
+        raise ConfigError(f"algorithm.loss_aggregation={mode} needs norm_tokens, the divisor")

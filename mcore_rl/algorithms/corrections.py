@@ -1,13 +1,13 @@
-"""Importance corrections: the engine that sampled and the trainer do not compute the same policy.
+"""Importance corrections for the mismatch between the engine's sampling policy and the trainer's policy.
 
-    d_t = old_logp_t - rollout_logp_t                   trainer and engine, the same weights or older ones
+    d_t = old_logp_t - rollout_logp_t     trainer minus engine; the engine may have used older weights
     w   = exp(d_t)                        level token
-          exp(sum_t d_t)                        sequence: the same for all tokens of a response
+          exp(sum_t d_t)                        sequence, the same for all tokens of a response
           exp(mean_t d_t)                       geometric
     truncate   w <- clip(w, low, high)          with low = 0: min(w, high)
     mask       w <- w where low <= w <= high, else 0
 
-The per-token loss is multiplied with w, through which no gradient flows.
+The per-token loss is multiplied by w; no gradient flows through w.
 
 Source: truncated importance sampling, E. L. Ionides (2008), J. Comput. Graph. Stat. 17; between engine and trainer:
 F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training" (token, truncate); J. Liu
@@ -21,22 +21,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import trained
+from mcore_rl.algorithms.interface import masked
 from mcore_rl.config.algorithm import CorrectionConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 
 MAX_LOG_WEIGHT = 20.0
-"""Of a sequence's product, which may be any number: exp(20) is beyond every sensible bound, and finite."""
+"""Bound of the log weight. The product over a sequence may overflow; exp(20) is finite and beyond any useful bound."""
 
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """weights: shaped as the mask, what to multiply the per-token loss with; 0 where mask is 0.
+    """Weights and metrics of a correction.
 
-    metrics: weight_mean and weight_max before the bounds (a mean of 1 is expected); effective_sample_fraction of the
-    weights as applied; truncated_fraction or masked_fraction, the share out of bounds. Of tokens at level token, else
-    of responses with a trained token.
+    weights: factors of the per-token loss, shaped like the mask; 0 where mask is 0.
+    metrics: weight_mean and weight_max before bounding (the expected mean is 1); effective_sample_fraction of the
+    bounded weights; truncated_fraction or masked_fraction, the share out of bounds. They count tokens at level token,
+    otherwise responses with at least one trained token.
     """
 
     weights: Tensor
@@ -45,9 +46,9 @@ class CorrectionResult:
 
 @dataclass(frozen=True)
 class Correction:
-    """low, high: bounds of the weight; low None is 0 for truncate and 1 / high for mask.
+    """An importance correction. low, high: bounds of the weight; low None is 0 for truncate and 1 / high for mask.
 
-    Raises: ConfigError for unknown names and bounds that leave nothing between them.
+    Raises: ConfigError for unknown names or an empty interval.
     """
 
     kind: str
@@ -57,33 +58,35 @@ class Correction:
 
     def __post_init__(self) -> None:
         if self.kind == "none":
-            raise ConfigError("algorithm.correction.kind=none is no correction")
+            raise ConfigError("algorithm.correction.kind=none defines no correction")
         self.bounds()
 
     @classmethod
     def from_config(cls, config: CorrectionConfig) -> Correction | None:
-        """None where nothing is to be computed."""
+        """Build the correction; None if it is switched off."""
         if config.kind == "none":
             return None
         return cls(config.kind, config.level, config.low, config.high)
 
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest weight that is left alone."""
+        """Lowest and highest weight that stay unchanged."""
         return CorrectionConfig(self.kind, self.level, self.low, self.high).bounds
 
     @property
     def needs_whole_sequence(self) -> bool:
-        """Whether all tokens of a response must be in one call, one response per row."""
+        """True if all tokens of a response must be in one call, one response per row."""
         return self.level != "token"
 
     @torch.no_grad()
     def __call__(self, *, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> CorrectionResult:
-        """Shapes: all [B, T]; any one shape at level token.
-        Raises: ValueError for a misshapen tensor.
+        """Compute weights and metrics.
+
+        Shapes: all [B, T]; any one shape at level token.
+        Raises: ValueError for a wrong shape.
         """
         self._check(old_logp, rollout_logp, mask)
         selected = mask > 0
-        difference = trained(old_logp.detach() - rollout_logp, selected).double()
+        difference = masked(old_logp.detach() - rollout_logp, selected).double()
         if self.level == "token":
             counted = selected
         else:
@@ -92,9 +95,9 @@ class Correction:
             difference = difference.sum(-1)
             if self.level == "geometric":
                 difference = difference / length.clamp(min=1)
-        weights = trained(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
+        weights = masked(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
         applied, outside = self._bounded(weights, counted)
-        spread = applied if self.level == "token" else trained(applied[:, None].expand(selected.shape), selected)
+        spread = applied if self.level == "token" else masked(applied[:, None].expand(selected.shape), selected)
         return CorrectionResult(spread.to(old_logp.dtype), self._metrics(weights, applied, outside, counted))
 
     def _bounded(self, weights: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,13 +105,13 @@ class Correction:
         outside = counted & ((weights < low) | (weights > high))
         if self.kind == "mask":
             return weights.masked_fill(outside, 0.0), outside
-        return trained(weights.clamp(low, high), counted), outside
+        return masked(weights.clamp(low, high), counted), outside
 
     def _metrics(self, weights: Tensor, applied: Tensor, outside: Tensor, counted: Tensor) -> dict[str, Metric]:
         largest = weights.amax() if weights.numel() else weights.sum()
         sums = [weights.sum(), applied.sum(), applied.square().sum(), largest]
         counts = [outside.count_nonzero().double(), counted.count_nonzero().double()]
-        # One transfer for all of them: each would wait for the device.
+        # One device-to-host transfer instead of one per number.
         total, kept, squares, greatest, beyond, count = torch.stack([*sums, *counts]).tolist()
         share = "truncated_fraction" if self.kind == "truncate" else "masked_fraction"
         return {

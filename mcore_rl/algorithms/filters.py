@@ -1,6 +1,6 @@
-"""Which responses are trained: pure functions of a rollout call's scalars that return what to keep.
+"""Filters that select the responses to train on: pure functions of per-response scalars.
 
-Shapes: every array [B], results bool [B], True: keep.
+Shapes: every array [B], results bool [B] (True: keep).
 Source: DAPO, arXiv 2503.14476, dynamic sampling (section 3.2) and overlong filtering (section 3.4).
 """
 
@@ -13,13 +13,16 @@ import numpy as np
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.errors import ConfigError
 
-GIVEN = ("rewards", "accuracies", "group_ids", "lengths", "clipped")
-FORM = f"f({', '.join(f'{name}=' for name in GIVEN)}) -> bool [B]"
+ARGUMENTS = ("rewards", "accuracies", "group_ids", "lengths", "clipped")
+FORM = f"f({', '.join(f'{name}=' for name in ARGUMENTS)}) -> bool [B]"
 
 
 class ResponseFilter(Protocol):
-    """rewards, accuracies float; group_ids int64, arbitrary and unsorted; lengths int, response tokens; clipped bool,
-    True where the response hit its token limit."""
+    """Signature of a filter.
+
+    rewards, accuracies: float; group_ids: int64, arbitrary and unsorted; lengths: int, response tokens; clipped: bool,
+    True if the response reached its token limit.
+    """
 
     def __call__(
         self,
@@ -33,9 +36,9 @@ class ResponseFilter(Protocol):
 
 
 def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """True for every response of a group whose values are not all the same.
+    """Keep the responses of groups whose values are not all equal.
 
-    Equal means exactly equal as floats: a group is dropped only if its advantages are exactly 0.
+    Values are compared exactly as floats: a group is dropped only if its advantages are exactly 0.
 
     Shapes: values float [B]; group_ids int64 [B], arbitrary and unsorted -> bool [B].
     """
@@ -48,8 +51,8 @@ def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 
 
 def finished(clipped: np.ndarray) -> np.ndarray:
-    """Overlong filtering: True for responses that ended by themselves. One that hit its token limit was cut before its
-    answer, so its reward says nothing about the tokens that it has; it still counts in its group's baseline.
+    """Overlong filtering: keep responses that ended before the token limit. A truncated response has no answer, so its
+    reward carries no information about its tokens; it still counts in the baseline of its group.
 
     Shapes: clipped bool or 0/1 [B] -> bool [B].
     """
@@ -60,13 +63,13 @@ def finished(clipped: np.ndarray) -> np.ndarray:
 
 
 def user_filter(key: str, spec: str) -> ResponseFilter:
-    """The filter that `key=module_or_file.py:function` names, with its answers checked.
+    """Load the filter `key=module_or_file.py:function` and check its results on every call.
 
-    Raises: ConfigError naming `key`, here for a function that cannot be loaded or called so, and later for one that
-    returns anything but bool [B].
+    Raises: ConfigError that names `key` if the function cannot be loaded or does not take ARGUMENTS; each call raises
+    it if the result is not bool [B].
     """
-    told, function = f"{key}={spec}", load_function(key, spec)
-    check_call(told, function, GIVEN, {}, FORM)
+    setting, function = f"{key}={spec}", load_function(key, spec)
+    check_call(setting, function, ARGUMENTS, {}, FORM)
 
     def keep(
         *,
@@ -76,7 +79,7 @@ def user_filter(key: str, spec: str) -> ResponseFilter:
         lengths: np.ndarray,
         clipped: np.ndarray,
     ) -> np.ndarray:
-        answer = np.asarray(
+        result = np.asarray(
             function(
                 rewards=rewards,
                 accuracies=accuracies,
@@ -85,11 +88,11 @@ def user_filter(key: str, spec: str) -> ResponseFilter:
                 clipped=np.asarray(clipped).astype(bool),
             )
         )
-        if answer.dtype != np.bool_ or answer.shape != rewards.shape:
+        if result.dtype != np.bool_ or result.shape != rewards.shape:
             raise ConfigError(
-                f"{told} returned {answer.dtype} {list(answer.shape)}; it must be bool {list(rewards.shape)}, "
+                f"{setting} returned {result.dtype} {list(result.shape)}; it must be bool {list(rewards.shape)}, "
                 "True for each response to keep"
             )
-        return answer
+        return result
 
     return keep

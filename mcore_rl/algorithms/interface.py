@@ -1,4 +1,4 @@
-"""What estimators and losses take, return and declare. Shape letters: B responses, T response tokens."""
+"""Inputs, results and requirements of estimators and losses. Shape letters: B responses, T response tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.types import Metric
 
 MAX_NAMED = 10
-"""Samples that an error names."""
+"""Maximum number of samples listed in an error."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an estimator or loss must be given beside the log-probabilities under training (a loss) or the rewards
-    (an estimator). The trainer asks these facts and never a name.
+    """Inputs that an estimator requires besides rewards, or a loss besides logp. The trainer reads these flags
+    and never compares names.
 
-    whole_sequence: all tokens of a response must be in one call, one response per row; other losses take any
-    shape, so also tokens of many responses packed in one row.
-    selection: some tokens are treated differently, chosen among all of an update (see selection.py).
-    staleness: of each token, in versions of the weights (see PolicyLossInputs).
+    whole_sequence: all tokens of a response must be in one call, one response per row. Other losses take any shape,
+    for example tokens of many responses packed in one row.
+    selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
+    staleness: per-token staleness in weight versions (see PolicyLossInputs).
     """
 
     group_ids: bool = False
@@ -44,14 +44,16 @@ class Needs:
         return self.values
 
     def missing(self, inputs: object) -> list[str]:
-        """Names of tensors that are needed and that `inputs` holds as None."""
+        """Names of required tensors that are None in `inputs`."""
         return [name for name in vars(self) if getattr(self, name) and getattr(inputs, name, True) is None]
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted; baseline_rewards,
-    lengths [B]. mask is 1 on trained tokens. lengths: how many trained tokens a response has; None: as the mask says.
+    """Inputs of an advantage estimator.
+
+    Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B], arbitrary and unsorted; baseline_rewards,
+    lengths [B]. mask is 1 on trained tokens. lengths: trained tokens per response; None: counted from the mask.
     """
 
     token_rewards: Tensor
@@ -62,13 +64,13 @@ class AdvantageInputs:
     lengths: Tensor | None = None
 
     def trained_tokens(self) -> Tensor:
-        """Of each response, float64 [B]."""
+        """Number of trained tokens of each response, float64 [B]."""
         return ((self.mask > 0).sum(-1) if self.lengths is None else self.lengths).double()
 
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """Shapes: both [B, T], 0 where mask is 0. returns: what a critic would be trained towards."""
+    """Advantages and returns. Shapes: both [B, T], 0 where mask is 0. returns: the targets of a critic."""
 
     advantages: Tensor
     returns: Tensor
@@ -76,12 +78,16 @@ class AdvantageResult:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """Shapes: all [B, T], or any one shape for a loss without needs.whole_sequence. Units: logp in nats.
+    """Inputs of a policy loss.
 
-    logp alone carries gradient; mask is 1 on trained tokens. prox_logp: of the proximal policy, where it is not the
-    one of old_logp. staleness: how many versions newer than the weights that a token was sampled with those are that
-    the updates lead to; 1 where they start from the very weights that sampled. chosen (bool): of a loss with
-    needs.selection, the tokens chosen among the whole update; None: it chooses among these.
+    Shapes: all [B, T], or any one shape for a loss without needs.whole_sequence. Units: logp in nats.
+
+    Only logp carries gradient; mask is 1 on trained tokens.
+    prox_logp: log-probabilities of the proximal policy if it differs from the policy of old_logp.
+    staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
+    weights that sampled it.
+    chosen (bool): for a loss with needs.selection, tokens chosen among the whole update; None: the loss chooses among
+    the tokens of this call.
     """
 
     logp: Tensor
@@ -96,19 +102,22 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLossResult:
-    """loss: un-reduced, shaped as logp, exactly 0 in value and gradient where mask is 0.
-    metrics: sums and counts over the trained tokens of this call."""
+    """Loss and metrics of one call.
+
+    loss: not reduced, shaped like logp, exactly 0 in value and gradient where mask is 0.
+    metrics: sums and counts over the trained tokens of this call.
+    """
 
     loss: Tensor
     metrics: dict[str, Metric]
 
 
 class Estimator(Protocol):
-    """An advantage estimator: a frozen dataclass of which the fields are the options.
+    """An advantage estimator: a frozen dataclass whose fields are the options.
 
-    per_response: the advantage is one number per response, so a driver can carry a scalar instead of tokens.
-    whitened: calling it is `raw`, then whitening.whiten over the tokens of its inputs. Where those are one rank's part
-    of a batch, the ranks whiten `raw` by the sum of their moments instead.
+    per_response: the advantage is one number per response, so the driver handles scalars instead of tokens.
+    whitened: `__call__` whitens the result of `raw` over its inputs. If the inputs are only one rank's part of a batch,
+    the ranks call `raw` and whiten with their summed moments.
     """
 
     @property
@@ -126,7 +135,7 @@ class Estimator(Protocol):
 
 
 class PolicyLoss(Protocol):
-    """A policy loss: a frozen dataclass of which the fields are the options. needs may depend on them."""
+    """A policy loss: a frozen dataclass whose fields are the options. `needs` may depend on them."""
 
     @property
     def needs(self) -> Needs: ...
@@ -135,13 +144,13 @@ class PolicyLoss(Protocol):
 
 
 def check_fraction(key: str, value: float) -> None:
-    """Raises: ConfigError unless 0 <= value <= 1."""
+    """Check that 0 <= value <= 1. Raises: ConfigError."""
     if not 0 <= value <= 1:
         raise ConfigError(f"{key}={value} must be between 0 and 1")
 
 
 def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError naming the tensors of `inputs` that are not shaped as inputs.<like>."""
+    """Check that tensors of `inputs` have the shape of inputs.<like>. Raises: ValueError that names the others."""
     expected = getattr(inputs, like).shape
     given = {name: getattr(inputs, name) for name in names}
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != expected]
@@ -150,7 +159,7 @@ def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
 
 
 def check_advantage_inputs(inputs: AdvantageInputs) -> None:
-    """Raises: ValueError naming the tensors that are misshapen, or the responses whose rewards are not finite."""
+    """Check shapes, dtypes and finite rewards. Raises: ValueError that names the wrong tensors or responses."""
     rewards = inputs.token_rewards
     if rewards.dim() != 2 or not rewards.is_floating_point():
         raise ValueError(f"token_rewards must be floating point [B, T], not {rewards.dtype} {list(rewards.shape)}")
@@ -162,7 +171,7 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must have one entry per row of token_rewards, {list(rewards.shape)}")
     for name, tensor in (("token_rewards", rewards), ("baseline_rewards", inputs.baseline_rewards)):
-        # One sum tells of all: where it is finite, every term is.
+        # Fast path: a finite sum implies that every term is finite.
         if tensor is None or math.isfinite(tensor.sum()):
             continue
         rows = (~tensor.reshape(len(tensor), -1).isfinite().all(-1)).nonzero()[:, 0].tolist()
@@ -170,6 +179,6 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
             raise ValueError(f"{name} of {len(rows)} responses are not finite: {rows[:MAX_NAMED]}")
 
 
-def trained(tensor: Tensor, selected: Tensor) -> Tensor:
-    """`tensor` with 0 where `selected` (bool) is false, whatever was there, NaN included; so is its gradient."""
+def masked(tensor: Tensor, selected: Tensor) -> Tensor:
+    """Replace entries where `selected` (bool) is false with 0, including NaN; their gradient is 0 too."""
     return torch.where(selected, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

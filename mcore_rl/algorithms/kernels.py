@@ -1,8 +1,7 @@
-"""Loops over all responses or tokens of a batch, compiled for the host. Import inside functions: numba is slow to.
+"""Loops over responses or tokens, compiled by numba for the CPU. Import inside functions: importing numba is slow.
 
-Arithmetic is float64 whatever the tensors hold: an element is read once from memory and costs little after that.
-Sums over a row may be reordered, which makes them vector instructions; nothing else may. Tensors of another device
-are brought to the host and the result back.
+Arithmetic is always float64: the loops are bound by memory, so the wider type costs little. Only sums over a row may
+be reordered, so that they use vector instructions. Tensors on other devices are copied to the host and results back.
 
 Shapes: tensors [B, T] unless stated otherwise.
 """
@@ -19,35 +18,36 @@ from torch import Tensor
 
 
 def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the trained tokens of each row, 0 elsewhere.
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of each row; 0 elsewhere.
 
-    Rewards on tokens that are not trained count for the trained token before them.
+    A reward on a token that is not trained is added to the preceding trained token.
     """
     sums = _empty_like(rewards)
     _discounted_sums(_host(rewards), _host_mask(mask), gamma, sums)
-    return _back(sums, rewards)
+    return _tensor(sums, rewards)
 
 
 def discounted_errors(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """A_t = r_t + gamma V_{t+1} - V_t + decay A_{t+1} over the trained tokens of each row, 0 elsewhere; and A + V.
+    """Compute A_t = r_t + gamma V_{t+1} - V_t + decay A_{t+1} over the trained tokens of each row, and A + V; both 0
+    elsewhere.
 
-    Rewards on tokens that are not trained count for the trained token before them; values there are not read.
+    A reward on a token that is not trained is added to the preceding trained token; its value is not read.
     """
     advantages, returns = _empty_like(rewards), _empty_like(rewards)
     values = values.to(rewards.dtype)
     _discounted_errors(_host(rewards), _host(values), _host_mask(mask), gamma, decay, (advantages, returns))
-    return _back(advantages, rewards), _back(returns, rewards)
+    return _tensor(advantages, rewards), _tensor(returns, rewards)
 
 
 def group_numbers(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [B] of each id's group, numbered from 0 as they appear, and sizes of the groups.
+    """Number groups from 0 in order of appearance. Returns the group index of each id and the group sizes.
 
     Shapes: group_ids [B], any integers -> int64 [B], int64 [num_groups].
     """
     ids = group_ids.cpu().long().contiguous().numpy()
-    # Groups mostly arrive as consecutive runs: room for as many groups as there are runs stays in the cache.
+    # Members of a group are mostly adjacent. Sizing the table by the number of runs keeps it in the CPU cache.
     runs = int(np.count_nonzero(ids[1:] != ids[:-1])) + min(1, len(ids))
     index, sizes = np.empty_like(ids), np.zeros(runs, np.int64)
     bits = max(1, (2 * runs).bit_length())
@@ -56,19 +56,19 @@ def group_numbers(group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def centred_in_groups(values: Tensor, index: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """`values` less the mean of their group, and the sum of their squares per group. They are measured from the
-    group's least one, so equal values are 0 before any rounding.
+    """Subtract the mean of each group from `values`; also the sum of squares of the results per group. Values are first
+    taken relative to the group's minimum, so equal values give exactly 0.
 
     Shapes: values, index [B], sizes [num_groups] -> [B], float64 [num_groups].
     """
     centred, squares = _empty_like(values), np.zeros(len(sizes))
     _centred_in_groups(_host(values), index.cpu().numpy(), sizes.cpu().numpy(), centred, squares)
-    return _back(centred, values), torch.from_numpy(squares).to(values.device)
+    return _tensor(centred, values), torch.from_numpy(squares).to(values.device)
 
 
 def weighted_moments(values: Tensor, mask: Tensor, weights: Tensor) -> tuple[float, float, float]:
-    """Count, mean, and sum of squared distances from it, of the entries with mask > 0; an entry of row i counts
-    weights[i] times.
+    """Count, mean and sum of squared deviations of the entries with mask > 0; an entry of row i counts weights[i]
+    times.
 
     Shapes: weights [B].
     """
@@ -78,10 +78,10 @@ def weighted_moments(values: Tensor, mask: Tensor, weights: Tensor) -> tuple[flo
 
 
 def standardised(values: Tensor, mask: Tensor, mean: float, std: float) -> Tensor:
-    """(values - mean) / std where mask > 0, and 0 elsewhere."""
+    """Compute (values - mean) / std where mask > 0, and 0 elsewhere."""
     out = _empty_like(values)
     _standardised(_host(values), _host_mask(mask), mean, 1 / std, out)
-    return _back(out, values)
+    return _tensor(out, values)
 
 
 def _host(tensor: Tensor) -> np.ndarray:
@@ -90,14 +90,14 @@ def _host(tensor: Tensor) -> np.ndarray:
 
 
 def _host_mask(mask: Tensor) -> np.ndarray:
-    return mask.to("cpu", torch.float32).contiguous().numpy()  # one dtype: each further one is compiled anew
+    return mask.to("cpu", torch.float32).contiguous().numpy()  # one dtype: numba compiles a kernel per dtype
 
 
 def _empty_like(tensor: Tensor) -> np.ndarray:
     return np.empty(tensor.shape, np.float64 if tensor.dtype == torch.float64 else np.float32)
 
 
-def _back(array: np.ndarray, like: Tensor) -> Tensor:
+def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device, like.dtype)
 
 
@@ -105,23 +105,23 @@ def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # numba found no directory to keep compiled code in
+        except RuntimeError:  # numba found no writable cache directory
             return numba.njit(**options)(function)
 
     return compiled
 
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 / 1.618...: multiples of it spread over all 64 bits (Knuth, volume 3, section 6.4)."""
+"""2^64 / 1.618..., the multiplier of Fibonacci hashing (Knuth, volume 3, section 6.4)."""
 
 _kernel = _compiled(nogil=True)
-# fastmath=True would assume that there is no NaN and no infinity, which must stop a run.
+# Not fastmath=True: it assumes that no NaN or infinity occurs, but these must reach the checks that stop the run.
 _row_sum = _compiled(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 
 
 @_kernel
 def _group_numbers(ids: np.ndarray, table: np.ndarray, shift: int, index: np.ndarray, sizes: np.ndarray) -> int:
-    """A hash table with linear probing, at most half full."""
+    """Hash ids into an open-addressing table with linear probing, at most half full."""
     distinct = np.empty_like(sizes)
     count, last = 0, len(table) - 1
     for i in range(len(ids)):
@@ -213,7 +213,7 @@ def _sum_squares(values: np.ndarray, mask: np.ndarray, mean: float) -> float:
 
 @_kernel
 def _moments(values: np.ndarray, mask: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Each row's own moments, merged one after the other (Chan et al.)."""
+    """Compute moments per row and merge them one by one (Chan et al.)."""
     count, mean, squares = 0.0, 0.0, 0.0
     for i in range(len(values)):
         first = 0
@@ -221,7 +221,7 @@ def _moments(values: np.ndarray, mask: np.ndarray, weights: np.ndarray) -> tuple
             first += 1
         if first == len(values[i]) or weights[i] == 0:
             continue
-        # Measured from one of them, equal values have exactly themselves as mean, and no spread.
+        # Relative to the first value, so that equal values give exactly that mean and zero variance.
         origin = np.float64(values[i, first])
         total, n = _sum_above(values[i], mask[i], origin)
         row_mean, row_count = origin + total / n, n * weights[i]

@@ -1,4 +1,4 @@
-"""Per-token estimates of KL(policy || reference) from samples of the policy, with d = ref_logp - logp:
+"""Per-token estimators of KL(policy || reference) from samples of the policy, with d = ref_logp - logp:
 
     k1       -d                    unbiased, may be negative
     abs      |d|
@@ -19,14 +19,15 @@ from mcore_rl.errors import ConfigError
 
 KINDS = ("k1", "abs", "mse", "low_var")
 ALIASES = {"k2": "mse", "k3": "low_var"}
-# Below it exp(d) - 1 - d cancels (a relative error of 2 eps / d); the series to d^10 is exact to 1e-16 there.
+# For smaller |d|, exp(d) - 1 - d loses digits by cancellation (relative error 2 eps / d); the series up to d^10 has a
+# relative error of at most 1e-16 there.
 SERIES_BELOW = 0.1
 SERIES = [1 / math.factorial(n) for n in range(2, 11)]
 MAX_EXPONENT = 20.0
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """The estimate of `kind` per token, with gradient through both arguments.
+    """Estimate the KL per token with estimator `kind`; the gradient flows through both arguments.
 
     Shapes: logp, ref_logp [B, T] -> [B, T]. Units: nats.
     Raises: ConfigError for an unknown kind.
@@ -50,7 +51,8 @@ def _low_var(d: Tensor) -> Tensor:
     series = torch.full_like(d, SERIES[-1])
     for coefficient in reversed(SERIES[:-1]):
         series = series * near + coefficient
-    # Where it would overflow the exponential goes on as its tangent: a saturated one would pull the wrong way.
+    # Beyond MAX_EXPONENT the exponential continues as its tangent. With a clamped exponential, the remaining -d would
+    # give a gradient of the wrong sign.
     beyond = (d - MAX_EXPONENT).clamp(min=0)
     direct = torch.expm1(d.clamp(max=MAX_EXPONENT)) + math.exp(MAX_EXPONENT) * beyond - d
     return torch.where(small, series * near.square(), direct)

@@ -1,10 +1,10 @@
-"""The coefficient of the KL in the reward over the steps of a run: fixed, or steered towards a target.
+"""Controller of the coefficient of the KL term in the reward: fixed, or adapted towards a target KL.
 
     error          = clip(kl / target - 1, -0.2, 0.2)
     coefficient   <- coefficient (1 + error n / horizon)        kl: mean of the step, n: its responses
 
-Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2, where kl is
-of whole responses and n / horizon is K = 0.1. Here kl is of a token: response lengths change in the course of a run.
+Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2. The paper
+uses the KL per response and n / horizon = K = 0.1; here kl is per token, because response lengths change during a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_ERROR = 0.2
 
 @dataclass
 class KLController:
-    """`target` (nats per token) None: the coefficient stays."""
+    """Current KL coefficient. target: nats per token; None keeps the coefficient fixed."""
 
     coefficient: float
     target: float | None = None
@@ -28,7 +28,7 @@ class KLController:
 
     @classmethod
     def from_config(cls, kl: KLConfig) -> KLController | None:
-        """None without KL in the reward."""
+        """Build the controller; None if the reward has no KL term."""
         if not kl.in_reward:
             return None
         if kl.controller == "fixed":
@@ -37,14 +37,14 @@ class KLController:
         return cls(kl.in_reward, kl.target, kl.horizon)
 
     def update(self, kl: float, responses: int) -> None:
-        """After a step whose mean KL was `kl`.
+        """Adapt the coefficient after a step with mean KL `kl` (nats per token).
 
-        Raises: NonFiniteError.
+        Raises: NonFiniteError if `kl` is NaN.
         """
         if self.target is None:
             return
         if kl != kl:
-            raise NonFiniteError("the KL of a step is not a number: its coefficient cannot follow it")
+            raise NonFiniteError("the mean KL of the step is NaN: the KL coefficient cannot be updated")
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         self.coefficient *= 1 + error * responses / self.horizon
 

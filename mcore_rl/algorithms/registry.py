@@ -1,6 +1,6 @@
-"""Names of the configuration -> estimators and losses, and the calls that everything else uses.
+"""Registries of advantage estimators and policy losses by configuration name, and the functions to build and call them.
 
-A registry is a literal: what exists can be read here. An entry is a frozen dataclass, its fields are its options.
+Each registry is a literal dict of frozen dataclasses; the fields of an entry are its options.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ from mcore_rl.errors import ConfigError
 
 Entry = TypeVar("Entry")
 
+ACTOR_INPUTS = {"advantages", "old_logp", "rollout_logp", "staleness", "whole_sequence", "selection"}
+"""Fields of Needs that the actor can provide to a loss."""
+
 ADVANTAGES: dict[str, type[Estimator]] = {
     "gae": GAE,
     "grpo": GRPO,
@@ -75,10 +78,10 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 
 
 def estimator(name: str, /, **options: Any) -> Estimator:
-    """The advantage estimator `name`, one of ours or module_or_file.py:function; options that are None take its
-    defaults.
+    """Build the advantage estimator `name`: a registered name or module_or_file.py:function. An option of None takes
+    its default.
 
-    Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
+    Raises: ConfigError for an unknown name, an unsupported option, or a value out of range.
     """
     if names_function(name):
         return UserEstimator.load(name, {option: value for option, value in options.items() if value is not None})
@@ -86,20 +89,20 @@ def estimator(name: str, /, **options: Any) -> Estimator:
 
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
-    """Every option of an estimator that the configuration has a key for, None where it is not set; and those that a
-    user's function has of its own.
+    """Collect the options of an estimator: those with a configuration key (None if unset) and advantage_kwargs.
 
-    Raises: ConfigError for the latter where the name is one of ours, or where there is a key.
+    Raises: ConfigError if advantage_kwargs is set for a registered name, or repeats an option that has a key.
     """
     named = {name: getattr(config, name) for name in ("normalize_by_std", "gamma", "lam", "whiten")}
     chosen = f"algorithm.advantage={config.advantage}"
-    return _with_own(named, config.advantage_kwargs, "algorithm.advantage_kwargs", chosen)
+    return _with_user_options(named, config.advantage_kwargs, "algorithm.advantage_kwargs", chosen)
 
 
 def policy_loss(name: str, /, **options: Any) -> PolicyLoss:
-    """The policy loss `name`, one of ours or module_or_file.py:function; options that are None take its defaults.
+    """Build the policy loss `name`: a registered name or module_or_file.py:function. An option of None takes its
+    default.
 
-    Raises: ConfigError for an unknown name, an option that it does not take, or a value out of range.
+    Raises: ConfigError for an unknown name, an unsupported option, or a value out of range.
     """
     if names_function(name):
         return UserLoss.load(name, {option: value for option, value in options.items() if value is not None})
@@ -107,19 +110,40 @@ def policy_loss(name: str, /, **options: Any) -> PolicyLoss:
 
 
 def policy_loss_options(config: PolicyLossConfig) -> dict[str, Any]:
-    """As advantage_options, of a policy loss."""
+    """Collect the options of a policy loss, like advantage_options."""
     named = {name: value for name, value in vars(config).items() if name not in ("name", "kwargs")}
     chosen = f"algorithm.policy_loss.name={config.name}"
-    return _with_own(named, config.kwargs, "algorithm.policy_loss.kwargs", chosen)
+    return _with_user_options(named, config.kwargs, "algorithm.policy_loss.kwargs", chosen)
+
+
+def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """Build the configured policy loss and check that the actor can provide its inputs.
+
+    Raises: ConfigError for an unknown loss or option, for a loss that needs an unavailable input, or for a correction
+    that the loss does not support.
+    """
+    section = algorithm.policy_loss
+    loss = policy_loss(section.name, **policy_loss_options(section))
+    missing = [name for name, needed in vars(loss.needs).items() if needed and name not in ACTOR_INPUTS]
+    if missing:
+        raise ConfigError(f"algorithm.policy_loss.name={section.name} needs {', '.join(missing)}: not available")
+    kind = algorithm.correction.kind
+    # A loss that reads rollout_logp applies an importance weight itself; a loss without advantages uses no rollouts.
+    if kind != "none" and (loss.needs.rollout_logp or not loss.needs.advantages):
+        raise ConfigError(
+            f"algorithm.correction.kind={kind}: algorithm.policy_loss.name={section.name} does not support "
+            "corrections; set it to none"
+        )
+    return loss
 
 
 def advantage_needs(name: str) -> Needs:
-    """Raises: ConfigError for an unknown name."""
+    """Inputs that the estimator `name` requires. Raises: ConfigError for an unknown name."""
     return estimator(name).needs
 
 
 def policy_loss_needs(name: str, **options: Any) -> Needs:
-    """Raises: as policy_loss."""
+    """Inputs that the policy loss `name` requires. Raises: like policy_loss."""
     return policy_loss(name, **options).needs
 
 
@@ -134,11 +158,11 @@ def compute_advantages(
     lengths: Tensor | None = None,
     **options: Any,
 ) -> AdvantageResult:
-    """Advantages and returns, without gradient.
+    """Compute advantages and returns, without gradient.
 
     Shapes: token_rewards, mask, values [B, T]; group_ids int64 [B]; baseline_rewards, lengths [B]; results [B, T].
-    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor, and for rewards
-    that are not finite, naming the responses.
+    Raises: ConfigError for an unknown name or option; ValueError for a missing tensor, a wrong shape, or rewards that
+    are not finite (names the responses).
     """
     chosen = estimator(name, **options)
     inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths)
@@ -159,10 +183,10 @@ def compute_policy_loss(
     staleness: Tensor | None = None,
     **options: Any,
 ) -> PolicyLossResult:
-    """Un-reduced loss per token, with gradient through logp alone, and metrics over the trained tokens.
+    """Compute the unreduced loss per token, with gradient through logp only, and metrics over the trained tokens.
 
-    Shapes: all tensors and the loss [B, T]. Units: nats; staleness in versions of the weights.
-    Raises: ConfigError for an unknown name or option; ValueError for a missing or misshapen tensor.
+    Shapes: all tensors and the loss [B, T]. Units: nats; staleness in weight versions.
+    Raises: ConfigError for an unknown name or option; ValueError for a missing tensor or a wrong shape.
     """
     chosen = policy_loss(name, **options)
     others = {
@@ -181,16 +205,16 @@ def compute_policy_loss(
     return chosen(inputs)
 
 
-def _with_own(named: dict[str, Any], own: dict[str, Any], kwargs_key: str, chosen: str) -> dict[str, Any]:
-    """Options that have keys, and those in `kwargs_key`, which are for the function that `chosen` (key=value) names."""
+def _with_user_options(named: dict[str, Any], own: dict[str, Any], kwargs_key: str, chosen: str) -> dict[str, Any]:
+    """Merge options that have keys with the options of a user's function under `kwargs_key`. chosen: key=value."""
     if own and not names_function(chosen):
         raise ConfigError(
-            f"{kwargs_key}={own} is for a function of your own, and {chosen} is none; remove it, or set "
+            f"{kwargs_key}={own} requires a user-defined function, but {chosen} is built in; remove it, or set "
             f"{chosen.partition('=')[0]} to {FORM}"
         )
     both = [f"{kwargs_key.rpartition('.')[0]}.{option}" for option in own if option in named]
     if both:
-        raise ConfigError(f"{kwargs_key}: {', '.join(both)} has a key; set that instead")
+        raise ConfigError(f"{kwargs_key}: {', '.join(both)} has its own key; set that key instead")
     return named | own
 
 

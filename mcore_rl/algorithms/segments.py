@@ -1,4 +1,4 @@
-"""Sums over groups of responses that are named by arbitrary, unsorted ids: no loop over groups."""
+"""Vectorized reductions over groups of responses. Group ids are arbitrary and unsorted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Which of `num_groups` groups each response belongs to.
+    """Assignment of responses to groups.
 
-    Shapes: index int64 [B], values 0..num_groups-1; sizes int64 [num_groups].
+    Shapes: index int64 [B], the group of each response, 0..num_groups-1; sizes int64 [num_groups].
     """
 
     index: Tensor
@@ -20,38 +20,38 @@ class Segments:
 
     @classmethod
     def of(cls, group_ids: Tensor) -> Segments:
-        """Shapes: group_ids int64 [B]."""
+        """Number the groups of `group_ids`, int64 [B]."""
         from mcore_rl.algorithms.kernels import group_numbers
 
         return cls(*group_numbers(group_ids))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of `values` [B] per group [num_groups]."""
+        """Sums of `values` [B] per group, [num_groups]."""
         return values.new_zeros(len(self.sizes)).index_add_(0, self.index, values)
 
     def min(self, values: Tensor) -> Tensor:
-        """Least of `values` [B] per group [num_groups]."""
+        """Minimum of `values` [B] per group, [num_groups]."""
         return self._extreme(values, "amin", torch.inf)
 
     def max(self, values: Tensor) -> Tensor:
-        """Greatest of `values` [B] per group [num_groups]."""
+        """Maximum of `values` [B] per group, [num_groups]."""
         return self._extreme(values, "amax", -torch.inf)
 
-    def spread(self, per_group: Tensor) -> Tensor:
-        """Each response's entry of `per_group` [num_groups], [B]."""
+    def expand(self, per_group: Tensor) -> Tensor:
+        """Expand `per_group` [num_groups] to responses, [B]."""
         return per_group[self.index]
 
-    def above_least(self, values: Tensor) -> Tensor:
-        """`values` [B] measured from the least of their group: equal ones are 0 before any rounding, and so is every
-        mean of them, weighted or not."""
-        return values - self.spread(self.min(values))
+    def above_minimum(self, values: Tensor) -> Tensor:
+        """Subtract the minimum of each group from `values` [B]. In a group of equal values the results, and weighted
+        means of them, are exactly 0 without rounding errors."""
+        return values - self.expand(self.min(values))
 
     def centred(self, values: Tensor) -> Tensor:
-        """`values` [B] less the mean of their group; exactly 0 where all of a group are equal."""
+        """Subtract the mean of each group from `values` [B]; exactly 0 for a group of equal values."""
         return self.centred_and_std(values)[0]
 
     def centred_and_std(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Centred `values` [B], and per group [num_groups] their sample standard deviation (n - 1), of one value 0."""
+        """Centred `values` [B], and the sample standard deviation (n - 1) per group, [num_groups]; 0 for one value."""
         from mcore_rl.algorithms.kernels import centred_in_groups
 
         centred, squares = centred_in_groups(values, self.index, self.sizes)

@@ -1,10 +1,11 @@
-"""The critic's loss: half the squared error, with PPO's clip around the values of the rollout.
+"""Value loss of the critic: half the squared error, clipped around the old values as in PPO.
 
     v_c = clip(v, v_old - clip_range, v_old + clip_range)
     L   = max((v - R)^2, (v_c - R)^2) / 2
 
-Source: OpenAI baselines, ppo2/model.py; arXiv 2005.12729, section 3, names it as one of PPO's code-level
-optimizations. R are returns, fixed during the update.
+R: returns, fixed during the update.
+
+Source: OpenAI baselines, ppo2/model.py; listed among PPO's code-level optimizations in arXiv 2005.12729, section 3.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import trained
+from mcore_rl.algorithms.interface import masked
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import ExplainedVariance, Mean, Metric
 
 
 @dataclass(frozen=True)
 class ValueLossResult:
-    """loss: un-reduced, shaped as values, exactly 0 in value and gradient where mask is 0.
+    """Value loss and metrics.
 
-    metrics: clip_fraction, tokens where the clip decided; value_mean, returns_mean; explained_variance, of the
-    returns by old_values, those that the advantages were computed with. All add up over micro-batches and ranks.
+    loss: not reduced, shaped like values, exactly 0 in value and gradient where mask is 0.
+    metrics: clip_fraction, share of tokens for which the clipped term was larger; value_mean; returns_mean;
+    explained_variance of the returns by old_values, with which the advantages were computed. All of them can be summed
+    over micro-batches and ranks.
     """
 
     loss: Tensor
@@ -35,10 +38,10 @@ class ValueLossResult:
 def compute_value_loss(
     *, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None
 ) -> ValueLossResult:
-    """The loss per token, with gradient through values alone. clip_range None: no clip.
+    """Compute the loss per token, with gradient through values only. clip_range None: no clipping.
 
     Shapes: all [B, T], or any one shape.
-    Raises: ConfigError for a clip range that is not positive; ValueError for a misshapen tensor.
+    Raises: ConfigError if clip_range is not positive; ValueError for a wrong shape.
     """
     if clip_range is not None and not 0 < clip_range < math.inf:
         raise ConfigError(f"critic.clip_range={clip_range} must be greater than 0, or null to switch it off")
@@ -47,12 +50,12 @@ def compute_value_loss(
     if wrong:
         raise ValueError(f"{', '.join(wrong)} must have the shape of values, {list(values.shape)}")
     selected = mask > 0
-    values, old = trained(values, selected), trained(old_values.detach(), selected)
-    target = trained(returns.detach(), selected)
+    values, old = masked(values, selected), masked(old_values.detach(), selected)
+    target = masked(returns.detach(), selected)
     squares = (values - target).square()
     clipped = torch.zeros_like(selected)
     if clip_range is not None:
-        with torch.no_grad():  # where the bound decides, the value is beyond it: there is no gradient to lose
+        with torch.no_grad():  # where the clipped term is larger, the value is out of bounds and has no gradient
             bounded = (torch.clamp(values, old - clip_range, old + clip_range) - target).square()
             clipped = bounded > squares
         squares = torch.where(clipped, bounded, squares)
@@ -65,7 +68,7 @@ def _metrics(values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor, sele
     error = target - old.double()
     sums = [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
     counts = [clipped.count_nonzero().double(), selected.count_nonzero().double()]
-    # One transfer for all of them: each would wait for the device.
+    # One device-to-host transfer instead of one per number.
     stacked = torch.stack([*sums, values.sum(dtype=torch.float64), *counts])
     sum_returns, squares, errors, error_squares, sum_values, clips, count = stacked.tolist()
     return {

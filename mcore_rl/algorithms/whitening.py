@@ -1,9 +1,9 @@
-"""Advantages with mean 0 and standard deviation 1 over every trained token of a batch, also one spread over ranks.
+"""Whitening: advantages with mean 0 and standard deviation 1 over all trained tokens of a batch and all ranks.
 
-    A' = (A - mean) / sqrt(var + eps),    var the sample variance (n - 1)
+    A' = (A - mean) / sqrt(var + eps),    var: sample variance (n - 1)
 
-`Moments` of parts add up to the moments of the whole, so ranks that hold parts of a batch exchange three numbers. They
-hold mean and squared distances instead of plain sums: sums of squares lose a spread that is small beside the mean.
+`Moments` of parts can be added, so ranks exchange only three numbers. They store the mean and squared deviations
+instead of plain sums, because a sum of squares loses precision if the variance is small compared to the mean.
 
 Source: advantage normalisation, arXiv 2006.05990; merging, Chan, Golub and LeVeque 1983.
 """
@@ -23,8 +23,8 @@ VARIANCE_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the trained tokens of a batch or a part of one: how many, their mean, and the sum of their squared distances
-    from it. Without tokens all three are 0."""
+    """Count, mean and sum of squared deviations of the trained tokens of a batch or part of a batch; all 0 without
+    tokens."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -32,7 +32,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor, lengths: Tensor | None = None) -> Moments:
-        """Of `values` where mask > 0, as one token each; with `lengths`, row i stands for lengths[i] tokens.
+        """Compute the moments of `values` where mask > 0. With `lengths`, row i counts as lengths[i] tokens.
 
         Shapes: values, mask [B, T]; lengths [B].
         """
@@ -56,20 +56,20 @@ class Moments:
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     def as_tensor(self) -> Tensor:
-        """float64 [3]. To be gathered: the sum of such tensors means nothing."""
+        """Count, mean and squares as float64 [3], to be gathered and merged; their plain sum has no meaning."""
         return torch.tensor([self.count, self.mean, self.squares], dtype=torch.float64)
 
     @classmethod
     def merged(cls, rows: Tensor) -> Moments:
-        """Of all ranks' as_tensor(): the same bits on every rank that adds the same rows.
+        """Merge the as_tensor() rows of all ranks; bitwise the same on every rank.
 
-        Shapes: rows [ranks, 3], as all_gather gives them, or all_reduce (sum) where each rank has filled only its row.
+        Shapes: rows [ranks, 3], from all_gather, or from a summing all_reduce in which each rank filled only its row.
         """
         return sum((cls(*row) for row in rows.tolist()), cls())
 
 
 def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
-    """`advantages` by the given moments where mask > 0, and 0 elsewhere. Equal advantages become exactly 0.
+    """Whiten `advantages` with the given moments where mask > 0; 0 elsewhere. Equal advantages become exactly 0.
 
     Shapes: all [B, T].
     """
@@ -79,6 +79,6 @@ def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
 
 
 def whiten_batch(raw: AdvantageResult, inputs: AdvantageInputs) -> AdvantageResult:
-    """`raw` with its advantages whitened by their own moments, where `inputs` are the whole batch."""
+    """Whiten the advantages of `raw` with their own moments. `inputs` must be the whole batch."""
     moments = Moments.of(raw.advantages, inputs.mask, inputs.lengths)
     return AdvantageResult(whiten(raw.advantages, inputs.mask, moments), raw.returns)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
-from mcore_rl.algorithms.configured import configured_loss
+from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.config import Config
 from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
 from mcore_rl.config.rules.episodes import has_turns

@@ -1,14 +1,14 @@
-"""Generalised advantage estimation.
+"""Generalized advantage estimation (GAE).
 
     delta_t = r_t + gamma V_{t+1} - V_t
-    A_t     = delta_t + gamma lam A_{t+1}            both 0 behind a response's last trained token
+    A_t     = delta_t + gamma lam A_{t+1}            both 0 after the last trained token of a response
     returns = A + V                                  the TD(lambda) target of the critic
 
-t counts trained tokens. What lies between two of them (a tool's output) was not acted: its values are not read, it is
-not discounted over, and the rewards on it belong to the trained token before it. Rewards in front of the first trained
-token change no advantage. whiten: advantages, not returns, get mean 0 and standard deviation 1 over the batch.
+t counts trained tokens only. Other tokens (tool output) are not actions: their values are not read, they add no
+discount, and a reward on them is added to the preceding trained token. Rewards before the first trained token change
+no advantage. With whiten, advantages (not returns) get mean 0 and standard deviation 1 over the batch.
 
-Source: arXiv 1506.02438, equation 16 (A) and the TD(lambda) return that it belongs to; whitening.py.
+Source: arXiv 1506.02438, equation 16 (A) and the corresponding TD(lambda) return; whitening.py.
 Shapes: token_rewards, mask, values [B, T] -> [B, T].
 """
 
@@ -25,7 +25,7 @@ from mcore_rl.algorithms.whitening import whiten_batch
 
 @dataclass(frozen=True)
 class GAE:
-    """Computed in float64 on the host, whichever device the inputs are on: a chain of T steps is no work for a GPU.
+    """Computed in float64 on the host for inputs of any device: a sequential recurrence of T steps is slow on a GPU.
 
     Raises: ConfigError for gamma or lam out of range.
     """

@@ -1,9 +1,9 @@
-"""Group policy gradient: centred rewards, made up for the groups that give no gradient.
+"""Group policy gradient (GPG): centered rewards, scaled to compensate for groups without gradient.
 
     A_i = alpha (r_i - mean(r_G)),    alpha = B / (B - M)
 
-B counts the batch's responses and M those of groups with equal rewards. The mean over the batch has M zeros in it;
-alpha makes it the mean over the others. The paper's F_norm is 1.
+B: responses of the batch; M: responses in groups of equal rewards. M terms of the batch mean are 0; alpha turns it into
+the mean over the other responses. The paper's F_norm is 1.
 
 Source: GPG, arXiv 2504.02546, the objective with its accurate gradient estimation (AGE).
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
@@ -22,9 +22,9 @@ from mcore_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class GPG(PerResponse):
-    """Where every group has signal, as after dynamic sampling, alpha is 1."""
+    """Group policy gradient. alpha is 1 if all groups have unequal rewards, for example after dynamic sampling."""
 
-    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
         with_signal = groups.sizes[groups.max(rewards) > groups.min(rewards)].sum()

@@ -1,9 +1,9 @@
-"""Group-relative advantages.
+"""Group-relative advantages (GRPO).
 
     A_i = (r_i - mean(r_G)) / (std(r_G) + eps)     for response i of group G, the same for each of its tokens
 
-r_i is the sum of the response's token rewards, std the sample standard deviation (n - 1).
-normalize_by_std=False leaves the centred reward (Dr. GRPO).
+r_i: sum of the token rewards of response i; std: sample standard deviation (n - 1).
+normalize_by_std=False skips the division (Dr. GRPO).
 
 Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2.
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
@@ -24,12 +24,12 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class GRPO(PerResponse):
-    """A group of equal rewards, and so a group of one response, has advantage exactly 0."""
+    """Group-relative advantages; exactly 0 for a group of equal rewards or of one response."""
 
     normalize_by_std: bool = True
 
-    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
         centred, std = groups.centred_and_std(rewards)
-        return centred / groups.spread(std + STD_EPS) if self.normalize_by_std else centred
+        return centred / groups.expand(std + STD_EPS) if self.normalize_by_std else centred

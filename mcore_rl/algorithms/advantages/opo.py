@@ -1,9 +1,9 @@
-"""Advantages over the baseline that makes the gradient's variance least.
+"""On-policy RL with the optimal reward baseline (OPO), which minimizes the variance of the gradient.
 
     A_i = r_i - b_G,    b_G = sum_{j in G} l_j r_j / sum_{j in G} l_j            l_j: trained tokens of response j
 
-The optimal baseline weighs each reward with the squared norm of the response's score function, which is taken to
-grow with the response's length.
+The optimal baseline weights each reward by the squared norm of the response's score function. The simplified form
+assumes that this norm is proportional to the length of the response.
 
 Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585, the simplified b*(x).
 Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
@@ -23,13 +23,13 @@ from mcore_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class OPO(PerResponse):
-    """A response without a trained token has no weight in its group's baseline."""
+    """Optimal-baseline advantages. A response without trained tokens has no weight in the baseline of its group."""
 
-    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
         lengths = inputs.trained_tokens()
-        above, total = groups.above_least(rewards), groups.sum(lengths)
-        # Where no response of a group has a token there is no baseline, and nothing that it would be used for.
+        above, total = groups.above_minimum(rewards), groups.sum(lengths)
+        # A group without trained tokens has no baseline and needs none; avoid 0 / 0.
         baseline = torch.where(total > 0, groups.sum(lengths * above) / total, 0.0)
-        return above - groups.spread(baseline)
+        return above - groups.expand(baseline)

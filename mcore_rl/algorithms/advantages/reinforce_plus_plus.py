@@ -2,7 +2,7 @@
 
     G_t = sum_{s >= t} gamma^{s-t} r_s,    A_t = (G_t - mean(G)) / std(G)        returns = G
 
-t counts trained tokens; rewards on tokens that are not trained belong to the trained token before them, as in gae.
+t counts trained tokens only; a reward on another token is added to the preceding trained token, as in gae.
 
 Source: REINFORCE++, arXiv 2501.03262, the advantage and its global normalisation.
 Shapes: token_rewards, mask [B, T] -> [B, T].
@@ -21,7 +21,7 @@ from mcore_rl.algorithms.whitening import whiten_batch
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus:
-    """Raises: ConfigError for gamma out of range."""
+    """Whitened discounted returns. Raises: ConfigError for gamma out of range."""
 
     needs: ClassVar[Needs] = Needs()
     per_response: ClassVar[bool] = False

@@ -1,10 +1,10 @@
-"""REINFORCE++ with a baseline: rewards centred in their group, then whitened over the tokens of the batch.
+"""REINFORCE++ with a baseline: rewards centered per group, then whitened over all trained tokens of the batch.
 
-    A_i = whiten(r_i - mean(r_G))       mean and standard deviation over every trained token of the whole batch
+    A_i = whiten(r_i - mean(r_G))       mean and standard deviation over all trained tokens of the batch
 
-The group reshapes the reward; dividing by the spread of the whole batch instead of the group's own keeps the
-estimate free of the bias that a prompt with little spread would bring. Long responses have more tokens, so the mean
-over tokens is not 0 and a group of equal rewards has advantage 0 only before whitening (`raw`).
+Dividing by the standard deviation of the batch instead of the group avoids the bias towards prompts whose rewards vary
+little. Long responses have more tokens, so the mean over tokens is not 0: a group of equal rewards has advantage 0
+before whitening (`raw`) but not after it.
 
 Source: REINFORCE++, arXiv 2501.03262, the variant with baseline: group mean, then global normalisation.
 Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
@@ -25,11 +25,11 @@ from mcore_rl.algorithms.whitening import whiten_batch
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(PerResponse):
-    """returns are the centred rewards."""
+    """REINFORCE++ with a group baseline; returns are the centered rewards."""
 
     whitened: ClassVar[bool] = True
 
-    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         return Segments.of(inputs.group_ids).centred(rewards)
 

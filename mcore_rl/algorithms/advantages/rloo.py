@@ -1,8 +1,8 @@
-"""REINFORCE leave-one-out: the baseline of a response is the mean reward of the others of its group.
+"""REINFORCE leave-one-out (RLOO): the baseline of a response is the mean reward of the other responses of its group.
 
     A_i = r_i - 1/(k-1) sum_{j in G, j != i} r_j  =  k/(k-1) (r_i - mean(r_G))        for a group G of k responses
 
-A group of one has no others, and advantage 0.
+A group of one response has advantage 0.
 
 Source: Back to Basics, arXiv 2402.14740, the RLOO estimator, after Kool et al. 2019.
 Shapes: token_rewards, mask [B, T], group_ids [B] -> [B, T].
@@ -21,7 +21,7 @@ from mcore_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class RLOO(PerResponse):
-    def of_rewards(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
-        return groups.centred(rewards) * groups.spread(groups.sizes / (groups.sizes - 1).clamp(min=1).double())
+        return groups.centred(rewards) * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())

@@ -1,24 +1,24 @@
-"""An estimator that a user brings: algorithm.advantage=module_or_file.py:function.
+"""User-defined advantage estimator: algorithm.advantage=module_or_file.py:function.
 
     f(token_rewards=, mask=, group_ids=, values=, baseline_rewards=, **options) -> advantages
 
-with the options that algorithm (gamma, lam, whiten, normalize_by_std) and algorithm.advantage_kwargs set. Tensors that
-nothing provides are None. It is asked for one of two things:
+The options are the set keys among algorithm.{gamma,lam,whiten,normalize_by_std} and algorithm.advantage_kwargs.
+Unavailable tensors are None. The function computes one of two kinds of advantages:
 
-    one number per response: called with all responses of a step, so with whole groups. token_rewards [B, 1] are their
-        rewards, mask [B, 1] is 1, group_ids [B] says which share a prompt. It returns [B] or [B, 1], and every trained
-        token of a response gets its number. One with a parameter `lengths` is given how many those are, [B].
-    one number per token: called on the ranks, each with some of the responses and not with whole groups. token_rewards,
-        mask and values are [B, T], group_ids is None. It returns [B, T]; or a pair (advantages, returns), where a
-        critic is to be trained towards other returns.
+    per response: called with all responses of a step, so groups are complete. token_rewards [B, 1] are the rewards of
+        the responses, mask [B, 1] is 1, group_ids [B] are equal for responses to the same prompt. Returns [B] or
+        [B, 1], used for every trained token of the response. An optional parameter `lengths` receives the number of
+        trained tokens, [B].
+    per token: called on each rank with some of the responses; groups are incomplete. token_rewards, mask and values
+        are [B, T], group_ids is None. Returns [B, T], or (advantages, returns) to train a critic on other returns.
 
-The first, unless an attribute of the function says otherwise:
+Attributes of the function select the kind; the default is per response:
 
-    f.per_response = False                    one number per token, of the rewards alone
-    f.needs = Needs(values=True)              one number per token, with a critic's values
-    f.needs = Needs(baseline_rewards=True)    one number per response, with the reward of a greedy one to its prompt
+    f.per_response = False                    per token, from rewards only
+    f.needs = Needs(values=True)              per token, with the values of a critic
+    f.needs = Needs(baseline_rewards=True)    per response, with the reward of the greedy response to the same prompt
 
-Needs is in mcore_rl.algorithms.
+Import Needs from mcore_rl.algorithms.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, trained
+from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, masked
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.errors import ConfigError
 
 KEY = "algorithm.advantage"
-GIVEN = ("token_rewards", "mask", "group_ids", "values", "baseline_rewards")
+ARGUMENTS = ("token_rewards", "mask", "group_ids", "values", "baseline_rewards")
 LENGTHS = "lengths"
 PER_RESPONSE_HINT = (
-    ": it is called with one number per response; set its attribute per_response to False if it wants tokens"
+    ": it is called with one number per response; set its attribute per_response to False to call it with tokens"
 )
 
 
 @dataclass(frozen=True)
 class UserEstimator:
-    """Raises: ConfigError, when called, for a result that is not what `name` (key=value) must return."""
+    """A user-defined estimator. name: key=value. Calls raise ConfigError for a result of the wrong type or shape."""
 
     whitened: ClassVar[bool] = False
 
@@ -61,24 +61,24 @@ class UserEstimator:
 
     @classmethod
     def load(cls, spec: str, options: dict[str, Any]) -> UserEstimator:
-        """Raises: ConfigError where `spec` names no function that takes GIVEN and `options`, or one that contradicts
-        itself."""
+        """Load the function `spec`. Raises: ConfigError if it does not exist, does not take ARGUMENTS and `options`, or
+        has contradictory attributes."""
         name, function = f"{KEY}={spec}", load_function(KEY, spec, instead="an estimator's name")
         needs, per_response = _declared(name, function)
         takes_lengths = per_response and _has_parameter(function, LENGTHS)
-        given = (*GIVEN, LENGTHS) if takes_lengths else GIVEN
-        check_call(name, function, given, options, f"f({', '.join(f'{own}=' for own in GIVEN)}, **options)")
+        given = (*ARGUMENTS, LENGTHS) if takes_lengths else ARGUMENTS
+        check_call(name, function, given, options, f"f({', '.join(f'{own}=' for own in ARGUMENTS)}, **options)")
         return cls(name, function, options, needs, per_response, takes_lengths)
 
     @torch.no_grad()
     def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
-        given = _of_responses(inputs) if self.per_response else inputs
+        given = _response_inputs(inputs) if self.per_response else inputs
         lengths = {LENGTHS: inputs.trained_tokens().long()} if self.takes_lengths else {}
-        result = self.function(**{name: getattr(given, name) for name in GIVEN}, **lengths, **self.options)
+        result = self.function(**{name: getattr(given, name) for name in ARGUMENTS}, **lengths, **self.options)
         pair = result if isinstance(result, tuple) else (result, result)
         if len(pair) != 2:
             raise ConfigError(f"{self.name} returned {len(pair)} values instead of advantages or (advantages, returns)")
-        advantages, returns = (trained(self._checked(tensor, given), inputs.mask > 0) for tensor in pair)
+        advantages, returns = (masked(self._checked(tensor, given), inputs.mask > 0) for tensor in pair)
         return AdvantageResult(advantages, returns)
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
@@ -97,14 +97,14 @@ class UserEstimator:
         return column.to(like)
 
 
-def _of_responses(inputs: AdvantageInputs) -> AdvantageInputs:
-    """As the driver has them, whatever the caller's tokens: a reward may sit on a token that is not trained."""
+def _response_inputs(inputs: AdvantageInputs) -> AdvantageInputs:
+    """Reduce token inputs to the driver's [B, 1] form. Rewards on tokens that are not trained are included."""
     rewards = inputs.token_rewards.sum(-1, keepdim=True)
     return replace(inputs, token_rewards=rewards, mask=torch.ones_like(rewards), values=None)
 
 
 def _declared(name: str, function: Callable[..., Any]) -> tuple[Needs, bool]:
-    """What the function's attributes say: its needs, and whether it wants one number per response."""
+    """Read the function's attributes `needs` and `per_response`. Raises: ConfigError if they are contradictory."""
     per_response, needs = getattr(function, "per_response", None), getattr(function, "needs", None)
     if per_response not in (None, True, False):
         raise ConfigError(f"{name}: its attribute per_response must be True or False, not {per_response!r}")
@@ -116,15 +116,15 @@ def _declared(name: str, function: Callable[..., Any]) -> tuple[Needs, bool]:
     per_response = bool(whole) if per_response is None else per_response
     if needs.values and per_response:
         raise ConfigError(
-            f"{name} needs values, of every token, and wants {'whole groups' if whole else 'one number per response'}: "
-            "the ranks that have the tokens hold parts of groups. Take group_ids and baseline_rewards out of its needs "
-            "and per_response=True off, or do without values"
+            f"{name} needs per-token values and also {'whole groups' if whole else 'one number per response'}, but the "
+            "ranks with the values hold parts of groups. Remove group_ids, baseline_rewards and per_response=True, or "
+            "remove values"
         )
     if whole and not per_response:
         raise ConfigError(
-            f"{name} needs {', '.join(whole)}, but says per_response=False: ranks hold parts of groups. Set its "
-            "attribute per_response to True, and it is given whole groups and returns one number per response; or its "
-            "attribute needs to Needs(), and it is given tokens without groups"
+            f"{name} needs {', '.join(whole)}, but has per_response=False, and ranks hold parts of groups. Set its "
+            "attribute per_response to True to receive whole groups and return one number per response, or its "
+            "attribute needs to Needs() to receive tokens without groups"
         )
     return needs, per_response
 

@@ -1,11 +1,11 @@
-"""CISPO: the importance weight is clipped, never the token, so every token keeps a gradient.
+"""CISPO: clips the importance weight instead of the token's loss, so every token keeps its gradient.
 
     r = exp(logp - old_logp)
-    L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logp          sg: no gradient flows through it
+    L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logp          sg: stop-gradient
 
-Source: MiniMax-M1, arXiv 2506.13585, section 3.1. The paper sets clip_low so large that there is no lower bound (here
-1) and gives no number for clip_high; the upper bound of 5 is within the range in which arXiv 2510.13786 found no
-difference (4 to 8).
+Source: MiniMax-M1, arXiv 2506.13585, section 3.1. The paper sets clip_low so high that there is no lower bound (here 1)
+and gives no value for clip_high. The default upper bound 1 + clip_high = 5 is in the range 4 to 8, in which
+arXiv 2510.13786 found no difference.
 Shapes: any one shape for all inputs and the loss.
 """
 
@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.surrogate import bounded_exp, check_bounds, ratio_metrics
 
 
 @dataclass(frozen=True)
 class CISPO:
-    """clip_low, clip_high: distances of the weight's bounds from 1.
+    """CISPO loss. clip_low, clip_high: distances of the weight's bounds from 1.
 
-    Metrics: those of ratio_metrics, where a weight counts as clipped whatever the sign of its advantage.
+    Metrics: ratio_metrics; a weight out of bounds counts as clipped for either sign of the advantage.
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True)
@@ -37,10 +37,10 @@ class CISPO:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        logp = trained(inputs.logp, selected)
-        log_ratio = trained(inputs.logp.detach() - inputs.old_logp, selected)
+        logp = masked(inputs.logp, selected)
+        log_ratio = masked(inputs.logp.detach() - inputs.old_logp, selected)
         ratio = bounded_exp(log_ratio)
         low, high = ratio < 1 - self.clip_low, ratio > 1 + self.clip_high
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -weight * trained(inputs.advantages, selected) * logp
+        loss = -weight * masked(inputs.advantages, selected) * logp
         return PolicyLossResult(loss, ratio_metrics(log_ratio, selected, low=low, high=high))

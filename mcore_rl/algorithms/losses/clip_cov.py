@@ -1,11 +1,11 @@
-"""Clip-Cov: a few random tokens of high covariance between advantage and log-probability lose their gradient.
+"""Clip-Cov: a few random tokens with high covariance between advantage and log-probability lose their gradient.
 
     cov_t = (A_t - mean A) (logp_t - mean logp)                  means over all trained tokens of the update
-    I     = cov_ratio N tokens, at random among those with cov_low < cov_t < cov_high that the clip left alone
+    I     = cov_ratio N random tokens with cov_low < cov_t < cov_high that PPO's clip does not affect
     L_t   = PPO's clipped surrogate, and 0 for t in I
 
-Source: arXiv 2505.22617, section 4.2 (Clip-Cov); there with the bounds 1 and 5, a share of 2e-4, and the surrogate's
-clip, whose tokens are not chosen again, in the authors' code.
+Source: arXiv 2505.22617, section 4.2 (Clip-Cov): bounds 1 and 5, cov_ratio 2e-4. The authors' code also applies PPO's
+clip and excludes clipped tokens from I.
 Shapes: any one shape for all inputs and the loss.
 """
 
@@ -17,18 +17,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.surrogate import SECTION, check_bounds, clipped_surrogate, ratio_metrics, split_by_sign
-from mcore_rl.algorithms.selection import choose_alone, covariance_moments, covariances, random_scores
+from mcore_rl.algorithms.selection import chosen_tokens, covariance_moments, covariances, random_scores
 from mcore_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ClipCov:
-    """clip_low, clip_high: as in ppo_clip. cov_ratio: share of the trained tokens to choose, at least one of them.
-    cov_low, cov_high: between which covariances, in nats times advantage.
+    """Clip-Cov loss. clip_low, clip_high: see ppo_clip. cov_ratio: share of the trained tokens to choose, at least one
+    token. cov_low, cov_high: range of eligible covariances, in nats times advantage.
 
-    Metrics: those of ratio_metrics, and chosen_fraction.
+    Metrics: ratio_metrics, and chosen_fraction.
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, selection=True)
@@ -66,9 +66,9 @@ class ClipCov:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        chosen = choose_alone(self, inputs)
-        log_ratio = trained(inputs.logp - inputs.old_logp, selected)
-        advantages = trained(inputs.advantages, selected)
+        chosen = chosen_tokens(self, inputs)
+        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
+        advantages = masked(inputs.advantages, selected)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
         metrics = ratio_metrics(
             log_ratio, selected, **split_by_sign(result.clipped, advantages), chosen_fraction=chosen
@@ -77,11 +77,11 @@ class ClipCov:
 
 
 def check_share(cov_ratio: float) -> None:
-    """Raises: ConfigError for what is no share of the tokens."""
+    """Check that 0 < cov_ratio <= 1. Raises: ConfigError."""
     if not 0 < cov_ratio <= 1:
         raise ConfigError(f"{SECTION}.cov_ratio={cov_ratio} must be greater than 0 and at most 1")
 
 
 def share_of(num_tokens: int, cov_ratio: float) -> int:
-    """floor(cov_ratio N), but one token at least where there is any."""
+    """Return floor(cov_ratio N), but at least one token if there is any."""
     return min(num_tokens, max(1, int(cov_ratio * num_tokens)))

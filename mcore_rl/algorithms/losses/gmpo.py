@@ -1,11 +1,11 @@
-"""GMPO: the geometric mean of a response's clipped token ratios in place of the arithmetic one.
+"""GMPO: the geometric instead of the arithmetic mean of a response's clipped token ratios.
 
     d_t = logp_t - old_logp_t
-    e_t = min(d_t, clip_high) where A_t > 0;   max(d_t, -clip_low) where A_t < 0       (the side that PPO clips)
+    e_t = min(d_t, clip_high) if A_t > 0;   max(d_t, -clip_low) if A_t < 0             (the side that PPO clips)
     G_i = exp(mean_t e_t)                      over the trained tokens of response i
     L_it = -A_it G_i
 
-Every token carries the loss of its response, so the mean over its tokens is the paper's term -A_i G_i.
+Every token has the loss of its response, so the mean over tokens is the paper's term -A_i G_i.
 
 Source: arXiv 2507.20673, section 3 (the clipped objective and its sign-aware, token-level clip in log space); bounds
 e^-0.4 and e^0.4: section 4. The paper aggregates by the mean over responses, which is seq-mean-token-mean here.
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.sequences import row_means
 from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, SECTION, bounded_exp, ratio_metrics
 from mcore_rl.errors import ConfigError
@@ -28,9 +28,9 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class GMPO:
-    """clip_low, clip_high: distances of the bounds of the log ratio from 0, in nats.
+    """GMPO loss. clip_low, clip_high: distances of the bounds of the log ratio from 0, in nats.
 
-    Metrics: those of ratio_metrics, of the token ratios.
+    Metrics: ratio_metrics of the token ratios.
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, whole_sequence=True)
@@ -47,11 +47,11 @@ class GMPO:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        log_ratio = trained(inputs.logp - inputs.old_logp, selected)
-        advantages = trained(inputs.advantages, selected)
+        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
+        advantages = masked(inputs.advantages, selected)
         high = (advantages > 0) & (log_ratio > self.clip_high)
         low = (advantages < 0) & (log_ratio < -self.clip_low)
-        # One token of a hundred nats would be the whole mean: it counts as far as any other loss lets it.
+        # Without this bound, one token with a log ratio of 100 nats would dominate the mean.
         bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         bounded = torch.where(high, self.clip_high, torch.where(low, -self.clip_low, bounded))
         geometric = bounded_exp(row_means(bounded, selected)).to(log_ratio.dtype)

@@ -1,14 +1,14 @@
 """GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole.
 
     s_i   = exp(mean_t (logp_it - old_logp_it))                over the n_i trained tokens of response i
-    s_it  = sg[s_i] exp(logp_it - sg[logp_it])                 worth s_i, with the gradient of token t alone
+    s_it  = sg[s_i] exp(logp_it - sg[logp_it])                 value s_i, gradient of token t only; sg: stop-gradient
     L_it  = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
 
-A negative advantage has no upper bound in this objective, so a response that has become far more probable would give a
-gradient of A s_i: 5e8 A at log s_i = 20, beside which clip_grad leaves nothing of all other responses. log s_i is
-therefore bounded to +-20 nats, as every ratio of these losses, and a response beyond has a value but no gradient.
+The objective has no upper bound for a negative advantage, so a response that became far more probable would give a
+gradient of A s_i: 5e8 A at log s_i = 20, and clip_grad would scale all other responses to nothing. log s_i is therefore
+limited to +-20 nats, like all ratios of these losses; beyond it a response has a value but no gradient.
 
-Source: arXiv 2507.18071, equations 7 (s_i), 13 and 14 (GSPO-token, which is GSPO where a response has one advantage);
+Source: arXiv 2507.18071, equations 7 (s_i), 13 and 14 (GSPO-token; equals GSPO if a response has one advantage);
 bounds of 3e-4 and 4e-4: section 5.1. The paper aggregates by seq-mean-token-mean.
 Shapes: [B, T], one whole response per row.
 """
@@ -21,16 +21,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.sequences import row_means, sequence_metrics
 from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, bounded_exp, check_bounds
 
 
 @dataclass(frozen=True)
 class GSPO:
-    """clip_low, clip_high: distances of the bounds of s_i from 1.
+    """GSPO loss. clip_low, clip_high: distances of the bounds of s_i from 1.
 
-    Metrics: those of sequence_metrics, of the ratios s_i.
+    Metrics: sequence_metrics of the ratios s_i.
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, whole_sequence=True)
@@ -45,22 +45,22 @@ class GSPO:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        logp = trained(inputs.logp, selected)
-        advantages = trained(inputs.advantages, selected)
-        log_ratio = trained(inputs.logp.detach() - inputs.old_logp, selected)
-        of_row = row_means(log_ratio, selected)
-        ratio = bounded_exp(of_row).to(logp.dtype)[:, None]
+        logp = masked(inputs.logp, selected)
+        advantages = masked(inputs.advantages, selected)
+        log_ratio = masked(inputs.logp.detach() - inputs.old_logp, selected)
+        row_log_ratio = row_means(log_ratio, selected)
+        ratio = bounded_exp(row_log_ratio).to(logp.dtype)[:, None]
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
-        within = of_row.abs() <= MAX_LOG_RATIO
+        within = row_log_ratio.abs() <= MAX_LOG_RATIO
         loss = _with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
         bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PolicyLossResult(
             torch.where(low | high, bounded, loss),
-            sequence_metrics(log_ratio, selected, of_row, low=low, high=high),
+            sequence_metrics(log_ratio, selected, row_log_ratio, low=low, high=high),
         )
 
 
 def _with_gradient_of(logp: Tensor, value: Tensor) -> Tensor:
-    """`value` exp(logp - sg[logp]): its own value, and `value` times the gradient of logp."""
+    """Return `value` with the gradient of logp times `value`, i.e. value * exp(logp - sg[logp])."""
     return value + value * (logp - logp.detach())

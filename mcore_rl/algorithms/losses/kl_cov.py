@@ -1,11 +1,11 @@
-"""KL-Cov: the tokens of highest covariance between advantage and log-probability are held back by a KL penalty.
+"""KL-Cov: a KL penalty on the tokens with the highest covariance between advantage and log-probability.
 
     cov_t = (A_t - mean A) (logp_t - mean logp)                  means over all trained tokens of the update
-    I     = the cov_ratio N tokens of highest cov_t
+    I     = the cov_ratio N tokens with the highest cov_t
     L_t   = -A_t exp(logp_t - old_logp_t)  +  kl_coef |logp_t - old_logp_t|  for t in I
 
-Source: arXiv 2505.22617, section 4.2 (KL-Cov); a share of 2e-3 and a coefficient of 1 for its 7B model; the absolute
-log ratio as the estimate of KL(old || policy) in the authors' code. There is no clip.
+Source: arXiv 2505.22617, section 4.2 (KL-Cov): cov_ratio 2e-3 and kl_coef 1 for the 7B model. The authors' code
+estimates KL(old || policy) by the absolute log ratio. There is no clip.
 Shapes: any one shape for all inputs and the loss.
 """
 
@@ -17,19 +17,20 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.clip_cov import check_share, share_of
 from mcore_rl.algorithms.losses.surrogate import SECTION, bounded_exp, ratio_metrics
-from mcore_rl.algorithms.selection import choose_alone, covariance_moments, covariances
+from mcore_rl.algorithms.selection import chosen_tokens, covariance_moments, covariances
 from mcore_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class KLCov:
-    """cov_ratio: share of the trained tokens to choose, at least one of them. kl_coef: of the penalty, per nat.
+    """KL-Cov loss. cov_ratio: share of the trained tokens to choose, at least one token. kl_coef: coefficient of the
+    penalty, per nat. The gradient of the penalty is 0 while the policy equals the old one, that is in the first update
+    of a batch.
 
-    Metrics: those of ratio_metrics, and chosen_fraction. Where the policy is still the old one the penalty's gradient
-    is 0: it acts from the second update of a batch on.
+    Metrics: ratio_metrics, and chosen_fraction.
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, selection=True)
@@ -55,9 +56,9 @@ class KLCov:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        chosen = choose_alone(self, inputs)
-        log_ratio = trained(inputs.logp - inputs.old_logp, selected)
-        loss = -trained(inputs.advantages, selected) * bounded_exp(log_ratio)
-        penalty = trained(self.kl_coef * log_ratio.abs(), chosen)
+        chosen = chosen_tokens(self, inputs)
+        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
+        loss = -masked(inputs.advantages, selected) * bounded_exp(log_ratio)
+        penalty = masked(self.kl_coef * log_ratio.abs(), chosen)
         metrics = ratio_metrics(log_ratio.detach(), selected, low=None, high=None, chosen_fraction=chosen)
         return PolicyLossResult(loss + penalty, metrics)

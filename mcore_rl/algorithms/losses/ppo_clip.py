@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.surrogate import (
     check_bounds,
     check_dual_clip,
@@ -26,10 +26,10 @@ from mcore_rl.algorithms.losses.surrogate import (
 
 @dataclass(frozen=True)
 class PPOClip:
-    """clip_low, clip_high: distances of the bounds from 1. dual_clip: the ratio at which the loss of a token with
-    negative advantage stops growing; None is off.
+    """PPO loss. clip_low, clip_high: distances of the bounds from 1. dual_clip: ratio at which the loss of a token with
+    negative advantage stops growing; None: off.
 
-    Metrics: those of ratio_metrics, and dual_clip_fraction (with dual_clip only).
+    Metrics: ratio_metrics, and dual_clip_fraction (with dual_clip only).
     """
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True)
@@ -46,8 +46,8 @@ class PPOClip:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        log_ratio = trained(inputs.logp - inputs.old_logp, selected)
-        advantages = trained(inputs.advantages, selected)
+        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
+        advantages = masked(inputs.advantages, selected)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         capped = {} if result.capped is None else {"dual_clip_fraction": result.capped}
         flags = split_by_sign(result.clipped, advantages)

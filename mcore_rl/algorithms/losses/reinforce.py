@@ -1,4 +1,4 @@
-"""The plain policy gradient, with no ratio and no bound.
+"""REINFORCE: the plain policy gradient, without ratio or bound.
 
     L = -A logp
 
@@ -12,17 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 
 
 @dataclass(frozen=True)
 class Reinforce:
-    """Takes no options and reports no metrics of its own. It is the gradient of the expected return only while the
-    tokens are the policy's own: more than one update per batch is off-policy without a correction."""
+    """REINFORCE loss; no options, no metrics. Its gradient is correct only for tokens sampled by the current policy:
+    further updates on the same batch are off-policy and not corrected."""
 
     needs: ClassVar[Needs] = Needs(advantages=True)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         assert inputs.advantages is not None
         selected = inputs.mask > 0
-        return PolicyLossResult(-trained(inputs.advantages, selected) * trained(inputs.logp, selected), {})
+        return PolicyLossResult(-masked(inputs.advantages, selected) * masked(inputs.logp, selected), {})

@@ -1,4 +1,4 @@
-"""What the losses of whole responses share. Shape letters: B responses, one per row, T tokens."""
+"""Shared parts of losses over whole responses. Shape letters: B responses, one per row, T tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.types import Max, Mean, Metric, Min
 
 
 def row_means(values: Tensor, selected: Tensor) -> Tensor:
-    """Mean of each row's selected values, 0 for a row without any; summed in float64.
+    """Mean of the selected values of each row, 0 for a row without any; summed in float64.
 
     Shapes: values [B, T], 0 where `selected` (bool) is false -> float64 [B].
     """
@@ -22,20 +22,19 @@ def row_means(values: Tensor, selected: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_metrics(
-    log_ratio: Tensor, selected: Tensor, of_row: Tensor, *, low: Tensor, high: Tensor
+    log_ratio: Tensor, selected: Tensor, row_log_ratio: Tensor, *, low: Tensor, high: Tensor
 ) -> dict[str, Metric]:
-    """ratio_metrics with clip fractions, ratios and their quantiles of responses: each response counts once, however
-    long it is.
+    """Compute ratio_metrics, with clip fractions, ratios and their quantiles per response: each response counts once.
 
-    A response with several advantages is clipped in part: the share of its tokens counts.
+    A response whose tokens have different advantages may be clipped in part; its share of clipped tokens counts.
 
-    Shapes: log_ratio, selected, low, high [B, T]; of_row [B], the log of each response's ratio.
+    Shapes: log_ratio, selected, low, high [B, T]; row_log_ratio [B], the log of each response's ratio.
     """
     tokens = ratio_metrics(log_ratio, selected, low=None, high=None)
     length = selected.sum(-1)
     counted = length > 0
     shares = torch.stack([flags.sum(-1) / length.clamp(min=1) for flags in (low, high)]).double().sum(-1)
-    bounded = of_row.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     growth = torch.expm1(bounded).sum()  # 0 for a response without tokens
     largest = torch.where(counted, bounded, -torch.inf)
     smallest = torch.where(counted, bounded, torch.inf)

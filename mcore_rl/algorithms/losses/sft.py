@@ -1,4 +1,4 @@
-"""Supervised training on given targets (warm start).
+"""Supervised fine-tuning on target tokens (warm start).
 
     L = -logp
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 
 
 @dataclass(frozen=True)
 class SFT:
-    """Takes no options and needs nothing but logp; its mean over tokens is the cross-entropy in nats."""
+    """Supervised loss; no options, needs only logp. Its mean over tokens is the cross-entropy in nats."""
 
     needs: ClassVar[Needs] = Needs()
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        return PolicyLossResult(-trained(inputs.logp, inputs.mask > 0), {})
+        return PolicyLossResult(-masked(inputs.logp, inputs.mask > 0), {})

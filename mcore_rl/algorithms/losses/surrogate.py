@@ -1,4 +1,4 @@
-"""What the losses of a probability ratio share: the clipped surrogate of PPO, its bounds and its metrics.
+"""Shared parts of losses with a probability ratio: PPO's clipped surrogate, its bounds and its metrics.
 
     r = exp(logp - old_logp)
     L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));   A < 0 and dual_clip = c:  L = min(L, -A c)
@@ -21,13 +21,13 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.types import Max, Mean, Metric, Min
 
 SECTION = "algorithm.policy_loss"
-# exp(20) is 4.9e8: farther away a ratio says only that the policy has moved on, and must not become inf * 0 = nan
+# exp(20) = 4.9e8. Larger ratios carry no information and could give inf * 0 = nan.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Shapes: all as the log ratio. clipped, capped: bool, tokens of which the clip, or the dual clip, decided."""
+    """Loss and flags, shaped like the log ratio. clipped, capped: bool, tokens where the clip or dual clip applied."""
 
     loss: Tensor
     clipped: Tensor
@@ -35,17 +35,17 @@ class Surrogate:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp within exp(+-MAX_LOG_RATIO), without gradient beyond."""
+    """Compute exp(log_ratio) with the exponent limited to +-MAX_LOG_RATIO; no gradient beyond the limit."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Surrogate:
-    """PPO's loss per token (see the module), with gradient through log_ratio."""
+    """Compute PPO's loss per token (formula in the module docstring), with gradient through log_ratio."""
     ratio = bounded_exp(log_ratio)
     unclipped = -advantages * ratio
-    with torch.no_grad():  # where the bound decides, the ratio is beyond it: there is no gradient to lose
+    with torch.no_grad():  # where the clipped term is larger, the ratio is out of bounds and has no gradient
         bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
         clipped = bounded > unclipped
     loss = torch.where(clipped, bounded, unclipped)
@@ -60,14 +60,14 @@ def clipped_surrogate(
 def ratio_metrics(
     log_ratio: Tensor, selected: Tensor, *, low: Tensor | None, high: Tensor | None, **means: Tensor
 ) -> dict[str, Metric]:
-    """What every loss of a ratio reports over its trained tokens.
+    """Compute the metrics common to all losses with a ratio, over the trained tokens.
 
-    clip_fraction and its parts clip_fraction_low, clip_fraction_high (clipped at the lower, the upper bound; None: the
-    loss has no such bound); ppo_kl and ppo_kl_low_var, the k1 and k3 estimates of KL(old || policy); ratio_mean,
-    ratio_max, ratio_min, and the quantiles of quantiles.py; and the mean of every one of `means`. Log ratios count up
-    to +-MAX_LOG_RATIO but in ppo_kl.
+    clip_fraction and its parts clip_fraction_low and clip_fraction_high (clipped at the lower or upper bound; low or
+    high None: the loss has no such bound); ppo_kl and ppo_kl_low_var, the k1 and k3 estimates of KL(old || policy);
+    ratio_mean, ratio_max, ratio_min; the quantiles of quantiles.py; the mean of each of `means`. All except ppo_kl
+    limit log ratios to +-MAX_LOG_RATIO.
 
-    Shapes: one for all; low, high, selected bool. Everything is 0 (false) where `selected` is false.
+    Shapes: the same for all; low, high, selected bool. All tensors must be 0 (false) where `selected` is false.
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     growth = torch.expm1(bounded.double())  # exp(d) - 1 - d cancels in float32
@@ -81,7 +81,7 @@ def ratio_metrics(
         **{name: _total(value) for name, value in means.items()},
     }
     largest, smallest = _extremes(bounded, selected)
-    # One transfer for all of them: each would wait for the device.
+    # One device-to-host transfer instead of one per number.
     stacked = torch.stack([*sums.values(), largest, smallest, _count(selected, selected)])
     found = torch.cat([stacked, count_rounded(bounded, selected)]).tolist()
     *totals, greatest, least, count = found[: len(stacked)]
@@ -96,7 +96,7 @@ def ratio_metrics(
 
 
 def check_bounds(clip_low: float, clip_high: float) -> None:
-    """Raises: ConfigError for distances from 1 that are no bounds of a ratio."""
+    """Check the clip range of a ratio. Raises: ConfigError."""
     if not 0 <= clip_low <= 1:
         raise ConfigError(f"{SECTION}.clip_low={clip_low} must be between 0 and 1")
     if not 0 <= clip_high < math.inf:
@@ -104,13 +104,13 @@ def check_bounds(clip_low: float, clip_high: float) -> None:
 
 
 def check_dual_clip(dual_clip: float | None) -> None:
-    """Raises: ConfigError for a ratio that is not above 1."""
+    """Check that dual_clip is greater than 1 or None. Raises: ConfigError."""
     if dual_clip is not None and not 1 < dual_clip < math.inf:
         raise ConfigError(f"{SECTION}.dual_clip={dual_clip} must be greater than 1, or null to switch it off")
 
 
 def split_by_sign(clipped: Tensor, advantages: Tensor) -> Mapping[str, Tensor]:
-    """Of tokens that PPO's clip decided: a positive advantage meets the upper bound, a negative one the lower."""
+    """Split tokens clipped by PPO by bound: the upper one for positive advantages, the lower for negative ones."""
     high = clipped & (advantages > 0)
     return {"low": clipped ^ high, "high": high}
 
@@ -126,7 +126,7 @@ def _total(values: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest selected value; meaningless without any."""
+    """Largest and smallest selected value; undefined if none is selected."""
     if not values.numel():
         nothing = torch.zeros((), dtype=torch.float64, device=values.device)
         return nothing, nothing

@@ -1,10 +1,10 @@
-"""A loss that a user brings: algorithm.policy_loss.name=module_or_file.py:function.
+"""User-defined policy loss: algorithm.policy_loss.name=module_or_file.py:function.
 
     f(logp=, old_logp=, advantages=, mask=, rollout_logp=, **options) -> loss or (loss, {metric: mean over tokens})
 
-with the options that algorithm.policy_loss and algorithm.policy_loss.kwargs set. Only logp carries gradient, everything
-is 0 where mask is, and tensors that nothing provides are None. What the function needs it says in an attribute,
-f.needs = Needs(rollout_logp=True); without one it gets advantages and old_logp, and tokens in any shape.
+The options are the set keys of algorithm.policy_loss and algorithm.policy_loss.kwargs. Only logp carries gradient, all
+tensors are 0 where mask is 0, and unavailable tensors are None. The attribute f.needs declares required inputs, for
+example f.needs = Needs(rollout_logp=True). The default is advantages and old_logp, with tokens in any shape.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, trained
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Mean, Metric
 
 KEY = "algorithm.policy_loss.name"
-GIVEN = ("logp", "old_logp", "advantages", "mask", "rollout_logp")
+ARGUMENTS = ("logp", "old_logp", "advantages", "mask", "rollout_logp")
 
 
 @dataclass(frozen=True)
 class UserLoss:
-    """Raises: ConfigError, when called, for a result that is not what `name` (key=value) must return."""
+    """A user-defined policy loss. name: key=value. Calls raise ConfigError for a result of the wrong type or shape."""
 
     name: str
     function: Callable[..., Any]
@@ -39,21 +39,22 @@ class UserLoss:
 
     @classmethod
     def load(cls, spec: str, options: dict[str, Any]) -> UserLoss:
-        """Raises: ConfigError where `spec` names no function that takes GIVEN and `options`, or one that needs more."""
+        """Load the function `spec`. Raises: ConfigError if it does not exist, does not take ARGUMENTS and `options`, or
+        needs other inputs."""
         name, function = f"{KEY}={spec}", load_function(KEY, spec, instead="a loss's name")
-        check_call(name, function, GIVEN, options, f"f({', '.join(f'{given}=' for given in GIVEN)}, **options)")
+        check_call(name, function, ARGUMENTS, options, f"f({', '.join(f'{given}=' for given in ARGUMENTS)}, **options)")
         needs = getattr(function, "needs", Needs(advantages=True, old_logp=True))
         if not isinstance(needs, Needs):
             raise ConfigError(f"{name}: its attribute needs must be a mcore_rl.algorithms.Needs, not {needs!r}")
-        more = [fact for fact, needed in vars(needs).items() if needed and fact not in {*GIVEN, "whole_sequence"}]
+        more = [fact for fact, needed in vars(needs).items() if needed and fact not in {*ARGUMENTS, "whole_sequence"}]
         if more:
-            raise ConfigError(f"{name} needs {', '.join(more)}, which no function is given")
+            raise ConfigError(f"{name} needs {', '.join(more)}, which is not available to user-defined losses")
         return cls(name, function, options, needs)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected = inputs.mask > 0
-        tensors = {name: getattr(inputs, name) for name in GIVEN}
-        given = {name: None if tensor is None else trained(tensor, selected) for name, tensor in tensors.items()}
+        tensors = {name: getattr(inputs, name) for name in ARGUMENTS}
+        given = {name: None if tensor is None else masked(tensor, selected) for name, tensor in tensors.items()}
         result = self.function(**given, **self.options)
         pair = result if isinstance(result, tuple) else (result, {})
         if len(pair) != 2:
@@ -64,7 +65,7 @@ class UserLoss:
             raise ConfigError(
                 f"{self.name} returned {got}; the loss must be a tensor shaped as logp, {list(inputs.logp.shape)}"
             )
-        return PolicyLossResult(trained(loss, selected), self._metrics(means, selected))
+        return PolicyLossResult(masked(loss, selected), self._metrics(means, selected))
 
     @torch.no_grad()
     def _metrics(self, means: Any, selected: Tensor) -> dict[str, Metric]:

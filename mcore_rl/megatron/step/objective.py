@@ -17,8 +17,8 @@ from mcore_rl.algorithms import (
     PolicyLossResult,
     kl_penalty,
 )
-from mcore_rl.algorithms.configured import configured_loss
 from mcore_rl.algorithms.interface import PolicyLoss
+from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError

@@ -117,8 +117,11 @@ def test_options_of_its_own_come_from_kwargs_and_a_name_of_ours_takes_none(tmp_p
         ({"kwargs": {"margins": 1}}, r"own\.py:margin cannot be called as f\(logp=.*margin"),
         ({"kwargs": {"margin": 1, "logp": 1}}, r"own\.py:margin cannot be called as f\(logp=.*logp"),
         ({"kwargs": {"margin": 1, "name": 1}}, r"own\.py:margin cannot be called as f\(logp=.*'name'"),
-        ({"kwargs": {"margin": 1, "clip_low": 1}}, r"policy_loss\.kwargs: algorithm\.policy_loss\.clip_low has a key"),
-        ({"name": "cispo"}, r"policy_loss\.kwargs=.*'margin': 2.*algorithm\.policy_loss\.name=cispo is none"),
+        (
+            {"kwargs": {"margin": 1, "clip_low": 1}},
+            r"policy_loss\.kwargs: algorithm\.policy_loss\.clip_low has its own key",
+        ),
+        ({"name": "cispo"}, r"policy_loss\.kwargs=.*'margin': 2.*algorithm\.policy_loss\.name=cispo is built in"),
     ):
         refused = replace(section, **changes)
         with pytest.raises(ConfigError, match=message):
@@ -141,7 +144,7 @@ def test_a_module_is_as_good_as_a_file():
         ("later", {}, r"later must be a plain function, not an async one; write def"),
         ("few", {}, r"cannot be called as f\(logp=, old_logp=, advantages=, mask=, rollout_logp=, \*\*options\)"),
         ("squared", {"kl_coef": 1.0}, r"kl_coef"),
-        ("reference", {}, r"needs reference, which no function is given"),
+        ("reference", {}, r"needs reference, which is not available to user-defined"),
         ("wrong_needs", {}, r"its attribute needs must be a mcore_rl.algorithms.Needs"),
     ],
 )
