@@ -27,7 +27,7 @@ from mcore_rl.weights.transports.shared_memory import SharedSegment
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint, HFWriter
-from model_converters.hf.load import load_tensors
+from model_converters.hf.loader import load_tensors
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import TensorLoad, export_plan, load_plan, local_shapes
 from model_converters.mapping.table import BoundRow, bind

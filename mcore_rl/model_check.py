@@ -20,7 +20,7 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.model.oracle import transformers_logits
 from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.size import too_large
+from model_converters.hf.size import reason_not_to_compare
 
 KEY = "model.check_logits"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
@@ -73,7 +73,7 @@ def _why_not(config: Config) -> str | None:
             if source.block is not None:
                 reason = "transformers computes in FP8 where ranks have what the weights stand for"
             elif mode == "auto":
-                return too_large(source)
+                return reason_not_to_compare(source)
     if mode == "always" and reason is not None:
         raise ConfigError(f"{KEY}=always, but {reason}; set it to auto")
     return reason

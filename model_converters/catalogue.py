@@ -9,7 +9,7 @@ from pathlib import Path
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES
 from model_converters.families.parts.description import Description
-from model_converters.families.refused import REFUSED
+from model_converters.families.refusals import REFUSED
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 

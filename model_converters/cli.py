@@ -21,7 +21,7 @@ from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 from model_converters.paths import expanded_path as _path
-from model_converters.show import as_json, as_table
+from model_converters.table_output import as_json, as_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Self, TextIO
 _SECONDS_BETWEEN_LINES = 0.2
 
 
-class Progress:
+class ByteProgress:
     """Counts bytes and shows them when `stream` is a terminal; elsewhere it prints nothing.
 
     `done_bytes` were there before the start and do not count for the speed.

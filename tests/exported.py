@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from model_converters.hf.io import HFCheckpoint, HFWriter
-from model_converters.hf.load import load_tensors
+from model_converters.hf.loader import load_tensors
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_pieces, export_plan, local_shapes
 from model_converters.mapping.table import bind

@@ -35,11 +35,11 @@ from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import try_server
 from model_converters.errors import ConversionError
-from model_converters.families.parts.mtp import num_mtp_layers, settle_copies, settle_mtp
+from model_converters.families.parts.mtp import num_mtp_layers, resolve_copies, resolve_mtp
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import check_copies
+from model_converters.hf.loader import check_copies
 from model_converters.hf.side_files import side_files
-from model_converters.hf.value_head import settle_value_head, value_model_config
+from model_converters.hf.value_head import resolve_value_head, value_model_config
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
@@ -82,7 +82,7 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
         check_implementation(view, spec)
         try:
             with HFCheckpoint(view.model.hf_path) as checkpoint:
-                rows, dropped = settle_value_head(checkpoint, required=True)
+                rows, dropped = resolve_value_head(checkpoint, required=True)
                 bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
                 check_complete(bound, checkpoint.shapes, dropped=dropped)
                 checkpoint.unlisted.check_copies()
@@ -104,10 +104,10 @@ def check_weights(config: Config) -> int:
         if config.model.random_init:
             return 0
         with HFCheckpoint(config.model.hf_path) as checkpoint:
-            hf_config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
+            hf_config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
             if keep and not num_mtp_layers(hf_config):
                 raise ConversionError(none)
-            bound, _ = settle_copies(
+            bound, _ = resolve_copies(
                 bind(checkpoint.family.rows(hf_config), hf_config, torch.float32), checkpoint.shapes
             )
             check_complete(bound, checkpoint.shapes, dropped=dropped)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from model_converters.dcp.blocks import Box, Chunk, RankState, run
+from model_converters.dcp.blocks import Box, CheckpointChunk, ShardedRankState, slice_box
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.placement import Piece
@@ -21,13 +21,17 @@ class ChunkSource:
     """
 
     def __init__(
-        self, source: HFCheckpoint, loads: Sequence[TensorLoad], dtypes: Mapping[str, torch.dtype], state: RankState
+        self,
+        source: HFCheckpoint,
+        loads: Sequence[TensorLoad],
+        dtypes: Mapping[str, torch.dtype],
+        state: ShardedRankState,
     ) -> None:
         self._source, self._dtypes = source, dtypes
         self._loads = {load.mcore_name: load for load in loads}
         _check_shapes(self._loads, state)
 
-    def read(self, chunk: Chunk) -> torch.Tensor:
+    def read(self, chunk: CheckpointChunk) -> torch.Tensor:
         """The chunk, in memory of its own; padding is zero.
 
         Raises: ConversionError.
@@ -42,11 +46,11 @@ class ChunkSource:
             self._source.read_into(hf_name, target.view(out), dim=dim, start=start)
         return out
 
-    def _slices(self, chunk: Chunk) -> Iterator[tuple[str, int, int, Box]]:
+    def _slices(self, chunk: CheckpointChunk) -> Iterator[tuple[str, int, int, Box]]:
         """(HF name, dim, start, block of the chunk) of every slice."""
         load = self._loads[chunk.mcore_name]
         for hf_name, piece in load.sources:
-            piece_box = run(load.shape, piece.dim, piece.local_start, piece.length)
+            piece_box = slice_box(load.shape, piece.dim, piece.local_start, piece.length)
             common = piece_box.overlap(chunk.local)
             if common is None:
                 continue
@@ -62,7 +66,7 @@ def _start(common: Box, piece_box: Box, piece: Piece) -> int:
     return piece.start + common.offset[piece.dim] - piece.local_start
 
 
-def _check_shapes(loads: Mapping[str, TensorLoad], state: RankState) -> None:
+def _check_shapes(loads: Mapping[str, TensorLoad], state: ShardedRankState) -> None:
     padded = {chunk.mcore_name for chunk in state.chunks if chunk.padded}
     problems = [f"{name} has no row" for name in state.shapes if name not in loads]
     for name, load in loads.items():

@@ -56,7 +56,7 @@ class Box(NamedTuple):
         return tensor
 
 
-def run(shape: Shape, dim: int, start: int, length: int) -> Box:
+def slice_box(shape: Shape, dim: int, start: int, length: int) -> Box:
     """`length` indices of `dim` from `start`, and all of every other dimension."""
     if not shape:
         return Box((), ())
@@ -97,7 +97,7 @@ def flat_index(shape: Shape, offset: Shape) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class CheckpointChunk:
     """The block `stored` of the checkpoint's tensor `key` is the block `local` of one rank's tensor `mcore_name`.
 
     `stored` has leading axes of size 1 that `local` lacks: megatron stacks layers and experts. `padded`: the end of
@@ -121,9 +121,9 @@ class StateObject:
 
 
 @dataclass(frozen=True)
-class RankState:
+class ShardedRankState:
     """What one rank writes to a checkpoint, replicas left out; `shapes` are those of all its tensors by mcore name."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CheckpointChunk, ...]
     objects: tuple[StateObject, ...]
     shapes: Mapping[str, Shape]

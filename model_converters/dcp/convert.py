@@ -19,11 +19,11 @@ import torch
 from torch.distributed.checkpoint import Metadata
 
 from model_converters.dcp.block_source import ChunkSource, stored_dtypes
-from model_converters.dcp.blocks import Chunk, Naming, RankState
-from model_converters.dcp.logits import Compare, compare_logits, is_compared, require_same_logits
+from model_converters.dcp.blocks import CheckpointChunk, Naming, ShardedRankState
+from model_converters.dcp.logits import Compare, compare_logits, require_same_logits, should_compare_logits
 from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.model import McoreCheckpoint, plan_bytes
-from model_converters.dcp.partial import PartialCheckpoint, Span
+from model_converters.dcp.partial_checkpoint import PartialCheckpoint, Span
 from model_converters.dcp.reader import DcpReader
 from model_converters.dcp.source_record import read_record, write_record
 from model_converters.dcp.verify import Certificate, compare
@@ -31,16 +31,16 @@ from model_converters.dcp.writer import PlannedFile, plan_files, plan_metadata, 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import read_hf_config
-from model_converters.families.parts.mtp import Copies, settle_copies, settle_mtp, without_mtp
+from model_converters.families.parts.mtp import Copies, resolve_copies, resolve_mtp, without_mtp
 from model_converters.hf.fp8_export import Fp8Export
 from model_converters.hf.io import HFCheckpoint, HFWriter
-from model_converters.hf.load import check_copies
+from model_converters.hf.loader import check_copies
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import check_complete, load_plan
 from model_converters.mapping.table import BoundRow, bind
-from model_converters.progress import Progress
+from model_converters.progress import ByteProgress
 
 MAX_FILE_BYTES = 2 * 2**30
 MAX_SHARD_BYTES = 5 * 2**30
@@ -61,7 +61,7 @@ def to_mcore(
     other; tensors keep their dtype, FP8 ones become what they stand for. In memory is one tensor of one rank at a time.
 
     lora: directory of a PEFT adapter that is merged into the weights. drop_mtp: leave multi-token prediction out.
-    mtp_copies: see mtp.settle_copies. logits: whether a few tokens go through
+    mtp_copies: see mtp.resolve_copies. logits: whether a few tokens go through
     transformers' model of `hf` and megatron's of the checkpoint, which is let go if they differ; "auto": where both fit
     into memory.
 
@@ -73,7 +73,7 @@ def to_mcore(
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
         side_files(hf)
-        compared = is_compared(source, logits, lora)
+        compared = should_compare_logits(source, logits, lora)
         conversion = _plan(source, layout, max_file_bytes, keep_mtp=not drop_mtp, mtp_copies=mtp_copies)
         partial = PartialCheckpoint(out)
         spans = partial.open(_identity(conversion, lora, max_file_bytes))
@@ -114,7 +114,7 @@ class _Conversion:
     bound: Sequence[BoundRow]
     layout: TrainLayout
     dtypes: Mapping[str, torch.dtype]
-    states: Sequence[RankState]
+    states: Sequence[ShardedRankState]
     files: Sequence[PlannedFile]
     metadata: Metadata
 
@@ -123,8 +123,8 @@ def _plan(
     source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int, *, keep_mtp: bool, mtp_copies: Copies
 ) -> _Conversion:
     """Everything that can be wrong with the input is found here, before anything is written."""
-    config, dropped = settle_mtp(source.config, source.shapes, keep=keep_mtp)
-    bound, dropped_copies = settle_copies(_bound(config), source.shapes, mtp_copies)
+    config, dropped = resolve_mtp(source.config, source.shapes, keep=keep_mtp)
+    bound, dropped_copies = resolve_copies(_bound(config), source.shapes, mtp_copies)
     check_complete(bound, source.shapes, dropped=(*dropped, *dropped_copies))
     check_copies(source, bound)
     _print_notes(source, dropped, dropped_copies)
@@ -184,7 +184,7 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
     done = sum(file.num_bytes for file in files if file.name in spans)
     if spans:
         print(f"{partial.target}: {len(spans)} of {len(files)} files are there already", file=sys.stderr)
-    with Progress("to-mcore", sum(file.num_bytes for file in files), done) as progress:
+    with ByteProgress("to-mcore", sum(file.num_bytes for file in files), done) as progress:
         rank = -1
         for file in files:
             if file.name in spans:
@@ -202,7 +202,7 @@ def _bound(config: dict[str, Any]) -> list[BoundRow]:
     return bind(family_for(config).rows(config), config, torch.bfloat16)
 
 
-def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[RankState]:
+def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[ShardedRankState]:
     """What every rank of `layout` writes, in megatron's names; see mcore_rl.megatron.model.sharded.rank_state.
 
     Raises: ConversionError.
@@ -250,7 +250,7 @@ def to_hf(
     export = Fp8Export(checkpoint.config, _bound(checkpoint.config), scales, record.scales_of)
     plans = export.plans(sources) if fp8 else sources
     by_name = {plan.hf_name: plan for plan in plans}
-    with HFWriter(out, max_shard_bytes) as writer, Progress("to-hf", sum(map(plan_bytes, sources))) as progress:
+    with HFWriter(out, max_shard_bytes) as writer, ByteProgress("to-hf", sum(map(plan_bytes, sources))) as progress:
         writer.begin(plans)
         for source in sources:
             _export(writer, by_name, source.hf_name, checkpoint, export)
@@ -290,7 +290,7 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
     metadata = read_metadata(ckpt)
     if not any(key.startswith("mtp.") for key in metadata.state_dict_metadata):
         config = without_mtp(config)
-    best: tuple[int, Sequence[Chunk]] | None = None
+    best: tuple[int, Sequence[CheckpointChunk]] | None = None
     for naming in get_args(Naming):
         (state,) = rank_states(config, TrainLayout(1), naming=naming)
         absent = sum(chunk.key not in metadata.state_dict_metadata for chunk in state.chunks)
@@ -326,8 +326,8 @@ def verify(
         _check_config("--ckpt", own, config)
         checkpoint = open_checkpoint(ckpt, config)
         source.unlisted.check_copies()
-        settled, dropped = settle_mtp(source.config, source.shapes, keep=not drop_mtp)
-        _, dropped_copies = settle_copies(_bound(settled), source.shapes, mtp_copies)
+        resolved, dropped = resolve_mtp(source.config, source.shapes, keep=not drop_mtp)
+        _, dropped_copies = resolve_copies(_bound(resolved), source.shapes, mtp_copies)
         _print_notes(source, dropped, dropped_copies)
         certificate = compare(source, checkpoint, dropped={*dropped, *dropped_copies})
     if not logits or certificate.missing:

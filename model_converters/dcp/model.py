@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model_converters.dcp.blocks import Box, Chunk, run
+from model_converters.dcp.blocks import Box, CheckpointChunk, slice_box
 from model_converters.dcp.reader import DcpReader
 from model_converters.errors import ConversionError, listing
 from model_converters.families.parts.adapter_rows import PREFIX
@@ -23,10 +23,10 @@ _TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredBlock:
     """`target`, a block of an HF tensor, is `stored`, a block of the checkpoint's tensor of `chunk.key`."""
 
-    chunk: Chunk
+    chunk: CheckpointChunk
     stored: Box
     target: Box
 
@@ -42,13 +42,13 @@ class McoreCheckpoint:
     """
 
     def __init__(
-        self, config: dict[str, Any], bound: Sequence[BoundRow], chunks: Sequence[Chunk], reader: DcpReader
+        self, config: dict[str, Any], bound: Sequence[BoundRow], chunks: Sequence[CheckpointChunk], reader: DcpReader
     ) -> None:
         self.config, self._reader = config, reader
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[_StoredBlock]] = {}
         self.plans: list[TensorPlan] = []
         self.problems: dict[str, str] = {}
-        by_mcore: dict[str, list[Chunk]] = {}
+        by_mcore: dict[str, list[CheckpointChunk]] = {}
         for chunk in chunks:
             by_mcore.setdefault(chunk.mcore_name, []).append(chunk)
         for row in bound:
@@ -93,12 +93,12 @@ class McoreCheckpoint:
             raise ConversionError(f"{name}: {error}") from error
         return out
 
-    def _fill(self, part: _Part, out: torch.Tensor) -> None:
+    def _fill(self, part: _StoredBlock, out: torch.Tensor) -> None:
         """A function of its own, so that no block, a view of a whole chunk, lives on while the next chunk is read."""
         block = self._reader.read(part.chunk.key, part.stored)
         part.target.view(out).copy_(block.reshape(part.target.shape))
 
-    def _add(self, row: BoundRow, part: int, chunks: Sequence[Chunk]) -> None:
+    def _add(self, row: BoundRow, part: int, chunks: Sequence[CheckpointChunk]) -> None:
         name, shape, dim = row.hf[part], row.row.shapes[part], row.row.dim
         parts = self._parts[name] = list(_parts(row, part, chunks))
         problem = self._problem(shape, parts)
@@ -108,7 +108,7 @@ class McoreCheckpoint:
         whole = Piece(0, row.mcore, part, dim, 0, shape[dim] if shape else 1, 0)
         self.plans.append(TensorPlan(name, shape, self.dtype(name), row.group, (whole,)))
 
-    def _problem(self, shape: Shape, parts: Sequence[_Part]) -> str | None:
+    def _problem(self, shape: Shape, parts: Sequence[_StoredBlock]) -> str | None:
         if sum(part.target.volume for part in parts) != prod(shape):
             return "megatron's model does not hold it"
         for part in parts:
@@ -129,14 +129,14 @@ def plan_bytes(plan: TensorPlan) -> int:
     return prod(plan.shape) * plan.dtype.itemsize
 
 
-def _parts(row: BoundRow, part: int, chunks: Sequence[Chunk]) -> Iterator[_Part]:
+def _parts(row: BoundRow, part: int, chunks: Sequence[CheckpointChunk]) -> Iterator[_StoredBlock]:
     shape, dim = row.row.shapes[part], row.row.dim
     whole = local_shape(row.row, 1)
     for segment in segments_of(row.row, 0, 1):
         if segment.part != part:
             continue
-        local = run(whole, dim, segment.local_start, segment.length)
-        target = run(shape, dim, segment.start, segment.length)
+        local = slice_box(whole, dim, segment.local_start, segment.length)
+        target = slice_box(shape, dim, segment.start, segment.length)
         for chunk in chunks:
             common = local.overlap(chunk.local)
             if common is None:
@@ -144,4 +144,4 @@ def _parts(row: BoundRow, part: int, chunks: Sequence[Chunk]) -> Iterator[_Part]
             stacked = len(chunk.stored.shape) - len(common.shape)
             inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
             stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)
-            yield _Part(chunk, stored, common.moved(local.offset, target.offset))
+            yield _StoredBlock(chunk, stored, common.moved(local.offset, target.offset))

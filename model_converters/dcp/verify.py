@@ -19,7 +19,7 @@ from model_converters.families.parts.mtp import without_mtp
 from model_converters.hf.fp8_export import is_quantised_from
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.shards import as_bytes
-from model_converters.progress import Progress
+from model_converters.progress import ByteProgress
 
 # Of two float32 implementations of one model; a wrong weight or setting moves logits by far more.
 _LOGIT_TOLERANCE = 1e-3
@@ -147,7 +147,7 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
-    with ThreadPoolExecutor(2) as pool, Progress("verify", sum(sizes.values())) as progress:
+    with ThreadPoolExecutor(2) as pool, ByteProgress("verify", sum(sizes.values())) as progress:
         for name in common:
             try:
                 checksums[name], rounded = _same(source, checkpoint, name, stored_names[name], pool)

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from model_converters.dcp.blocks import Chunk, RankState, StateObject
-from model_converters.dcp.partial import Span
+from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, StateObject
+from model_converters.dcp.partial_checkpoint import Span
 from model_converters.errors import ConversionError, listing
 
 # What torch.save adds to a tensor, rounded up; for the space that a checkpoint needs.
@@ -37,10 +37,10 @@ _ENTRY_BYTES = 2048
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """One thing in a file; dtype is None for an object."""
 
-    content: Chunk | StateObject
+    content: CheckpointChunk | StateObject
     dtype: torch.dtype | None
 
     @property
@@ -56,7 +56,7 @@ class PlannedFile:
 
     name: str
     rank: int
-    entries: tuple[Entry, ...]
+    entries: tuple[FileEntry, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -65,13 +65,13 @@ class PlannedFile:
 
 
 def plan_files(
-    rank: int, state: RankState, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
+    rank: int, state: ShardedRankState, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
 ) -> Iterator[PlannedFile]:
     """Deals what a rank writes to files of at most `max_file_bytes`, or of one larger tensor; dtypes by mcore name."""
-    entries: list[Entry] = [Entry(item, None) for item in state.objects]
+    entries: list[FileEntry] = [FileEntry(item, None) for item in state.objects]
     filled, number = 0, 0
     for chunk in state.chunks:
-        entry = Entry(chunk, dtypes[chunk.mcore_name])
+        entry = FileEntry(chunk, dtypes[chunk.mcore_name])
         if filled and filled + entry.num_bytes > max_file_bytes:
             yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
             entries, filled, number = [], 0, number + 1
@@ -107,7 +107,7 @@ def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
 def _check_dtypes(files: Sequence[PlannedFile]) -> None:
     first: dict[str, tuple[torch.dtype | None, str]] = {}
     for entry in (entry for file in files for entry in file.entries):
-        if isinstance(entry.content, Chunk):
+        if isinstance(entry.content, CheckpointChunk):
             dtype, name = first.setdefault(entry.content.key, (entry.dtype, entry.content.mcore_name))
             if dtype != entry.dtype:
                 raise ConversionError(
@@ -116,7 +116,7 @@ def _check_dtypes(files: Sequence[PlannedFile]) -> None:
                 )
 
 
-def _write_item(entry: Entry) -> WriteItem:
+def _write_item(entry: FileEntry) -> WriteItem:
     content = entry.content
     if isinstance(content, StateObject):
         return WriteItem(index=MetadataIndex(content.key), type=WriteItemType.BYTE_IO)
@@ -133,21 +133,21 @@ def _write_item(entry: Entry) -> WriteItem:
 def write_file(
     directory: Path,
     file: PlannedFile,
-    tensor_of: Callable[[Chunk], torch.Tensor],
+    tensor_of: Callable[[CheckpointChunk], torch.Tensor],
     advance: Callable[[int], None],
     *,
-    see: Callable[[bytes], None] | None = None,
+    on_write: Callable[[bytes], None] | None = None,
 ) -> list[Span]:
-    """Writes one file, durably, asking for each tensor when its turn comes; returns where each entry lies.
+    """Write one file and fsync it. Returns the span of each entry.
 
-    `advance` is told the bytes of each tensor once they are written; `see` is shown every byte in order, such as for a
-    checksum of the file.
+    `tensor_of` loads one tensor at a time, so that a single tensor is in memory. `advance` is called with the bytes of
+    each tensor after it is written. `on_write` receives all bytes in order, for example to compute a checksum.
 
-    Raises: OSError, as when the disk is full.
+    Raises: OSError, for example when the disk is full.
     """
     spans = []
     with _without_checksums(), (directory / file.name).open("wb") as raw:
-        stream = _Written(raw, see)
+        stream = _ObservedFile(raw, on_write)
         for entry in file.entries:
             start = stream.tell()
             if isinstance(entry.content, StateObject):
@@ -161,11 +161,11 @@ def write_file(
     return spans
 
 
-class _Written:
+class _ObservedFile:
     """A file being written from its start to its end, with someone who sees what is written."""
 
-    def __init__(self, raw: BinaryIO, see: Callable[[bytes], None] | None) -> None:
-        self._raw, self._see = raw, see
+    def __init__(self, raw: BinaryIO, on_write: Callable[[bytes], None] | None) -> None:
+        self._raw, self._on_write = raw, on_write
         self._failure: OSError | None = None
 
     def save(self, tensor: torch.Tensor) -> None:
@@ -183,8 +183,8 @@ class _Written:
         except OSError as error:
             self._failure = error
             raise
-        if self._see is not None:
-            self._see(data)
+        if self._on_write is not None:
+            self._on_write(data)
         return written
 
     def tell(self) -> int:

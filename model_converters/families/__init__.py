@@ -16,7 +16,7 @@ from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
-from model_converters.families.refused import REFUSED
+from model_converters.families.refusals import REFUSED
 
 __all__ = [
     "FAMILIES",

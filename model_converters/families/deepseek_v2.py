@@ -25,7 +25,7 @@ from model_converters.families.parts.family import (
     embedding_rows,
     model_arguments,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, require, settled, states_defaults
+from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, require, with_defaults
 from model_converters.families.parts.mla import (
     ABSENT_FOR_ENGINES,
     LATENT_NORM_EPSILON,
@@ -50,15 +50,15 @@ _DEFAULTS = {
 }
 
 
-def _settled(config: HFConfig) -> HFConfig:
-    return settled(config, _DEFAULTS, nullable=("q_lora_rank",))
+def _with_defaults(config: HFConfig) -> HFConfig:
+    return with_defaults(config, _DEFAULTS, nullable=("q_lora_rank",))
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _settled(config)
+    config = _with_defaults(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
-    require(config, "mlp_bias", False, why="the table has no row for MLP biases")
+    require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     layers = range(integer(config, "num_hidden_layers"))
     return [
         *embedding_rows(config, attention.hidden),
@@ -67,11 +67,11 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _settled(config)
+    config = _with_defaults(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
-    require(config, "mlp_bias", False, why="the table has no row for MLP biases")
+    require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
     transformer = {
         **decoder_arguments(config, as_attention_sizes(attention)),
@@ -82,9 +82,9 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 
 def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
-    require(config, "scoring_func", "softmax", None, why="this family's scores are a softmax")
+    require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
     # DeepSeek's own code normalises then, transformers does not.
-    require(config, "norm_topk_prob", False, why="implementations of this family disagree on it")
+    require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")
     method = config.get("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConversionError(

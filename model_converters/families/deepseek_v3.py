@@ -21,7 +21,7 @@ from model_converters.families.parts.family import (
     embedding_rows,
     model_arguments,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
+from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
 from model_converters.families.parts.mla import (
     ABSENT_FOR_ENGINES,
     LATENT_NORM_EPSILON,
@@ -49,13 +49,13 @@ _DEFAULTS = {
 }
 
 
-def _settled(config: HFConfig) -> HFConfig:
-    return settled(config, _DEFAULTS, nullable=("num_key_value_heads", "q_lora_rank"))
+def _with_defaults(config: HFConfig) -> HFConfig:
+    return with_defaults(config, _DEFAULTS, nullable=("num_key_value_heads", "q_lora_rank"))
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _settled(config)
+    config = _with_defaults(config)
     return [
         *embedding_rows(config, integer(config, "hidden_size")),
         *_layer_rows(config, sparse_pattern(config)),
@@ -70,9 +70,9 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _settled(config)
+    config = _with_defaults(config)
     attention, experts = latent_sizes(config), expert_sizes(config)
     arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
     transformer = {

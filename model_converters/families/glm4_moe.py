@@ -29,7 +29,7 @@ from model_converters.families.parts.family import (
     qk_norm_rows,
     qkv_bias_row,
 )
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, settled, states_defaults
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, explain_defaults, flag, integer, with_defaults
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
@@ -49,18 +49,18 @@ _DEFAULTS = {
 }
 
 
-def _settled(config: HFConfig) -> HFConfig:
+def _with_defaults(config: HFConfig) -> HFConfig:
     # With a null, heads are rotated whole.
-    return settled(config, _DEFAULTS, nullable=("partial_rotary_factor",))
+    return with_defaults(config, _DEFAULTS, nullable=("partial_rotary_factor",))
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:
     return attention_sizes(config, bias_of_qkv_only=True)
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _settled(config)
+    config = _with_defaults(config)
     return [
         *embedding_rows(config, integer(config, "hidden_size")),
         *_layer_rows(config, sparse_pattern(config)),
@@ -78,9 +78,9 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _settled(config)
+    config = _with_defaults(config)
     experts = expert_sizes(config)
     transformer: dict[str, Any] = {
         **decoder_arguments(config, _sizes(config)),

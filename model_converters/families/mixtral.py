@@ -23,7 +23,7 @@ from model_converters.families.parts.family import (
     model_arguments,
     softmax_routing,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
+from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' MixtralConfig has it.
@@ -44,9 +44,9 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_local_experts", "num_experts")
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = settled(config, _DEFAULTS)
+    config = with_defaults(config, _DEFAULTS)
     sizes = _sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
@@ -57,9 +57,9 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = settled(config, _DEFAULTS)
+    config = with_defaults(config, _DEFAULTS)
     num_experts = _num_experts(config)
     transformer = dict(
         decoder_arguments(config, _sizes(config)),

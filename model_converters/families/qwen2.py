@@ -16,20 +16,20 @@ from model_converters.families.parts.family import (
     model_arguments,
     qkv_bias_row,
 )
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, integer, settled, states_defaults
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen2Config has it.
 _DEFAULTS = {"head_dim": COMPUTED, "num_key_value_heads": 32}
 
 
-def _settled(config: HFConfig) -> HFConfig:
-    return settled(config, _DEFAULTS, nullable=("num_key_value_heads",))
+def _with_defaults(config: HFConfig) -> HFConfig:
+    return with_defaults(config, _DEFAULTS, nullable=("num_key_value_heads",))
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _settled(config)
+    config = _with_defaults(config)
     sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     return [
@@ -40,9 +40,9 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _settled(config)
+    config = _with_defaults(config)
     transformer = dict(decoder_arguments(config, attention_sizes(config)), add_qkv_bias=True, qk_layernorm=False)
     return model_arguments(config, transformer)
 

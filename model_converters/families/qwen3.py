@@ -17,15 +17,15 @@ from model_converters.families.parts.family import (
     model_arguments,
     qk_norm_rows,
 )
-from model_converters.families.parts.hf_config import HFConfig, integer, settled, states_defaults
+from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
 # What config.json leaves out, as transformers' Qwen3Config has it: head_dim is that whatever hidden_size is.
 _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}
 
 
-def _settled(config: HFConfig) -> HFConfig:
-    return settled(config, _DEFAULTS, nullable=("num_key_value_heads",))
+def _with_defaults(config: HFConfig) -> HFConfig:
+    return with_defaults(config, _DEFAULTS, nullable=("num_key_value_heads",))
 
 
 def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
     return dict(decoder_arguments(config, sizes), add_qkv_bias=False, qk_layernorm=True)
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _settled(config)
+    config = _with_defaults(config)
     sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     return [
@@ -46,9 +46,9 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _settled(config)
+    config = _with_defaults(config)
     return model_arguments(config, qwen3_arguments(config, attention_sizes(config)))
 
 

@@ -19,11 +19,11 @@ from model_converters.families.parts.family import (
 from model_converters.families.parts.hf_config import (
     COMPUTED,
     HFConfig,
+    explain_defaults,
     flag,
     integer,
-    settled,
-    states_defaults,
     whole_numbers,
+    with_defaults,
 )
 from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.mapping.table import Row
@@ -45,9 +45,9 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_experts", "num_local_experts")
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = settled(config, _DEFAULTS)
+    config = with_defaults(config, _DEFAULTS)
     sizes = attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
@@ -64,9 +64,9 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
-@states_defaults(_DEFAULTS)
+@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = settled(config, _DEFAULTS)
+    config = with_defaults(config, _DEFAULTS)
     transformer = qwen3_arguments(config, attention_sizes(config))
     sparse = set(sparse_layers(config))
     if sparse:

@@ -30,14 +30,14 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _LORA = re.compile(r"\.lora_[A-Za-z_]+")
 # Fields that say how an adapter was trained or found its modules, which its tensors now say.
-_FREE = set(
+_IGNORED = set(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode
     layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core
     peft_version qalora_group_size revision runtime_config target_modules task_type""".split()
 )
-_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
+_USED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
 # Of the ways to initialise A and B, those that leave the base weights as they were.
-_BASE_KEPT = (True, False, None, "gaussian", "orthogonal", "eva")
+_BASE_PRESERVING = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class LoraAdapter:
@@ -150,7 +150,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"peft_type {config.get('peft_type')!r}, only 'LORA'")
     if config.get("bias", "none") != "none":
         problems.append(f"bias {config['bias']!r}, only 'none'")
-    if config.get("init_lora_weights") not in _BASE_KEPT:
+    if config.get("init_lora_weights") not in _BASE_PRESERVING:
         problems.append(
             f"init_lora_weights {config['init_lora_weights']!r}, which may have changed the base weights "
             "(save the adapter converted to plain LoRA: path_initial_model_for_weight_conversion)"
@@ -159,7 +159,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"r {config.get('r')!r}, which must be a number of at least 1")
     if not _is_number(config.get("lora_alpha")):
         problems.append(f"lora_alpha {config.get('lora_alpha')!r}, which must be a number")
-    known = _FREE | _READ | {"peft_type", "bias", "init_lora_weights"}
+    known = _IGNORED | _USED | {"peft_type", "bias", "init_lora_weights"}
     return problems + [f"{key} {value!r}" for key, value in config.items() if key not in known and value]
 
 
@@ -193,6 +193,6 @@ def _pairs(header: Mapping[str, StoredTensor]) -> tuple[dict[str, dict[str, Stor
             pairs.setdefault(match["module"], {})[match["side"]] = stored
         else:
             # PEFT copies base weights that might have changed, when it adapts the head or the embedding.
-            cure = " (save the adapter with save_embedding_layers=False)" if not _LORA.search(name) else ""
-            unknown.append(f"{name} is neither lora_A nor lora_B of a linear layer{cure}")
+            remedy = " (save the adapter with save_embedding_layers=False)" if not _LORA.search(name) else ""
+            unknown.append(f"{name} is neither lora_A nor lora_B of a linear layer{remedy}")
     return pairs, unknown

@@ -82,7 +82,7 @@ class Fp8Export:
                 self.block,
                 power_of_two=self.power_of_two or scale_plan.dtype == torch.float8_e8m0fnu,
                 scale_dtype=scale_plan.dtype,
-                known=self._scales_of(name),
+                original_scales=self._scales_of(name),
             )
         except ConversionError as error:
             raise ConversionError(f"{name}: {error}") from None
@@ -121,7 +121,9 @@ def is_quantised_from(
     """
     if scales is None or codes.dtype != FP8 or codes.shape != tensor.shape:
         return False
-    own_codes, own_scales = quantise(tensor, block, power_of_two=power_of_two, scale_dtype=scales.dtype, known=scales)
+    own_codes, own_scales = quantise(
+        tensor, block, power_of_two=power_of_two, scale_dtype=scales.dtype, original_scales=scales
+    )
     return _same_bytes(own_codes, codes) and _same_bytes(own_scales, scales)
 
 

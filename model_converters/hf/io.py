@@ -16,10 +16,10 @@ from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_c
 from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.buffers import check_frequencies, split_buffers
-from model_converters.hf.computed import ComputedTensor
+from model_converters.hf.computed_tensor import ComputedTensor
 from model_converters.hf.directory.fused_experts import refuse_fused_experts
 from model_converters.hf.directory.index import read_headers
-from model_converters.hf.directory.unlisted import find_unlisted
+from model_converters.hf.directory.unlisted_files import find_unlisted
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import Block
 from model_converters.hf.scales import split_scales

@@ -51,13 +51,14 @@ def quantise(
     *,
     power_of_two: bool = False,
     scale_dtype: torch.dtype = torch.float32,
-    known: torch.Tensor | None = None,
+    original_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of a whole weight [M, N]; a row of blocks at a time, so that the temporaries stay small.
+    """Quantise a whole weight [M, N]. Returns (codes, scales).
 
-    scale = max |x| of the block / 448 (1 for a block of zeros), with `power_of_two` the next power of two (scale_fmt
-    ue8m0); code = x / scale rounded to the nearest e4m3. `known` are scales [blocks down, blocks across] that another
-    writer chose: a block that they represent without any error keeps its own.
+    Works on one row of blocks at a time to keep temporaries small. scale = max |x| of the block / 448 (1 for a block of
+    zeros), rounded up to a power of two with `power_of_two` (scale_fmt ue8m0). code = x / scale, rounded to the nearest
+    e4m3. `original_scales` [block rows, block columns] are the scales of the release: a block that they represent
+    without error keeps its original scale.
 
     Raises: ConversionError when the tensor is not a matrix or holds NaN or infinity.
     Source: DeepGEMM deep_gemm/utils/math.py per_block_cast_to_fp8 (use_ue8m0).
@@ -67,8 +68,8 @@ def quantise(
     rows, columns = tensor.shape
     codes = torch.empty(rows, columns, dtype=FP8)
     scales = torch.ones(scale_shape((rows, columns), block))
-    if known is not None and known.shape != scales.shape:
-        known = None
+    if original_scales is not None and original_scales.shape != scales.shape:
+        original_scales = None
     buffer, magnitudes = torch.empty(2, min(block[0], rows), columns)
     for index in range(scales.shape[0]):
         band = slice(index * block[0], (index + 1) * block[0])
@@ -77,9 +78,9 @@ def quantise(
         if not torch.isfinite(amax).all():
             raise ConversionError("a tensor with NaN or infinity cannot be quantised")
         scales[index] = _scales_of(amax, power_of_two).to(scale_dtype)
-        if known is not None:
-            exact = _represents(known[index].float(), values, tensor[band], block[1])
-            scales[index] = torch.where(exact, known[index].float(), scales[index])
+        if original_scales is not None:
+            exact = _represents(original_scales[index].float(), values, tensor[band], block[1])
+            scales[index] = torch.where(exact, original_scales[index].float(), scales[index])
         values.div_(_spread(scales[index : index + 1], block[1], 0, columns))
         codes[band] = values.clamp_(-FP8_MAX, FP8_MAX)
     return codes, scales.to(scale_dtype)
@@ -143,7 +144,7 @@ class ScaleWindow:
 
     def dequantise(self, codes: torch.Tensor, out: torch.Tensor, *, row: int, column: int) -> None:
         """Fills `out` (float32) with the values of `codes`, the part of the window from element (row, column) on."""
-        _reduce(codes, out)
+        _to_scaled_float32(codes, out)
         columns = slice(column - self._column, column - self._column + codes.shape[1])
         done = 0
         while done < len(codes):
@@ -159,7 +160,7 @@ def _spread(scales: torch.Tensor, width: int, column: int, num_columns: int) -> 
     return scales.index_select(1, blocks)
 
 
-def _reduce(codes: torch.Tensor, out: torch.Tensor) -> None:
+def _to_scaled_float32(codes: torch.Tensor, out: torch.Tensor) -> None:
     """fp8 / 2^8 as float32, exactly.
 
     torch converts float8 one element at a time. The code s eeee mmm, put at the places of float16's bits as

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.inputs.regular import open_regular
+from model_converters.inputs.regular_files import open_regular
 from model_converters.inputs.strict_json import parse_object
 from model_converters.mapping.transforms import Shape
 

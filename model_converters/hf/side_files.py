@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_converters.errors import ConversionError
-from model_converters.inputs.regular import open_regular, require_inside, special_kind
+from model_converters.inputs.regular_files import open_regular, require_inside, special_kind
 
 HF_FOLDER = "config_and_tokenizer"
 """Where a megatron checkpoint keeps them: named so that nobody takes it for a model with weights."""

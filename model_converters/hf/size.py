@@ -15,7 +15,7 @@ _COPIES = 3
 """Of the weights, in float32: transformers', megatron's, and what the reader holds on the way."""
 
 
-def too_large(source: HFCheckpoint) -> str | None:
+def reason_not_to_compare(source: HFCheckpoint) -> str | None:
     """Why a model is not run a second time unless that is asked for; None: it is small."""
     parameters = sum(map(prod, source.shapes.values()))
     needed = _COPIES * torch.float32.itemsize * parameters

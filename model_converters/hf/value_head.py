@@ -13,7 +13,7 @@ from typing import Any
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.hf_config import HFConfig, integer
-from model_converters.families.parts.mtp import settle_mtp, without_mtp
+from model_converters.families.parts.mtp import resolve_mtp, without_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Same
@@ -39,14 +39,14 @@ def with_value_head(rows: list[Row], config: HFConfig) -> list[Row]:
     return [head if row.mcore == VALUE_HEAD else row for row in rows]
 
 
-def settle_value_head(checkpoint: HFCheckpoint, *, required: bool = False) -> tuple[list[Row], tuple[str, ...]]:
+def resolve_value_head(checkpoint: HFCheckpoint, *, required: bool = False) -> tuple[list[Row], tuple[str, ...]]:
     """The rows that the checkpoint can fill, without the head's where it has none, and its tensors that are dropped on
     purpose, for load_tensors.
 
     Raises: ConversionError for a head of several labels, one with a bias that is not zero, or none where it is
     `required`.
     """
-    _, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=False)
+    _, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=False)
     config = value_model_config(checkpoint.config)
     rows = with_value_head(checkpoint.family.rows(config), config)
     score = checkpoint.shapes.get(_SCORE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_converters.errors import ConversionError
-from model_converters.inputs.regular import open_regular
+from model_converters.inputs.regular_files import open_regular
 
 _MAX_BYTES = 256 * 2**20
 """No index comes near: that of a model with 671 billion parameters has 9 MB."""

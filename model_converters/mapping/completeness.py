@@ -41,7 +41,7 @@ def check_complete(
         problems += _compare("model tensors", _model_shapes(bound, layout, rank), model_names)
     if plans is not None:
         problems += _compare("planned HF tensors", hf_shapes, [plan.hf_name for plan in plans])
-        problems += untiled(plans)
+        problems += tiling_problems(plans)
     if problems:
         raise ConversionError("the weight table does not fit:\n  " + "\n  ".join(problems))
 
@@ -77,7 +77,7 @@ def _compare(
     return [f"{len(names)} {what} {kind}: {listing(names)}" for kind, names in problems.items() if names]
 
 
-def untiled(plans: Iterable[TensorPlan]) -> list[str]:
+def tiling_problems(plans: Iterable[TensorPlan]) -> list[str]:
     """One line per stretch of an HF tensor that no piece, or more than one piece, covers."""
     problems = []
     for plan in plans:

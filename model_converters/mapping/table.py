@@ -28,7 +28,7 @@ class Row:
     checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
     quantised blocks. `repeats` names an HF tensor that this row's must equal: another row has the same mcore tensor,
     which is loaded through whichever of the two its rank holds, and written to both. A checkpoint may lack this row's
-    tensor (see mtp.settle_copies).
+    tensor (see mtp.resolve_copies).
     """
 
     mcore: str

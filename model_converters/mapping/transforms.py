@@ -168,7 +168,7 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Subset:
     """Some `parts` of a tensor that `whole` composes of parts of `all_shapes`, each in its place; that of the others is
     padding.
 

@@ -1,4 +1,4 @@
-"""The weight files that engines and transformers read, which model_converters.hf.directory.unlisted relies on."""
+"""The weight files that engines and transformers read, which model_converters.hf.directory.unlisted_files relies on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from mcore_rl.engines.vllm.arguments import model_arguments
 from model_converters.errors import ConversionError
 from model_converters.hf.directory.index import read_headers
-from model_converters.hf.directory.unlisted import find_unlisted
+from model_converters.hf.directory.unlisted_files import find_unlisted
 
 vllm = pytest.importorskip("vllm")
 

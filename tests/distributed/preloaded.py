@@ -15,7 +15,7 @@ for _name in (
     "mcore_rl.megatron.roles.actor",
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
-    "model_converters.hf.load",
+    "model_converters.hf.loader",
     "torch._dynamo",  # the first optimizer step imports it
 ):
     importlib.import_module(_name)

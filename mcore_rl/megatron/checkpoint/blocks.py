@@ -21,7 +21,7 @@ from mcore_rl.megatron import cpu
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.optimizer_state import HeldState, held_state
-from model_converters.dcp.blocks import Box, Chunk, StateObject, flat_index, range_boxes, run
+from model_converters.dcp.blocks import Box, CheckpointChunk, StateObject, flat_index, range_boxes, slice_box
 from model_converters.dcp.reader import DcpReader
 
 cpu.install()
@@ -43,7 +43,7 @@ class LiveBlock:
     """`view`, a block of a live tensor, is the block `chunk.stored` of the checkpoint's tensor `chunk.key`; `stored`
     has leading axes of size 1 that the view lacks."""
 
-    chunk: Chunk
+    chunk: CheckpointChunk
     view: torch.Tensor
 
 
@@ -52,7 +52,7 @@ class _Placed:
     """A parameter or buffer of the model, and the stored blocks that it is made of."""
 
     tensor: torch.Tensor
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CheckpointChunk, ...]
     replica: tuple[int, ...]
 
     @property
@@ -171,7 +171,9 @@ def _placed_factor(factor: Factor, parameter: torch.Tensor) -> _Placed:
     """Under PEFT's names, in which no layout shows."""
     shape = tuple(parameter.shape)
     chunks = tuple(
-        Chunk(part, whole, run(whole, dim, start, length), part, run(shape, dim, local_start, length))
+        CheckpointChunk(
+            part, whole, slice_box(whole, dim, start, length), part, slice_box(shape, dim, local_start, length)
+        )
         for part, whole, dim, (start, local_start, length) in factor.parts()
     )
     tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
@@ -181,7 +183,7 @@ def _placed_factor(factor: Factor, parameter: torch.Tensor) -> _Placed:
 
 def _placed(entry: Any, parts: list[ShardedTensor]) -> _Placed:
     chunks = tuple(
-        Chunk(
+        CheckpointChunk(
             key=part.key,
             global_shape=tuple(part.global_shape),
             stored=Box(tuple(part.global_offset), (1,) * part.prepend_axis_num + tuple(part.local_shape)),
@@ -217,10 +219,10 @@ def _blocks(placed: _Placed, prefix: str, flat: torch.Tensor, start: int) -> Ite
                 yield LiveBlock(_part(chunk, common, prefix), within.view(values))
 
 
-def _part(chunk: Chunk, common: Box, prefix: str) -> Chunk:
+def _part(chunk: CheckpointChunk, common: Box, prefix: str) -> CheckpointChunk:
     """The part of a chunk that lies at `common` in the local tensor."""
     stacked = len(chunk.stored.shape) - len(common.shape)
     inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
     stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)
     key = prefix + chunk.key
-    return Chunk(key, chunk.global_shape, stored, key, common, chunk.padded)
+    return CheckpointChunk(key, chunk.global_shape, stored, key, common, chunk.padded)

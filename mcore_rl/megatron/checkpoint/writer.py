@@ -25,10 +25,10 @@ from mcore_rl.megatron.checkpoint.random_state import random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
 from mcore_rl.resolved.adapters import adapter_identity
 from mcore_rl.types import SavedFile, SavedState
-from model_converters.dcp.blocks import Chunk, RankState, StateObject
+from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, StateObject
 from model_converters.dcp.metadata import METADATA_NAME
-from model_converters.dcp.partial import Span
-from model_converters.dcp.writer import Entry, PlannedFile, plan_files, plan_metadata, write_file, write_metadata
+from model_converters.dcp.partial_checkpoint import Span
+from model_converters.dcp.writer import FileEntry, PlannedFile, plan_files, plan_metadata, write_file, write_metadata
 from model_converters.errors import ConversionError
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, sync
 
@@ -69,7 +69,7 @@ class CheckpointWriter:
         if snapshot:
             self._views = {place: _copy(view) for place, view in self._views.items()}
         objects = (random_state_object(model), *extra_states(model.chunks))
-        state = RankState(tuple(block.chunk for block in blocks), objects, {})
+        state = ShardedRankState(tuple(block.chunk for block in blocks), objects, {})
         self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
         self._side_files = model.config.model.hf_path, model.hf_config
         self._common = {
@@ -89,7 +89,7 @@ class CheckpointWriter:
         for file in self._files:
             crc = Crc32()
             with _named(self.directory / file.name):
-                spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, see=crc.see)
+                spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, on_write=crc.see)
             saved.append(SavedFile(file.name, crc.num_bytes, crc.value))
         self._views.clear()
         return RankReport(tuple(saved), tuple(_without_contents(file) for file in self._files), spans)
@@ -124,7 +124,7 @@ class CheckpointWriter:
         }
         return SavedState((*(file for report in reports for file in report.saved), *added), description)
 
-    def _tensor(self, chunk: Chunk) -> torch.Tensor:
+    def _tensor(self, chunk: CheckpointChunk) -> torch.Tensor:
         view = self._views[chunk.key, chunk.stored]
         return view if self._copied else _copy(view)
 
@@ -154,7 +154,7 @@ def _dtypes(blocks: Sequence[LiveBlock]) -> dict[str, torch.dtype]:
 def _without_contents(file: PlannedFile) -> PlannedFile:
     """As rank 0 needs it: objects without what they hold."""
     entries = (
-        Entry(StateObject(entry.content.key, b""), None) if isinstance(entry.content, StateObject) else entry
+        FileEntry(StateObject(entry.content.key, b""), None) if isinstance(entry.content, StateObject) else entry
         for entry in file.entries
     )
     return replace(file, entries=tuple(entries))

@@ -13,9 +13,9 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import unwrap
 from model_converters.errors import ConversionError
-from model_converters.families.parts.mtp import settle_copies, settle_mtp
+from model_converters.families.parts.mtp import resolve_copies, resolve_mtp
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import load_tensors
+from model_converters.hf.loader import load_tensors
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 
@@ -34,8 +34,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: Tr
     keep = bool(unwrap(chunks[0]).config.mtp_num_layers)
     try:
         with HFCheckpoint(directory) as checkpoint, torch.no_grad():
-            config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
-            bound, _ = settle_copies(bind(checkpoint.family.rows(config), config, dtype), checkpoint.shapes)
+            config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
+            bound, _ = resolve_copies(bind(checkpoint.family.rows(config), config, dtype), checkpoint.shapes)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
         raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error

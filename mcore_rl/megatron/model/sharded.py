@@ -25,7 +25,7 @@ from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
-from model_converters.dcp.blocks import Box, Chunk, Naming, RankState, StateObject
+from model_converters.dcp.blocks import Box, CheckpointChunk, Naming, ShardedRankState, StateObject
 from model_converters.mapping.layout import TrainLayout
 
 cpu.install()
@@ -44,7 +44,9 @@ FLAGS = {f"actor.parallel.{field.name}": "--" + field.name.replace("_", "-") for
 """What converters call the sizes of a layout."""
 
 
-def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default") -> RankState:
+def rank_state(
+    hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default"
+) -> ShardedRankState:
     """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
     A model that a naming does not concern is named by its default.
 
@@ -54,7 +56,7 @@ def rank_state(hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, nam
     with role_keys(FLAGS), meta_model(hf_config, layout, rank) as chunks:
         tensors = canonical_tensors(chunks)
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
-        return RankState(
+        return ShardedRankState(
             chunks=tuple(_chunks(entries, tensors)),
             objects=tuple(_object(entry) for entry in entries if isinstance(entry, ShardedObject)),
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -144,7 +146,7 @@ def _frequency(chunk: PolicyModel) -> Sequence[int]:
     return frequency if isinstance(frequency, list) else (frequency,)
 
 
-def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[CheckpointChunk]:
     """A shard is a view of the tensor that it is part of: the storage tells which, the offset where."""
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for entry in entries:
@@ -152,7 +154,7 @@ def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iter
             continue
         name = owners.get(entry.data.untyped_storage()._cdata)
         assert name is not None, f"{entry.key} is part of no tensor that has a canonical name"
-        yield Chunk(
+        yield CheckpointChunk(
             key=entry.key,
             global_shape=tuple(entry.global_shape),
             stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),

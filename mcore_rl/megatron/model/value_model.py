@@ -24,8 +24,8 @@ from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import load_tensors
-from model_converters.hf.value_head import VALUE_HEAD, settle_value_head, value_model_config
+from model_converters.hf.loader import load_tensors
+from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 
@@ -93,7 +93,7 @@ def load_value_model(
         initialize_head(chunks, seed)
     try:
         with HFCheckpoint(directory) as checkpoint, torch.no_grad():
-            rows, dropped = settle_value_head(checkpoint, required=seed is None)
+            rows, dropped = resolve_value_head(checkpoint, required=seed is None)
             if all(row.mcore != VALUE_HEAD for row in rows):
                 tensors.pop(VALUE_HEAD, None)
             bound = bind(rows, value_model_config(checkpoint.config), dtype)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from model_converters.errors import ConversionError
 from model_converters.mapping.table import Row
-from model_converters.mapping.transforms import Chosen, Same, Stacked
+from model_converters.mapping.transforms import Same, Stacked, Subset
 
 A, B = ".adapter.a", ".adapter.b"
 """What follows a projection's mcore name in the names of its adapter's two matrices."""
@@ -57,8 +57,8 @@ def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> li
     known = default_targets(rows)
     for target in sorted(chosen - set(known)):
         reasons = {_refusal(row) for row in rows if row.hf and target in map(leaf, row.hf)}
-        why = next(iter(sorted(reasons)), "") or "the model has no such module"
-        raise ConversionError(f"{target}: {why}; possible are {', '.join(known)}")
+        reason = next(iter(sorted(reasons)), "") or "the model has no such module"
+        raise ConversionError(f"{target}: {reason}; possible are {', '.join(known)}")
     found = []
     for row in rows:
         parts = tuple(part for part, name in enumerate(row.hf) if leaf(name) in chosen)
@@ -105,5 +105,5 @@ def _factors(row: Row, parts: tuple[int, ...], rank: int) -> list[Row]:
     if row.axis != "none" and row.dim == 1:
         return [a, replace(b, transform=Same(), axis="none", dim=0)]
     if len(parts) < len(row.hf):
-        b = replace(b, transform=Chosen(row.transform, tuple((rows, rank) for rows, _ in row.shapes), parts))
+        b = replace(b, transform=Subset(row.transform, tuple((rows, rank) for rows, _ in row.shapes), parts))
     return [replace(a, transform=Stacked(len(parts)), axis="none", dim=0), b]

@@ -51,7 +51,7 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
 
 def is_sparse(config: HFConfig, layer: int) -> bool:
     """Whether the layer has experts: not the first first_k_dense_replace, then every moe_layer_freq-th."""
-    first = integer(config, "first_k_dense_replace", least=0)
+    first = integer(config, "first_k_dense_replace", minimum=0)
     return layer >= first and layer % integer(config, "moe_layer_freq", default=1) == 0
 
 
@@ -137,8 +137,8 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
 
     Raises: ConversionError for what megatron computes otherwise, by name.
     """
-    require(config, "scoring_func", "sigmoid", None, why="this family's scores are sigmoids")
-    require(config, "topk_method", "noaux_tc", None, why="its experts are chosen with a correction bias")
+    require(config, "scoring_func", "sigmoid", None, reason="this family's scores are sigmoids")
+    require(config, "topk_method", "noaux_tc", None, reason="its experts are chosen with a correction bias")
     normalised = flag(config, "norm_topk_prob")
     if normalised != (sizes.topk > 1):
         raise ConversionError(

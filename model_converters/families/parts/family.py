@@ -16,7 +16,7 @@ from model_converters.families.parts.hf_config import (
     refuse_sliding_window,
     refuse_unsupported,
 )
-from model_converters.families.parts.rotary import Rotary, rotary
+from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Row
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabulary
 
@@ -33,7 +33,7 @@ class ModelArguments:
     transformer: dict[str, Any]
     vocab_size: int
     max_position_embeddings: int
-    rotary: Rotary
+    rotary: RotarySettings
     tied_embeddings: bool
     mtp_num_layers: int = 0
     latent_norm_epsilon: float | None = None
@@ -49,7 +49,7 @@ class Family:
     supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
     writes nothing or null. `transformers_type`: under which model_type transformers has it, where that is another.
 
-    `architecture`: the class of transformers, by which inference engines select theirs. `own_fields`: fields of
+    `architecture`: the class of transformers, by which inference engines select hf. `own_fields`: fields of
     parts.engine_fields.NEUTRAL that transformers uses for this family as engines do. `absent_for_engines`: fields that
     change an engine's model by their presence. `unread_by_engines`: fields that the engines named do not read for this
     family. `engine_values`: values for engines that depend on the configuration.
@@ -139,15 +139,13 @@ def norm_row(mcore: str, hf: str, size: int, **place: Any) -> Row:
 
 def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
     """The two norms around attention, fused q, k, v, and the output projection."""
-    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
     q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
     return [
-        norm_row(
-            f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, layers=tuple(layers)
-        ),
+        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers=tuple(layers)),
         Row(
-            mcore=f"{ours}self_attention.linear_qkv.weight",
-            hf=tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"),
+            mcore=f"{mcore}self_attention.linear_qkv.weight",
+            hf=tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
             shapes=((q_rows, sizes.hidden), (kv_rows, sizes.hidden), (kv_rows, sizes.hidden)),
             transform=GroupedQKV(sizes.num_groups),
             axis="tp",
@@ -156,8 +154,8 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             fp8=True,
         ),
         Row(
-            mcore=f"{ours}self_attention.linear_proj.weight",
-            hf=(f"{theirs}self_attn.o_proj.weight",),
+            mcore=f"{mcore}self_attention.linear_proj.weight",
+            hf=(f"{hf}self_attn.o_proj.weight",),
             shapes=((sizes.hidden, q_rows),),
             transform=Same(),
             axis="tp",
@@ -167,8 +165,8 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             fp8=True,
         ),
         norm_row(
-            f"{ours}pre_mlp_layernorm.weight",
-            f"{theirs}post_attention_layernorm.weight",
+            f"{mcore}pre_mlp_layernorm.weight",
+            f"{hf}post_attention_layernorm.weight",
             sizes.hidden,
             layers=tuple(layers),
         ),
@@ -191,9 +189,9 @@ def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
 
 def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
     """RMS norms of every query and key head."""
-    ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+    mcore, hf = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     return [
-        norm_row(f"{ours}{part}_layernorm.weight", f"{theirs}{part}_norm.weight", head_dim, layers=tuple(layers))
+        norm_row(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight", head_dim, layers=tuple(layers))
         for part in "qk"
     ]
 
@@ -219,15 +217,15 @@ def expert_rows(
     hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
 ) -> list[Row]:
     """The router and the routed experts of mixture-of-experts layers."""
-    ours, theirs = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
+    mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
     router = Row(
-        mcore=f"{ours}router.weight",
-        hf=(f"{theirs}gate.weight",),
+        mcore=f"{mcore}router.weight",
+        hf=(f"{hf}gate.weight",),
         shapes=((num_experts, hidden),),
         transform=Same(),
         layers=tuple(layers),
     )
-    prefixes = (f"{ours}experts.", f"{theirs}experts.{{e}}.")
+    prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
     sharing: dict[str, Any] = {"axis": "etp", "split_by": names.size_key, "num_experts": num_experts}
     parts = (names.gate, names.up, names.down)
     return [router, *gated_rows(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
@@ -242,20 +240,20 @@ def gated_rows(
     **sharing: Any,
 ) -> list[Row]:
     """A gated MLP under the given (mcore, HF) prefixes; `sharing` says how its rows are divided and bound."""
-    ours, theirs = prefixes
+    mcore, hf = prefixes
     up, down = (intermediate, hidden), (hidden, intermediate)
     return [
         Row(
-            mcore=f"{ours}linear_fc1.weight{suffix}",
-            hf=tuple(f"{theirs}{part}.weight" for part in parts[:2]),
+            mcore=f"{mcore}linear_fc1.weight{suffix}",
+            hf=tuple(f"{hf}{part}.weight" for part in parts[:2]),
             shapes=(up, up),
             transform=GateUp(),
             fp8=True,
             **sharing,
         ),
         Row(
-            mcore=f"{ours}linear_fc2.weight{suffix}",
-            hf=(f"{theirs}{parts[2]}.weight",),
+            mcore=f"{mcore}linear_fc2.weight{suffix}",
+            hf=(f"{hf}{parts[2]}.weight",),
             shapes=(down,),
             transform=Same(),
             dim=1,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.quantization import CURE, method_of, refuse_files, refuse_nested
+from model_converters.families.parts.quantization import REMEDY, method_of, refuse_files, refuse_nested
 from model_converters.inputs.strict_json import read_object
 
 HFConfig = Mapping[str, Any]
@@ -41,10 +41,10 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
 
 
 COMPUTED = "its default"
-"""As a default of `settled`: what the rest of the configuration gives."""
+"""As a default of `with_defaults`: what the rest of the configuration gives."""
 
 
-class Settled(dict[str, Any]):
+class ConfigWithDefaults(dict[str, Any]):
     """A configuration with the defaults of transformers for absent fields. `defaults` has the default of every field
     that has one, `absent` those that config.json does not have."""
 
@@ -54,7 +54,7 @@ class Settled(dict[str, Any]):
         super().__init__({**self.absent, **config})
 
 
-def settled(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> Settled:
+def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> ConfigWithDefaults:
     """Add the defaults that the family's class in transformers has for absent fields. A null is no default:
     transformers rejects it, or gives it another meaning (`nullable`: keys whose null the caller handles).
 
@@ -63,10 +63,10 @@ def settled(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] =
     for key, default in defaults.items():
         if key in config and config[key] is None and key not in nullable:
             raise ConversionError(f"config.json: {key} is null; set it, or remove it for {default}")
-    return Settled(config, defaults)
+    return ConfigWithDefaults(config, defaults)
 
 
-def states_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
+def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
     """Decorate a function of config.json: its errors state which of the fields that they name are absent and have the
     value of a default."""
 
@@ -76,7 +76,7 @@ def states_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]
             try:
                 return build(config)
             except ConversionError as error:
-                message, absent = str(error), Settled(config, defaults).absent
+                message, absent = str(error), ConfigWithDefaults(config, defaults).absent
                 named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
                 if not named or message.startswith(_ABSENT):
                     raise
@@ -88,12 +88,12 @@ def states_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]
     return decorate
 
 
-_COUNTED, _MOST_COUNTED = ("_layers", "_experts"), 100_000
+_COUNT_SUFFIXES, _MAX_COUNT = ("_layers", "_experts"), 100_000
 """Every layer and every expert has rows in the table, so that a mistyped number would fill the memory."""
 
 
-def integer(config: HFConfig, *keys: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number of at least `least`; further `keys` are other spellings of the first. `default` stands for what
+def integer(config: HFConfig, *keys: str, default: int | None = None, minimum: int = 1) -> int:
+    """A whole number of at least `minimum`; further `keys` are other spellings of the first. `default` stands for what
     is absent or null.
 
     Raises: ConversionError for another value, for spellings that differ, and without a default for an absent one.
@@ -101,12 +101,12 @@ def integer(config: HFConfig, *keys: str, default: int | None = None, least: int
     # Another spelling that is null would be the one that transformers takes.
     found = {key: config[key] for key in keys if key in config and (config[key] is not None or key != keys[0])}
     for key, value in found.items():
-        if not _is_whole(value, least):
+        if not _is_whole(value, minimum):
             raise ConversionError(
-                f"config.json: {key} is {_shown(value)}; it must be a whole number of at least {least}"
+                f"config.json: {key} is {_shown(value)}; it must be a whole number of at least {minimum}"
             )
-        if value > _MOST_COUNTED and key.endswith(_COUNTED):
-            raise ConversionError(f"config.json: {key} is {value}; it must be at most {_MOST_COUNTED}")
+        if value > _MAX_COUNT and key.endswith(_COUNT_SUFFIXES):
+            raise ConversionError(f"config.json: {key} is {value}; it must be at most {_MAX_COUNT}")
     if len(set(found.values())) > 1:
         both = " and ".join(f"{key} {value}" for key, value in found.items())
         raise ConversionError(f"config.json: {both} are two spellings of one size and differ; remove one of them")
@@ -170,8 +170,8 @@ def section(config: HFConfig, key: str) -> HFConfig:
     return value
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _shown(value: Any) -> str:
@@ -182,8 +182,8 @@ def _full(key: str, inside: str) -> str:
     return f"{inside}.{key}" if inside else key
 
 
-def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
-    """Refuses, by name, a setting that changes the maths; one that is absent does not, nor do the values `expressed`.
+def require(config: HFConfig, key: str, *supported: Any, reason: str) -> None:
+    """Refuses, by name, a setting that changes the maths; one that is absent does not, nor do the values `supported`.
     Where transformers has a default for the absent field, that default is checked, and the message says so.
 
     Raises: ConversionError.
@@ -191,19 +191,19 @@ def require(config: HFConfig, key: str, *expressed: Any, why: str) -> None:
     if key not in config:
         return
     value = config[key]
-    if any(type(value) is type(known) and value == known for known in expressed):
+    if any(type(value) is type(known) and value == known for known in supported):
         return
-    defaults = config.defaults if isinstance(config, Settled) else {}
-    values = [json.dumps(known) for known in expressed if known is not None or key in defaults]
-    if isinstance(config, Settled) and key in config.absent:
+    defaults = config.defaults if isinstance(config, ConfigWithDefaults) else {}
+    values = [json.dumps(known) for known in supported if known is not None or key in defaults]
+    if isinstance(config, ConfigWithDefaults) and key in config.absent:
         raise ConversionError(
-            f"{_ABSENT}{key}, and transformers' default {json.dumps(value)} is not supported: {why}; set "
+            f"{_ABSENT}{key}, and transformers' default {json.dumps(value)} is not supported: {reason}; set "
             f"{key} to {' or '.join(values)}"
         )
     # Without the field a default counts: leaving it out is advice only where the default is supported.
-    leave_out = key not in defaults or defaults[key] in expressed
+    leave_out = key not in defaults or defaults[key] in supported
     allowed = " or ".join([*values, *(["unset"] if leave_out else [])])
-    raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {why}")
+    raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {reason}")
 
 
 def weights_dtype(config: HFConfig) -> torch.dtype:
@@ -235,17 +235,17 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
     quantised = section(config, "quantization_config")
     if not quantised:
         return None
-    refused, cure = f"config.json: quantization_config ({method_of(quantised)})", CURE
+    refused, remedy = f"config.json: quantization_config ({method_of(quantised)})", REMEDY
     if quantised.get("quant_method") != "fp8":
-        raise ConversionError(f"{refused} is not supported; {cure}")
+        raise ConversionError(f"{refused} is not supported; {remedy}")
     for key, value in quantised.items():
         if key in _FP8_FIELDS and value not in _FP8_FIELDS[key]:
-            raise ConversionError(f"{refused}: {key} {value!r} is not supported; {cure}")
+            raise ConversionError(f"{refused}: {key} {value!r} is not supported; {remedy}")
         if key not in _FP8_FIELDS and key not in _FP8_FREE and value:
-            raise ConversionError(f"{refused}: {key} is not supported; {cure}")
+            raise ConversionError(f"{refused}: {key} is not supported; {remedy}")
     block = quantised.get("weight_block_size")
     if block is None:
-        raise ConversionError(f"{refused} has no weight_block_size: one scale per tensor is not supported; {cure}")
+        raise ConversionError(f"{refused} has no weight_block_size: one scale per tensor is not supported; {remedy}")
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_whole(length, 1) for length in block):
         raise ConversionError(f"{refused}: weight_block_size {block!r} must be two whole numbers of at least 1")
     return block[0], block[1]
@@ -255,13 +255,13 @@ def refuse_unsupported(config: HFConfig) -> None:
     """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations,
     layers that differ from each other by their number, attention that is not causal or not over all tokens."""
     fp8_block(config)
-    require(config, "is_causal", True, why="attention is causal; transformers attends in both directions otherwise")
-    why = "inference engines attend by it to chunks of the text, and transformers and megatron to all tokens"
-    require(config, "dual_chunk_attention_config", None, why=why)
+    require(config, "is_causal", True, reason="attention is causal; transformers attends in both directions otherwise")
+    reason = "inference engines attend by it to chunks of the text, and transformers and megatron to all tokens"
+    require(config, "dual_chunk_attention_config", None, reason=reason)
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
-    require(config, "per_layer_config", None, {}, why="all layers of a table have the same sizes")
+    require(config, "per_layer_config", None, {}, reason="all layers of a table have the same sizes")
 
 
 def refuse_sliding_window(config: HFConfig) -> None:

@@ -75,14 +75,14 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
     """Raises: ConversionError for what neither the rows nor megatron's attention express, by name."""
     refuse_unsupported(config)
     refuse_sliding_window(config)
-    require(config, "attention_bias", False, why="it adds biases that no row holds")
-    require(config, "rope_interleave", True, why="megatron pairs neighbouring elements of a latent head")
+    require(config, "attention_bias", False, reason="it adds biases that no row holds")
+    require(config, "rope_interleave", True, reason="megatron pairs neighbouring elements of a latent head")
     for key in ("index_topk", "index_n_heads", "index_head_dim"):
-        require(config, key, None, why="the table has no row for the indexer of sparse attention")
+        require(config, key, None, reason="the table has no row for the indexer of sparse attention")
     num_heads = integer(config, "num_attention_heads")
-    require(config, "num_key_value_heads", num_heads, None, why="latent attention has no groups of heads")
+    require(config, "num_key_value_heads", num_heads, None, reason="latent attention has no groups of heads")
     rope_dim = integer(config, "qk_rope_head_dim")
-    require(config, "head_dim", rope_dim, why="transformers rotates so much of a head, which is qk_rope_head_dim")
+    require(config, "head_dim", rope_dim, reason="transformers rotates so much of a head, which is qk_rope_head_dim")
     if rope_dim % 2:
         raise ConversionError(f"config.json: qk_rope_head_dim {rope_dim} is odd, but rotation pairs its elements")
     return LatentSizes(
@@ -99,16 +99,16 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
 def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
     """The two norms around attention, and all projections of latent attention."""
     where: dict[str, Any] = {"layers": tuple(layers)}
-    ours, theirs = "decoder.layers.{l}.", "model.layers.{l}."
+    mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
     return [
-        norm_row(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", sizes.hidden, **where),
+        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, **where),
         *_query_rows(sizes, where),
         _replicated("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), where),
         _norm("kv_layernorm", "kv_a_layernorm", sizes.kv_rank, where),
         _by_heads("linear_kv_up_proj", "kv_b_proj", sizes, (sizes.nope_dim + sizes.value_dim, sizes.kv_rank), where),
         Row(
-            mcore=f"{ours}self_attention.linear_proj.weight",
-            hf=(f"{theirs}self_attn.o_proj.weight",),
+            mcore=f"{mcore}self_attention.linear_proj.weight",
+            hf=(f"{hf}self_attn.o_proj.weight",),
             shapes=((sizes.hidden, sizes.num_heads * sizes.value_dim),),
             transform=Heads(num_heads=sizes.num_heads),
             axis="tp",
@@ -117,7 +117,7 @@ def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row
             fp8=True,
             **where,
         ),
-        norm_row(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", sizes.hidden, **where),
+        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, **where),
     ]
 
 
@@ -132,24 +132,24 @@ def _query_rows(sizes: LatentSizes, where: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _names(ours: str, theirs: str) -> dict[str, Any]:
+def _names(mcore: str, hf: str) -> dict[str, Any]:
     return {
-        "mcore": f"decoder.layers.{{l}}.self_attention.{ours}.weight",
-        "hf": (f"model.layers.{{l}}.self_attn.{theirs}.weight",),
+        "mcore": f"decoder.layers.{{l}}.self_attention.{mcore}.weight",
+        "hf": (f"model.layers.{{l}}.self_attn.{hf}.weight",),
     }
 
 
-def _replicated(ours: str, theirs: str, shape: Shape, where: dict[str, Any]) -> Row:
-    return Row(**_names(ours, theirs), shapes=(shape,), transform=Same(), fp8=True, **where)
+def _replicated(mcore: str, hf: str, shape: Shape, where: dict[str, Any]) -> Row:
+    return Row(**_names(mcore, hf), shapes=(shape,), transform=Same(), fp8=True, **where)
 
 
-def _norm(ours: str, theirs: str, size: int, where: dict[str, Any]) -> Row:
-    return Row(**_names(ours, theirs), shapes=((size,),), transform=Same(), **where)
+def _norm(mcore: str, hf: str, size: int, where: dict[str, Any]) -> Row:
+    return Row(**_names(mcore, hf), shapes=((size,),), transform=Same(), **where)
 
 
-def _by_heads(ours: str, theirs: str, sizes: LatentSizes, per_head: Shape, where: dict[str, Any]) -> Row:
+def _by_heads(mcore: str, hf: str, sizes: LatentSizes, per_head: Shape, where: dict[str, Any]) -> Row:
     return Row(
-        **_names(ours, theirs),
+        **_names(mcore, hf),
         shapes=((sizes.num_heads * per_head[0], per_head[1]),),
         transform=Heads(num_heads=sizes.num_heads),
         axis="tp",

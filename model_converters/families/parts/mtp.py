@@ -33,7 +33,7 @@ multi-token prediction. equal: reject them. main: read the model's own."""
 
 def num_mtp_layers(config: HFConfig) -> int:
     """Raises: ConversionError."""
-    return integer(config, _KEY, default=0, least=0)
+    return integer(config, _KEY, default=0, minimum=0)
 
 
 def without_mtp(config: HFConfig) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def without_mtp(config: HFConfig) -> dict[str, Any]:
     return {**config, _KEY: 0} if num_mtp_layers(config) else dict(config)
 
 
-def settle_mtp(
+def resolve_mtp(
     config: HFConfig, hf_names: Iterable[str], *, keep: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Decides on multi-token prediction: it stays when the checkpoint has its tensors and the caller wants them.
@@ -71,7 +71,7 @@ def _num_stored(names: Sequence[str], first: int) -> int:
     return depth
 
 
-def settle_copies(
+def resolve_copies(
     bound: Sequence[BoundRow], hf_names: Collection[str], copies: Copies = "equal"
 ) -> tuple[list[BoundRow], tuple[str, ...]]:
     """Decides on the second copies of embedding and head beside multi-token prediction. GLM-4.6 has none. A copy that
@@ -80,8 +80,8 @@ def settle_copies(
     Returns: the table that the checkpoint fills, and the copies that are dropped on purpose, for check_complete.
     """
     replaced = [row.hf[0] for row in bound if row.row.repeats and (copies == "main" or row.hf[0] not in hf_names)]
-    settled = [_own_tensor(row) if row.hf[0] in replaced else row for row in bound]
-    return settled, tuple(name for name in replaced if name in hf_names)
+    resolved = [_own_tensor(row) if row.hf[0] in replaced else row for row in bound]
+    return resolved, tuple(name for name in replaced if name in hf_names)
 
 
 def _own_tensor(bound: BoundRow) -> BoundRow:
@@ -106,24 +106,24 @@ def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
 
 def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, layer: int) -> list[Row]:
     hidden = integer(config, "hidden_size")
-    ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{layer}."
+    mcore, hf = f"mtp.layers.{depth}.", f"model.layers.{layer}."
     embedding, _, head = embedding_rows(config, hidden)
     return [
-        _repeated(embedding, f"{theirs}embed_tokens.weight"),
-        norm_row(f"{ours}enorm.weight", f"{theirs}enorm.weight", hidden, place="mtp"),
-        norm_row(f"{ours}hnorm.weight", f"{theirs}hnorm.weight", hidden, place="mtp"),
+        _repeated(embedding, f"{hf}embed_tokens.weight"),
+        norm_row(f"{mcore}enorm.weight", f"{hf}enorm.weight", hidden, place="mtp"),
+        norm_row(f"{mcore}hnorm.weight", f"{hf}hnorm.weight", hidden, place="mtp"),
         Row(
-            mcore=f"{ours}eh_proj.weight",
-            hf=(f"{theirs}eh_proj.weight",),
+            mcore=f"{mcore}eh_proj.weight",
+            hf=(f"{hf}eh_proj.weight",),
             shapes=((hidden, 2 * hidden),),
             transform=Same(),
             axis="tp",
             split_by="hidden_size",
             place="mtp",
         ),
-        *(_moved(row, f"{ours}transformer_layer.", theirs) for row in layer_rows),
-        norm_row(f"{ours}final_layernorm.weight", f"{theirs}shared_head.norm.weight", hidden, place="mtp"),
-        _repeated(head, f"{theirs}shared_head.head.weight"),
+        *(_moved(row, f"{mcore}transformer_layer.", hf) for row in layer_rows),
+        norm_row(f"{mcore}final_layernorm.weight", f"{hf}shared_head.norm.weight", hidden, place="mtp"),
+        _repeated(head, f"{hf}shared_head.head.weight"),
     ]
 
 
@@ -131,12 +131,12 @@ def _repeated(row: Row, hf: str) -> Row:
     return replace(row, hf=(hf,), place="mtp", repeats=row.hf[0])
 
 
-def _moved(row: Row, ours: str, theirs: str) -> Row:
+def _moved(row: Row, mcore: str, hf: str) -> Row:
     """A decoder layer's row as that of a multi-token-prediction layer."""
     return replace(
         row,
-        mcore=row.mcore.replace("decoder.layers.{l}.", ours),
-        hf=tuple(name.replace("model.layers.{l}.", theirs) for name in row.hf),
+        mcore=row.mcore.replace("decoder.layers.{l}.", mcore),
+        hf=tuple(name.replace("model.layers.{l}.", hf) for name in row.hf),
         place="mtp",
         layers=(),
     )

@@ -22,7 +22,7 @@ from typing import Any
 from model_converters.errors import ConversionError
 from model_converters.inputs.strict_json import read_object
 
-CURE = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
+REMEDY = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
 
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
 _NESTED = ("text_config", "llm_config", "language_config")
@@ -75,7 +75,7 @@ def refuse_nested(config: Mapping[str, Any]) -> None:
                 where = f"{section}.{key}" if section else key
                 method = method_of(found) if isinstance(found, Mapping) else "unknown"
                 method = "mlx" if key == "quantization" and method == "unknown" else method
-                raise ConversionError(f"config.json: {where} ({method}) is not supported; {CURE}")
+                raise ConversionError(f"config.json: {where} ({method}) is not supported; {REMEDY}")
 
 
 def refuse_files(directory: Path) -> None:
@@ -92,7 +92,7 @@ def refuse_files(directory: Path) -> None:
         if name == "hf_quant_config.json" and not any(algorithms):
             continue
         shown = ", ".join([method, *(str(algorithm) for algorithm in algorithms if algorithm)])
-        raise ConversionError(f"{file} ({shown}) describes quantised weights, which are not supported; {CURE}")
+        raise ConversionError(f"{file} ({shown}) describes quantised weights, which are not supported; {REMEDY}")
 
 
 def refuse_tensors(names: Iterable[str], directory: Path) -> None:
@@ -100,4 +100,4 @@ def refuse_tensors(names: Iterable[str], directory: Path) -> None:
     for name in names:
         for pattern, method in _TENSORS:
             if pattern.search(name):
-                raise ConversionError(f"{directory}: {name} is a tensor of {method} weights, not supported; {CURE}")
+                raise ConversionError(f"{directory}: {name} is a tensor of {method} weights, not supported; {REMEDY}")

@@ -1,4 +1,4 @@
-"""Rotary position embedding, read from config.json as transformers 5 reads it."""
+"""RotarySettings position embedding, read from config.json as transformers 5 reads it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from model_converters.families.parts.hf_config import HFConfig, number, section
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of the first `fraction` of each head. `scaling_factor` is that of Llama 3.1, None for
-    unscaled frequencies."""
+class RotarySettings:
+    """Rotary position embedding of the first `fraction` of each head.
+
+    `scaling_factor` is the `factor` of Llama 3.1's rope scaling; None: frequencies are not scaled.
+    """
 
     base: float
     scaling_factor: float | None = None
@@ -67,7 +69,7 @@ def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
     return name, found
 
 
-def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: bool = False) -> Rotary:
+def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: bool = False) -> RotarySettings:
     """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
 
     `partial`: the family rotates as much of each head as partial_rotary_factor says, all of it where that is null.
@@ -88,7 +90,7 @@ def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: 
         allowed = "at most 1" if partial else "1"
         raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only {allowed}")
     theta = number(found, "rope_theta", inside=name, positive=True)
-    return Rotary(theta, _llama3_factor(found, name) if rope_type == "llama3" else None, fraction)
+    return RotarySettings(theta, _llama3_factor(found, name) if rope_type == "llama3" else None, fraction)
 
 
 def _type_key(found: Mapping[str, Any]) -> str:
@@ -102,7 +104,7 @@ def _refuse_unknown_fields(found: Mapping[str, Any], name: str) -> None:
             raise ConversionError(f"config.json: {name}.{key} {value!r} is not supported; remove it")
 
 
-def inverse_frequencies(rotary: Rotary, head_dim: int) -> torch.Tensor:
+def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of elements, float32.
 
     Shapes: [head_dim * fraction / 2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs.regular import require_inside
+from model_converters.inputs.regular_files import require_inside
 from model_converters.inputs.strict_json import read_object
 
 INDEX_NAME = "model.safetensors.index.json"

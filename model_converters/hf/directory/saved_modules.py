@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_converters.hf.directory.unlisted import same_bytes
+from model_converters.hf.directory.unlisted_files import same_bytes
 from model_converters.hf.shards import StoredTensor
 from model_converters.mapping.transforms import Shape
 
@@ -45,8 +45,8 @@ class SavedModules:
         """PEFT trains a copy of each module: embedding and head of a tied model part unless both are saved alike."""
         found = [name for name in (_EMBEDDING, _HEAD) if name in self.tensors]
         if len(found) == 1:
-            cure = "merge the adapter with PEFT and save that model with tie_word_embeddings=false"
-            return [f"modules_to_save: {found[0]} alone would part the tied embedding and head; {cure}"]
+            remedy = "merge the adapter with PEFT and save that model with tie_word_embeddings=false"
+            return [f"modules_to_save: {found[0]} alone would part the tied embedding and head; {remedy}"]
         if found and not same_bytes(self.tensors[_EMBEDDING], self.tensors[_HEAD]):
             return ["modules_to_save: embedding and head of a tied model differ; see tie_word_embeddings"]
         self.tensors.pop(_HEAD, None)

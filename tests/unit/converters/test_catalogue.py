@@ -11,7 +11,7 @@ from model_converters.catalogue import BEGIN, END, as_markdown
 from model_converters.cli import main
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
-from model_converters.families.refused import REFUSED
+from model_converters.families.refusals import REFUSED
 
 ROOT = Path(__file__).parents[3]
 HUB = ROOT.parent / "shared" / "data" / "hf_configs"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_converters.dcp.blocks import Box, flat_index, range_boxes, run
+from model_converters.dcp.blocks import Box, flat_index, range_boxes, slice_box
 
 
 @st.composite
@@ -46,9 +46,9 @@ def test_a_moved_block_holds_the_same_elements(data):
 
 def test_a_run_spans_every_other_dimension():
     whole = torch.arange(24).view(2, 3, 4)
-    assert torch.equal(run((2, 3, 4), 1, 1, 2).view(whole), whole[:, 1:3])
-    assert run((), 0, 0, 1) == Box((), ())
-    assert run((), 0, 0, 1).view(torch.tensor(5.0)) == 5
+    assert torch.equal(slice_box((2, 3, 4), 1, 1, 2).view(whole), whole[:, 1:3])
+    assert slice_box((), 0, 0, 1) == Box((), ())
+    assert slice_box((), 0, 0, 1).view(torch.tensor(5.0)) == 5
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 3), (1, 5), (3, 1), (2, 3, 4), (3, 1, 2, 2)])

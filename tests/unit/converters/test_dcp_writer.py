@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from model_converters.dcp.blocks import Box, Chunk, RankState, StateObject
+from model_converters.dcp.blocks import Box, CheckpointChunk, ShardedRankState, StateObject
 from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.reader import DcpReader
 from model_converters.dcp.writer import plan_files, plan_metadata, write_file, write_metadata
@@ -16,11 +16,11 @@ FLOAT = torch.float32
 
 
 def chunk(name, start, length, total=8, key="weight"):
-    return Chunk(key, (total, 3), Box((start, 0), (length, 3)), name, Box((0, 0), (length, 3)))
+    return CheckpointChunk(key, (total, 3), Box((start, 0), (length, 3)), name, Box((0, 0), (length, 3)))
 
 
 def planned(*chunks, dtypes=None, max_bytes=10**6):
-    states = [RankState((one,), (), {}) for one in chunks]
+    states = [ShardedRankState((one,), (), {}) for one in chunks]
     dtypes = dtypes or {one.mcore_name: FLOAT for one in chunks}
     return [file for rank, state in enumerate(states) for file in plan_files(rank, state, dtypes, max_bytes)]
 
@@ -48,9 +48,9 @@ def test_one_stored_tensor_has_one_dtype():
 
 def test_files_are_bounded_but_for_a_larger_tensor():
     chunks = [chunk(str(i), 0, rows, rows, key=str(i)) for i, rows in enumerate((1, 2, 1, 20, 1, 3))]
-    state = RankState(tuple(chunks), (StateObject("state/shard_0_1", b"x"),), {})
+    state = ShardedRankState(tuple(chunks), (StateObject("state/shard_0_1", b"x"),), {})
     files = list(plan_files(3, state, {one.mcore_name: FLOAT for one in chunks}, 48))
-    rows = [[e.content.local.shape[0] for e in f.entries if isinstance(e.content, Chunk)] for f in files]
+    rows = [[e.content.local.shape[0] for e in f.entries if isinstance(e.content, CheckpointChunk)] for f in files]
     assert rows == [[1, 2, 1], [20], [1, 3]]
     assert [file.name for file in files] == ["__3_0.distcp", "__3_1.distcp", "__3_2.distcp"]
     assert sum(len(file.entries) for file in files) == 7
@@ -79,7 +79,7 @@ def test_torch_and_we_read_what_is_written(tmp_path):
 @pytest.mark.parametrize("numbers", [3000, 100_000], ids=["when it is flushed", "within an entry"])
 def test_a_full_disk_is_the_error_that_it_is(tmp_path, numbers):
     """torch turns what a write raises into a RuntimeError about positions in the file."""
-    whole = Chunk("weight", (numbers,), Box((0,), (numbers,)), "a", Box((0,), (numbers,)))
+    whole = CheckpointChunk("weight", (numbers,), Box((0,), (numbers,)), "a", Box((0,), (numbers,)))
     (file,) = planned(whole)
     (tmp_path / file.name).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
@@ -89,5 +89,7 @@ def test_a_full_disk_is_the_error_that_it_is(tmp_path, numbers):
 def test_every_byte_is_seen_in_order(tmp_path):
     (file,) = planned(chunk("a", 0, 8))
     seen = []
-    write_file(tmp_path, file, lambda _: torch.randn(8, 3), lambda _: None, see=lambda data: seen.append(bytes(data)))
+    write_file(
+        tmp_path, file, lambda _: torch.randn(8, 3), lambda _: None, on_write=lambda data: seen.append(bytes(data))
+    )
     assert b"".join(seen) == (tmp_path / file.name).read_bytes()

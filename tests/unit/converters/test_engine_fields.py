@@ -11,7 +11,7 @@ import pytest
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, check_for_engine, engine_overrides, missing_engine_fields
 from model_converters.families.parts.engine_fields import NEUTRAL, ROTATION_INSIDE, SUBMODELS
-from model_converters.families.refused import REFUSED
+from model_converters.families.refusals import REFUSED
 from tests.engine_fields import OTHER_VALUES
 from tests.tiny_models import YARN, tiny_fields
 

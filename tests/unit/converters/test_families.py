@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
-from model_converters.families.parts.rotary import Rotary
+from model_converters.families.parts.rotary import RotarySettings
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import check_complete, export_plan
 from model_converters.mapping.table import bind
@@ -276,7 +276,7 @@ def test_published_sizes_of_real_models(name, billions):
     plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if experts else 1))
     assert round(sum(prod(plan.shape) for plan in plans) / 1e9, 3) == billions
     assert family_for(config).model_arguments(config).rotary == (
-        Rotary(5e5, scaling_factor=8.0) if "Llama" in name else Rotary(1e6)
+        RotarySettings(5e5, scaling_factor=8.0) if "Llama" in name else RotarySettings(1e6)
     )
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import load_tensors
+from model_converters.hf.loader import load_tensors
 from model_converters.hf.quant import quantise
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes

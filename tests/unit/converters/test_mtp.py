@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.mtp import num_mtp_layers, settle_copies, settle_mtp, without_mtp
+from model_converters.families.parts.mtp import num_mtp_layers, resolve_copies, resolve_mtp, without_mtp
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import load_tensors
+from model_converters.hf.loader import load_tensors
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import load_plan, local_shapes
@@ -38,14 +38,14 @@ def test_a_checkpoint_with_the_tensors_keeps_them_or_drops_exactly_them(family, 
     config = family_configs[family]
     hf = random_hf(config)
     ordinary = random_hf(config | {"num_nextn_predict_layers": 0})
-    assert settle_mtp(config, hf) == (config, ())
+    assert resolve_mtp(config, hf) == (config, ())
     check_complete(bound_rows(config), list(hf))
-    settled, dropped = settle_mtp(config, hf, keep=False)
-    assert settled == without_mtp(config) == config | {"num_nextn_predict_layers": 0}
+    resolved, dropped = resolve_mtp(config, hf, keep=False)
+    assert resolved == without_mtp(config) == config | {"num_nextn_predict_layers": 0}
     assert set(dropped) == set(hf) - set(ordinary)
-    check_complete(bound_rows(settled), list(hf), dropped=dropped)
+    check_complete(bound_rows(resolved), list(hf), dropped=dropped)
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.4\.input_layernorm\.weight"):
-        check_complete(bound_rows(settled), list(hf))
+        check_complete(bound_rows(resolved), list(hf))
 
 
 def test_a_checkpoint_without_the_tensors_has_no_layer_whatever_config_json_says(family_configs, random_hf):
@@ -53,28 +53,28 @@ def test_a_checkpoint_without_the_tensors_has_no_layer_whatever_config_json_says
     config = family_configs["deepseek_v3"]
     saved = random_hf(without_mtp(config))
     for keep in (True, False):
-        settled, dropped = settle_mtp(config, saved, keep=keep)
-        assert (num_mtp_layers(settled), dropped) == (0, ())
-        check_complete(bound_rows(settled), list(saved), dropped=dropped)
+        resolved, dropped = resolve_mtp(config, saved, keep=keep)
+        assert (num_mtp_layers(resolved), dropped) == (0, ())
+        check_complete(bound_rows(resolved), list(saved), dropped=dropped)
 
 
 def test_half_of_the_tensors_are_missing_ones_and_strangers_stay_unknown(family_configs, random_hf):
     config = family_configs["deepseek_v3"]
     hf = random_hf(config)
     del hf["model.layers.4.eh_proj.weight"]
-    settled, dropped = settle_mtp(config, hf)
+    resolved, dropped = resolve_mtp(config, hf)
     with pytest.raises(ConversionError, match=r"1 HF tensors missing: model\.layers\.4\.eh_proj\.weight"):
-        check_complete(bound_rows(settled), list(hf), dropped=dropped)
+        check_complete(bound_rows(resolved), list(hf), dropped=dropped)
     hf["model.layers.5.enorm.weight"] = hf["model.layers.4.enorm.weight"]
-    settled, dropped = settle_mtp(config, hf, keep=False)
+    resolved, dropped = resolve_mtp(config, hf, keep=False)
     with pytest.raises(ConversionError, match=r"1 HF tensors unknown: model\.layers\.5\.enorm\.weight"):
-        check_complete(bound_rows(settled), list(hf), dropped=dropped)
+        check_complete(bound_rows(resolved), list(hf), dropped=dropped)
 
 
 def test_a_layer_number_that_begins_like_the_dropped_one_is_another(family_configs):
     config = family_configs["deepseek_v3"]
     names = ["model.layers.4.enorm.weight", "model.layers.40.enorm.weight"]
-    assert settle_mtp(config, names, keep=False)[1] == ("model.layers.4.enorm.weight",)
+    assert resolve_mtp(config, names, keep=False)[1] == ("model.layers.4.enorm.weight",)
 
 
 @pytest.mark.parametrize(("pp", "read"), [(1, "model.embed_tokens"), (2, "model.layers.4.embed_tokens")])
@@ -153,7 +153,7 @@ def test_copies_absent_or_diverged_load_the_models_own(
         for copy in ("embed_tokens", "shared_head.head"):
             hf[f"model.layers.4.{copy}.weight"] = hf[f"model.layers.4.{copy}.weight"] + 1
     with HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint:
-        bound, dropped = settle_copies(bound_rows(config), checkpoint.shapes, "equal" if case == "absent" else "main")
+        bound, dropped = resolve_copies(bound_rows(config), checkpoint.shapes, "equal" if case == "absent" else "main")
         assert len(dropped) == (0 if case == "absent" else 2)
         local = {name: torch.zeros(tensor.shape) for name, tensor in wanted.items()}
         load_tensors(checkpoint, bound, layout, layout.world_size - 1, local, dropped=dropped)
@@ -168,16 +168,16 @@ def test_count_of_zero_drops_the_stored_layers(family, family_configs, random_hf
     zero = config | {"num_nextn_predict_layers": 0}
     ordinary = random_hf(zero)
     for keep in (True, False):
-        settled, dropped = settle_mtp(zero, two, keep=keep)
-        assert settled == zero
+        resolved, dropped = resolve_mtp(zero, two, keep=keep)
+        assert resolved == zero
         assert set(dropped) == set(two) - set(ordinary)
-        check_complete(bound_rows(settled), list(two), dropped=dropped)
+        check_complete(bound_rows(resolved), list(two), dropped=dropped)
 
 
 def test_count_of_zero_drops_no_ordinary_layer(family_configs, random_hf):
     """Layers that config.json does not count may be a mistake in num_hidden_layers."""
     config = family_configs["deepseek_v3"] | {"num_nextn_predict_layers": 0}
     hf = random_hf(config | {"num_hidden_layers": 5})
-    assert settle_mtp(config, hf)[1] == ()
+    assert resolve_mtp(config, hf)[1] == ()
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.4\."):
         check_complete(bound_rows(config), list(hf))

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from model_converters.progress import Progress
+from model_converters.progress import ByteProgress
 
 
 class Terminal(io.StringIO):
@@ -23,13 +23,13 @@ class Terminal(io.StringIO):
     ],
 )
 def test_speed_and_time_left(done: int, seconds: float, line: str) -> None:
-    progress = Progress("to-hf", 4 * 2**30, stream=Terminal())
+    progress = ByteProgress("to-hf", 4 * 2**30, stream=Terminal())
     progress.advance(done)
     assert progress.line(seconds) == line
 
 
 def test_what_an_earlier_conversion_did_counts_for_the_way_and_not_for_the_speed() -> None:
-    progress = Progress("to-mcore", 4 * 10**9, 2 * 10**9, Terminal())
+    progress = ByteProgress("to-mcore", 4 * 10**9, 2 * 10**9, Terminal())
     progress.advance(10**9)
     assert progress.line(1.0) == "to-mcore  75%  2.79 of 3.73 GiB  1.00 GB/s  0:01 left"
 
@@ -37,7 +37,7 @@ def test_what_an_earlier_conversion_did_counts_for_the_way_and_not_for_the_speed
 def test_it_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with Progress("verify", 100, stream=stream) as progress:
+        with ByteProgress("verify", 100, stream=stream) as progress:
             progress.advance(50)
             progress.advance(50)
     assert terminal.getvalue().startswith("\rverify  50%")

@@ -192,13 +192,17 @@ def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, larg
     scales = torch.ldexp(torch.ones(4, 3), exponents) * (1 if kind == "power of two" else 1.37)
     scales = scales.to(scale_dtype)
     values = dequantise(codes, scales.float(), (64, 64), torch.bfloat16)
-    found = quantise(values, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, known=scales)
+    found = quantise(
+        values, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, original_scales=scales
+    )
     assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8))
     assert found[1].dtype == scale_dtype
     assert torch.equal(found[1].float(), scales.float())
     changed = values.clone()
     changed[70, 70] *= 1.0625  # a block in the middle
-    again = quantise(changed, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, known=scales)
+    again = quantise(
+        changed, (64, 64), power_of_two=kind == "power of two", scale_dtype=scale_dtype, original_scales=scales
+    )
     others = torch.ones(4, 3, dtype=torch.bool)
     others[1, 1] = False
     assert torch.equal(again[1].float()[others], scales.float()[others])

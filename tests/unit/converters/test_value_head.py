@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.load import load_tensors
-from model_converters.hf.value_head import VALUE_HEAD, settle_value_head, value_model_config, with_value_head
+from model_converters.hf.loader import load_tensors
+from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config, with_value_head
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan, local_shapes
 from model_converters.mapping.table import bind
@@ -31,7 +31,7 @@ def _write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
     """What the rank holds afterwards; the head only where the checkpoint has one."""
     with HFCheckpoint(directory) as checkpoint:
-        rows, dropped = settle_value_head(checkpoint)
+        rows, dropped = resolve_value_head(checkpoint)
         bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
         held = {name: torch.full(shape, torch.nan) for name, shape in local_shapes(bound, layout, rank).items()}
         load_tensors(checkpoint, bound, layout, rank, held, dropped=dropped)

@@ -7,7 +7,7 @@ import tiny_checkpoint
 import torch
 
 from model_converters.families import FAMILIES
-from model_converters.families.parts.mtp import settle_mtp
+from model_converters.families.parts.mtp import resolve_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.plan import check_complete
 from model_converters.mapping.table import bind
@@ -16,7 +16,7 @@ from model_converters.mapping.table import bind
 def checked(directory, *, mtp=False):
     """Number of tensors of a directory that fits its family's table."""
     with HFCheckpoint(directory) as checkpoint:
-        config, dropped = settle_mtp(checkpoint.config, checkpoint.shapes)
+        config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes)
         assert not dropped
         assert bool(config.get("num_nextn_predict_layers")) == mtp
         check_complete(bind(checkpoint.family.rows(config), config, torch.float32), checkpoint.shapes)

@@ -27,7 +27,7 @@ from pathlib import Path
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs.regular import open_regular, special_kind
+from model_converters.inputs.regular_files import open_regular, special_kind
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
@@ -55,10 +55,10 @@ class Unlisted:
                 problems.setdefault(copy.file, []).append(name)
         if problems:
             found = "; ".join(f"{file.name} has other values of {listing(names)}" for file, names in problems.items())
-            raise ConversionError(f"{next(iter(problems)).parent}: {found} than the listed files; {_CURE}")
+            raise ConversionError(f"{next(iter(problems)).parent}: {found} than the listed files; {_REMEDY}")
 
 
-_CURE = f"add it to {INDEX_NAME}, or remove the file"
+_REMEDY = f"add it to {INDEX_NAME}, or remove the file"
 
 
 def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlisted:
@@ -138,9 +138,9 @@ def _compare(
     missing = sorted(set(stored) - set(header)) if whole else []
     problems = []
     if unknown:
-        problems.append(f"{file.name} holds {listing(unknown)}: {_CURE}")
+        problems.append(f"{file.name} holds {listing(unknown)}: {_REMEDY}")
     if others:
-        problems.append(f"{file.name} holds {listing(others)} with another dtype or shape: {_CURE}")
+        problems.append(f"{file.name} holds {listing(others)} with another dtype or shape: {_REMEDY}")
     if missing:
         problems.append(f"{file.name} lacks {listing(missing)}, and transformers reads it alone: remove the file")
     return problems, [(name, stored[name], tensor) for name, tensor in header.items() if name in stored]

@@ -26,7 +26,7 @@ def load_tensors(
     """Fills this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
 
     The table must agree with the checkpoint and with `tensors`, names and shapes, before a byte is read; `dropped` are
-    tensors of the checkpoint that are left out on purpose (see mtp.settle_mtp).
+    tensors of the checkpoint that are left out on purpose (see mtp.resolve_mtp).
     Raises: ConversionError listing all that disagrees; LayoutError.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
