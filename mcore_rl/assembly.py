@@ -1,4 +1,4 @@
-"""The composition root: the one place where the trainer's Protocols meet their implementations. Only verbs uses it."""
+"""Composition root: connects the trainer's Protocols with their implementations. Only `verbs` imports it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.probe import PromptProbe
-from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, TogetherPool, WeightedScorer
+from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, StepGradingPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
 from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
@@ -73,8 +73,8 @@ from model_converters.mapping.layout import TrainLayout
 
 @contextlib.contextmanager
 def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
-    """The run that the configuration describes, with all its processes up; they are gone when the block ends. `say`
-    tells what starts."""
+    """Start all processes of the configured run and yield the run; the processes end with the block. `say` prints
+    start-up lines."""
     ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
     checking = model_check(config, prepared.layout.dp, prepared.cost)
     with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
@@ -88,7 +88,7 @@ def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> 
 
 
 def _roles(config: Config, prepared: Prepared) -> list[Role]:
-    """Processes beside the trainer ranks and the engines."""
+    """Return the roles that need processes in addition to trainer ranks and engines."""
     roles = [judge_role(config.judge)] if uses_judge(config) else []
     if prepared.critic is not None:
         own_batch = functools.partial(
@@ -102,15 +102,16 @@ def _roles(config: Config, prepared: Prepared) -> list[Role]:
 
 def _rank_map(layout: TrainLayout) -> RankMap:
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    speakers = {
+    # Results of a data-parallel rank are reported by one of its ranks: the first of the last pipeline stage.
+    reporting = {
         place.dp: rank for rank, place in enumerate(places) if place.tp == place.cp == 0 and place.pp == layout.pp - 1
     }
-    return RankMap(tuple(place.dp for place in places), tuple(speakers[dp] for dp in range(layout.dp)))
+    return RankMap(tuple(place.dp for place in places), tuple(reporting[dp] for dp in range(layout.dp)))
 
 
 @dataclass(frozen=True)
 class _Site:
-    """What every part of a run is built from."""
+    """Builder of the parts of a run."""
 
     config: Config
     prepared: Prepared
@@ -125,7 +126,7 @@ class _Site:
         journal = self._journal(signs_for(config))
         stages = self._stages(journal)
         staged, scorers = StagedPool(engines, stages), self._scorers(stages)
-        graded: RecordedPool = TogetherPool(staged) if config.reward.batch == STEP else staged
+        graded: RecordedPool = StepGradingPool(staged) if config.reward.batch == STEP else staged
         has_rules = config.reward.function != NO_RULE
         scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
         pool = graded if scored is None else scored
@@ -134,18 +135,19 @@ class _Site:
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
         staged_publisher: Publisher = StagedPublisher(publisher, stages)
         collector: RolloutCollector | StreamingCollector
-        underway: StreamingCollector | None = None
+        in_flight: StreamingCollector | None = None
         if config.rollout.max_staleness:
             stream = EngineStream(engines, concurrent_episodes(config.rollout))
             engines.stream = stream
-            collector = underway = self._streaming(stream, sampler, failures, None if scored is None else scored.scored)
+            score = None if scored is None else scored.scored
+            collector = in_flight = self._streaming(stream, sampler, failures, score)
             finish = config.rollout.swap == FINISH
             staged_publisher = SwappingPublisher(staged_publisher, collector, finish)
         else:
             collector = self._collector(pool, sampler, failures)
         engines.supply, engines.note = self._supply(publisher, stages), journal.note
         engines.interrupted = None if stages.phases is None else stages.phases.interrupted
-        reference, kept = self._reference(journal)
+        reference, controllers = self._reference(journal)
         actor = StagedActor(self.processes.trainers, stages)
         return Run(
             config=config,
@@ -158,8 +160,8 @@ class _Site:
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,
             stops=STOPS,
-            positions={"collector": collector, "sampler": sampler, **kept},  # which draws nothing more by then
-            underway=underway,
+            positions={"collector": collector, "sampler": sampler, **controllers},
+            in_flight=in_flight,
             batch_of=self._batch_of(journal),
             describe=self._describe,
             estimates_tokens=not self.prepared.estimator.per_response,
@@ -186,7 +188,7 @@ class _Site:
 
     @staticmethod
     def _supply(publisher: SlicePublisher, stages: Stages) -> Callable[[], None]:
-        """What gives engines the present weights in the middle of a generation."""
+        """Return a function that sends the current weights to restarted engines during a generation."""
         staged = StagedPublisher(publisher, stages)
 
         def supply() -> None:
@@ -197,7 +199,7 @@ class _Site:
         return supply
 
     def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, Any]]:
-        """What the loop does with a reference, and what of it a checkpoint carries."""
+        """Return the reference policy's part of the loop, and its state for checkpoints."""
         if not uses_reference(self.config):
             return None, {}
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
@@ -213,7 +215,7 @@ class _Site:
         return reference, {KL_CONTROLLER: controller} if kl.controller == "adaptive" else {}
 
     def _scorers(self, stages: Stages) -> dict[str, WeightedScorer]:
-        """Reward models, by the name that metrics and records give them."""
+        """Return the reward models by their name in metrics and records."""
         groups, scorers = self.processes.groups, {}
         if (model := groups.get("reward_model")) is not None:
             scorer = StagedScorer(model, stages, "reward_model")
@@ -223,13 +225,13 @@ class _Site:
         return scorers
 
     def _describe(self, groups: Groups) -> dict[str, Metric]:
-        """Figures of the step's responses, of the engines, and of what the judge said."""
+        """Compute the metrics of the step's responses, the engines and the judge."""
         engines, judge = self.processes.engines, self.processes.groups.get("judge")
-        figures = [group.take_figures() for group in (engines, judge) if group is not None]
+        of_groups = [group.take_figures() for group in (engines, judge) if group is not None]
         overlong = self.config.reward.punishes_overlong
         unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
         found = describe(groups, unpunished_tokens=unpunished if overlong else None)
-        return found | {name: metric for of_group in figures for name, metric in of_group.items()}
+        return found | {name: metric for of_group in of_groups for name, metric in of_group.items()}
 
     def _critic(self, stages: Stages) -> Critic | None:
         critic = self.processes.groups.get("critic")
@@ -245,7 +247,7 @@ class _Site:
         return SupervisedRun(
             config=self.config,
             actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
-            next_batch=batches.draw,
+            next_batch=batches.next_batch,
             journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,
@@ -261,13 +263,15 @@ class _Site:
         remove_unjoined(self.directory / "rollouts")
 
     def _journal(self, signs: Sequence[Sign]) -> RunJournal:
-        """Without `signs`, as of a policy that samples, the gradient's norm alone is watched."""
+        """Create the journal. With `signs` empty (supervised runs), only the gradient norm is monitored for signs of
+        collapse."""
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
         return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
 
     def _stages(self, journal: RunJournal) -> Stages:
-        """What goes around calls: their spans and, where a device is shared, whose turn it is."""
+        """Create the wrapper of remote calls: it records timeline spans and, on a shared device, switches between
+        engines and trainer."""
         if not shares_device(self.config):
             return Stages(self.recorder.span)
         engines = self.processes.engines
@@ -341,7 +345,7 @@ class _Site:
 
 @dataclass
 class TimedCheckpoints(Checkpoints):
-    """Saving is a span of the timeline."""
+    """Checkpoints whose saves appear in the timeline."""
 
     span: Callable[[str], AbstractContextManager[None]] = field(kw_only=True)
 
@@ -352,7 +356,7 @@ class TimedCheckpoints(Checkpoints):
 
 @dataclass(frozen=True)
 class SupervisedBatches:
-    """Batches of target texts: rows drawn by the sampler, every row a group, one update per batch."""
+    """Batches of target texts: every sampled row is a group of its own."""
 
     config: Config
     targets: SupervisedSet
@@ -361,8 +365,8 @@ class SupervisedBatches:
     cost: SequenceCost
     store: Callable[[TrajectoryBuffers], BuffersRef]
 
-    def draw(self) -> Batch:
-        """The next trainer.prompts_per_step rows, cut into updates of prompts_per_update."""
+    def next_batch(self) -> Batch:
+        """Build a batch of the next trainer.prompts_per_step rows, divided into updates of prompts_per_update rows."""
         rows = self.sampler.draw(self.config.trainer.prompts_per_step)
         buffers, scalars = supervised_chunk(self.targets, rows)
         weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config)

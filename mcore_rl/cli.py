@@ -1,5 +1,8 @@
-"""The command line: verbs only. Exit code 0 done, 2 bad input (one message, no traceback), 1 failed while running,
-130 and 143 stopped by INT and TERM, 75 saved and stopped by USR1: the same command goes on from what is saved."""
+"""Command line of mcore-rl.
+
+Exit codes: 0 success; 1 failure while running; 2 invalid input (one message, no traceback); 130 and 143 stopped by INT
+and TERM; 75 saved and stopped by USR1. After a stop, the same command resumes from the newest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from mcore_rl.errors import McoreRLError, storage_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code."""
-    if arguments is None:  # the process is ours; train and eval set their own handler
+    """Run one verb and return its exit code."""
+    if arguments is None:  # called as a program, not from other code; train and eval install their own handler
         signal.signal(signal.SIGTERM, _exit_on_term)
     options = _parser().parse_args(arguments)
     try:
@@ -41,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Verb(argparse.ArgumentParser):
-    """The parser of one verb. Options may stand between `key=value` words."""
+    """Parser of one verb; options may stand between `key=value` arguments."""
 
     _intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of the verb; the method for intermixed words calls this one twice."""
+        """Parse intermixed arguments; parse_known_intermixed_args calls this method again, hence the flag."""
         if self._intermixed:
             return super().parse_known_args(args, namespace)
         self._intermixed = True
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Verb)
     for name, run, text in (
         ("train", _train, "start a run, or resume what run.dir holds"),
-        ("eval", _eval, "validation only, of what run.dir holds or else of model.hf_path"),
+        ("eval", _eval, "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
         verb.add_argument("config", metavar="CONFIG.yaml")
@@ -76,14 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
     slurm.add_argument("config", metavar="CONFIG.yaml")
     slurm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as cluster.nodes=64")
-    slurm.add_argument("--force", action="store_true", help="also of a job that is certain to be refused")
+    slurm.add_argument("--force", action="store_true", help="print the script even if plan rejects the job")
     slurm.set_defaults(run=_slurm)
     text = "every configuration key: its type, default, unit, range and meaning"
     keys = verbs.add_parser("keys", help=text, description=text)
-    keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with it in their name or text")
-    keys.add_argument("--json", action="store_true", help="a list of objects")
+    keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
+    keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
     keys.set_defaults(run=_keys)
-    text = "versions, devices, engines found, and what is missing for what; --node: a test of devices and network"
+    text = "show versions, devices, engines and missing packages; --node: test devices and network"
     doctor = verbs.add_parser("doctor", help=text, description=text)
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=run_doctor)
@@ -92,14 +95,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_plan(verbs: Any) -> None:
     text = (
-        "preflight without a GPU: what every rank holds, moves and computes; exit code 0 fits, 1 does not, 3 fits, but "
-        "this version cannot run it"
+        "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
+        "fit, 3: fits, but this version cannot run it"
     )
     plan = verbs.add_parser("plan", help=text, description=text)
     plan.add_argument("config", metavar="CONFIG.yaml")
     plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as actor.parallel.ep=16")
-    plan.add_argument("--json", action="store_true", help="one JSON object on stdout, also when it does not fit")
-    plan.add_argument("--suggest", action="store_true", help="search layouts that fit, best first")
+    plan.add_argument("--json", action="store_true", help="print one JSON object on stdout, also if it does not fit")
+    plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
     plan.set_defaults(run=_plan)
 
 
@@ -143,7 +146,7 @@ def _keys(options: argparse.Namespace) -> int:
     try:
         print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

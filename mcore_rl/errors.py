@@ -1,4 +1,4 @@
-"""Typed errors. The command line maps them to exit codes; nothing else inspects their text."""
+"""Typed errors. The command line maps them to exit codes; no other code inspects their text."""
 
 import errno
 import os
@@ -7,19 +7,19 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
 class McoreRLError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base class of all errors that this project raises on purpose."""
 
     exit_code = 1
 
 
 class ConfigError(McoreRLError):
-    """Input that the user can mend: a key, a file, a row, a size. Says what to set. Exit code 2."""
+    """Input that the user can correct: a key, a file, a row, a size. The message names what to set. Exit code 2."""
 
     exit_code = 2
 
 
 class DataError(ConfigError):
-    """A data file that is missing, empty or malformed; the message names file and line."""
+    """A data file is missing, empty or malformed; the message names the file and line."""
 
 
 class WorkerDiedError(McoreRLError):
@@ -27,11 +27,11 @@ class WorkerDiedError(McoreRLError):
 
 
 class ClusterDiedError(WorkerDiedError):
-    """Ray's own processes ended under the run: nothing more can be asked of any of its processes."""
+    """Ray's own processes ended during the run; no process of the run can be called any more."""
 
 
 class PeerLostError(WorkerDiedError):
-    """A process waited for another one that is gone or silent: where it died, its death is what has to be told."""
+    """A peer process ended or stopped responding. If the peer died, its WorkerDiedError is reported instead."""
 
 
 class NonFiniteError(McoreRLError):
@@ -43,38 +43,39 @@ class RewardError(McoreRLError):
 
 
 class CurriculumError(McoreRLError):
-    """A user's function did not say which rows an epoch draws; the message names it, and file and line."""
+    """A user's curriculum function failed or returned invalid rows for an epoch; the message names it, and file and
+    line."""
 
 
 class SandboxError(McoreRLError):
-    """Code of a model could not be run at all: the sandbox itself failed; the message has its words."""
+    """The sandbox itself failed, so that the model's code could not run; the message contains its output."""
 
 
 class WeightSyncError(McoreRLError):
-    """A weight hand-over that was not acknowledged, or that verification found to differ."""
+    """A weight sync was not acknowledged, or verification found different tensors."""
 
 
 class CheckpointError(McoreRLError):
-    """A checkpoint that cannot be read back or does not belong to this run."""
+    """A checkpoint cannot be read or does not belong to this run."""
 
 
 class RunDirLostError(McoreRLError):
-    """The run directory was deleted or taken by another run while this run was using it."""
+    """The run directory was deleted, or another run took it over, during the run."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint of which a file is missing or holds other bytes than were written; the message names it. Exit code
-    2: the user removes it."""
+    """A file of a checkpoint is missing or its bytes have changed; the message names it. Exit code 2: the user removes
+    it."""
 
     exit_code = 2
 
 
 class OffloadedError(McoreRLError):
-    """Model or optimizer state was used while it lies in host memory; the message names the part."""
+    """Model or optimizer state was used while it was in host memory; the message names the part."""
 
 
 def storage_error(error: OSError) -> ConfigError | None:
-    """What the user can mend about a failed write: a disk that is full or read-only; None for anything else."""
+    """Return an error with a remedy for a failed write to a full or read-only disk; None for other errors."""
     if error.errno not in _CANNOT_WRITE:
         return None
     where = f" ({error.filename})" if error.filename else ""

@@ -1,5 +1,8 @@
-"""Whether the policy on the ranks computes what transformers' model of the same directory does: a few tokens, before
-anything is trained. Transformers' model runs on the driver's CPU while the processes of the run start."""
+"""Comparison of the trainer's log-probabilities with transformers on a few random sequences, before training starts.
+
+It detects a configuration file that the two read differently. The transformers model runs on the driver's CPU while
+the processes of the run start.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ from model_converters.hf.size import reason_not_to_compare
 
 KEY = "model.check_logits"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Of the mean absolute difference of log-probabilities, in nats, by model.dtype; transformers computes in float32. A
-rotation, a norm or a router of another kind moves them by far more; a small change of a small constant hides in the
-rounding of bfloat16, but not in that of float32."""
+"""Limit of the mean absolute difference of log-probabilities in nats, by model.dtype; transformers computes in float32.
+A wrong rotary embedding, norm or router causes a far larger difference. A slightly wrong constant is hidden by the
+rounding of bfloat16, but not of float32."""
 _NUM_SEQUENCES, _MAX_TOKENS = 2, 48
 
 logger = logging.getLogger(__name__)
 
 
 class ComparingRanks(Protocol):
-    """What is needed of the trainer ranks."""
+    """Trainer ranks, as far as the comparison needs them."""
 
     def compare(self, batch: Batch) -> dict[str, Metric]: ...
 
@@ -42,26 +45,29 @@ class ComparingRanks(Protocol):
 
 @contextlib.contextmanager
 def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterator[Callable[[ComparingRanks], None]]:
-    """Within the block transformers' model runs in a thread. The function that is yielded waits for it and compares.
+    """Run the transformers model in a thread during the block. The yielded function waits for it and compares.
 
-    Raises (the function): ConfigError naming the directory and by how much the two differ.
+    Raises: ConfigError (from the function) naming the directory and the difference.
     """
-    reason = _why_not(config)
+    reason = _skip_reason(config)
     if reason is not None:
-        logger.info("log-probabilities are not compared with transformers' (%s): %s", KEY, reason)
+        logger.info("log-probabilities are not compared with transformers (%s): %s", KEY, reason)
         yield lambda ranks: None
         return
     with ThreadPoolExecutor(1) as pool:
         expected = pool.submit(_expected, config, num_dp_ranks)
         cut = UpdateCut(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
-        yield lambda ranks: _require_same(config, ranks, _batch(ranks, *expected.result(), cut))
+        yield lambda ranks: _require_equal(config, ranks, _batch(ranks, *expected.result(), cut))
 
 
-def _why_not(config: Config) -> str | None:
-    """Raises: ConfigError where the comparison is asked for and has no sense."""
+def _skip_reason(config: Config) -> str | None:
+    """Return why the comparison is skipped, or None.
+
+    Raises: ConfigError if the comparison is required but impossible.
+    """
     mode, reason = config.model.check_logits, None
     if mode == "never":
-        return "it is never"
+        return "set to never"
     if config.model.random_init:
         reason = "model.random_init=true has no weights to compare"
     elif uses_lora(config.actor) and config.actor.lora.path is not None:
@@ -71,7 +77,7 @@ def _why_not(config: Config) -> str | None:
     else:
         with HFCheckpoint(config.model.hf_path) as source:
             if source.block is not None:
-                reason = "transformers computes in FP8 where ranks have what the weights stand for"
+                reason = "transformers computes in FP8, the trainer with dequantized weights"
             elif mode == "auto":
                 return reason_not_to_compare(source)
     if mode == "always" and reason is not None:
@@ -80,13 +86,13 @@ def _why_not(config: Config) -> str | None:
 
 
 def _expected(config: Config, copies: int) -> tuple[TrajectoryBuffers, RolloutScalars]:
-    """Random tokens with transformers' log-probabilities of them, in the place of those of an engine; so often that
-    every data-parallel rank has some."""
+    """Return random sequences with transformers' log-probabilities in place of an engine's, one copy per data-parallel
+    rank."""
     sequences = _sequences(config)
     try:
         logits = transformers_logits(config.model.hf_path, sequences)
     except CheckpointError as error:
-        raise ConfigError(f"model.hf_path: {error}; {KEY}=never starts all the same") from error
+        raise ConfigError(f"model.hf_path: {error}; {KEY}=never skips this comparison") from error
     logp = [
         part[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
         for part, tokens in zip(logits, sequences, strict=True)
@@ -105,7 +111,7 @@ def _sequences(config: Config) -> list[torch.Tensor]:
 def _trajectories(
     sequences: Sequence[np.ndarray], logp: Sequence[np.ndarray]
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
-    """A prompt of one token each; all others are a response."""
+    """Build trajectories with a prompt of one token; all other tokens are the response."""
     totals = np.array([len(tokens) for tokens in sequences], np.int32)
     prompts, responses = np.ones(len(totals), np.int32), totals - 1
     num_trained = int(responses.sum())
@@ -144,12 +150,12 @@ def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutSc
     )
 
 
-def _require_same(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
+def _require_equal(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
     metrics = ranks.compare(batch)
     mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
-    if not mean <= TOLERANCE[config.model.dtype]:  # NaN is no agreement
+    if not mean <= TOLERANCE[config.model.dtype]:  # also true for NaN
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens are not those of transformers: "
-            f"they differ by {mean:.3g} nats on average, {largest:.3g} at most. Its config.json means something else "
-            f"there than here; {KEY}=never starts all the same"
+            f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens differ from transformers by "
+            f"{mean:.3g} nats on average, {largest:.3g} at most. The trainer interprets a field of its config.json "
+            f"differently; {KEY}=never skips this comparison"
         )

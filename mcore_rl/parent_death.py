@@ -1,5 +1,5 @@
-"""Processes that end with the one that started them: `python -m mcore_rl.parent_death PARENT CMD...` runs
-a command so that Linux kills it when the thread that started it ends."""
+"""Processes that end with their parent: `python -m mcore_rl.parent_death PARENT CMD...` runs a command that Linux kills
+when the thread that started it ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux). It holds over an exec."""
+    """Let the kernel kill this process when the thread that started it ends (Linux). The setting survives exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 

@@ -128,7 +128,8 @@ class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
 
 
 class Rewarder(Protocol):
-    """Grader of responses, outside the calling process. A grader that raises or hangs yields Score.error. Thread-safe."""
+    """Grader of responses that runs outside the calling process. If a grader raises or hangs, Score.error is set.
+    Thread-safe."""
 
     def submit(
         self,

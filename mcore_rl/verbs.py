@@ -1,4 +1,4 @@
-"""What the verbs of the command line do: prepare, assemble, run, report."""
+"""Implementation of the command line's verbs: prepare, assemble, run, report."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from mcore_rl.observe.summary import summary_table
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 
 CANNOT_RUN = 3
-"""Exit code of a plan that fits and that this version cannot run."""
+"""Exit code of `plan` if the configuration fits but this version cannot run it."""
 
 
 def train(config: Config) -> int:
-    """Starts the run, or continues what run.dir holds; prints what training changed. Returns the exit code: that of
-    Stops where a signal ended the run before it was finished."""
+    """Start the run, or resume from run.dir, and print a summary of the training. If a signal stopped the run early,
+    the exit code is Stops.exit_code()."""
     from mcore_rl.runtime.output import own_stderr
     from mcore_rl.runtime.stops import STOPS
 
-    # Modules that are imported in the block print warnings too.
-    with own_stderr(), STOPS.listening(lambda: _what_follows(config)), third_party_log() as log:
+    # The block includes the imports of other modules, since they print warnings too.
+    with own_stderr(), STOPS.listening(lambda: _resume_hint(config)), third_party_log() as log:
         try:
             finished = is_finished(config) or _train(config, StartUp(), log)
         except KeyboardInterrupt:
-            print(f"stopped: {_what_follows(config)}", file=sys.stderr)
+            print(f"stopped: {_resume_hint(config)}", file=sys.stderr)
             return STOPS.exit_code()
     if not finished:
-        print(f"stopped as asked: {_what_follows(config)}", flush=True)
+        print(f"stopped on request: {_resume_hint(config)}", flush=True)
         return STOPS.exit_code()
     print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
-    print(f"as a Hugging Face model: {_hugging_face(config)}")
+    print(f"Hugging Face model: {_export_hint(config)}")
     return 0
 
 
 def is_finished(config: Config) -> bool:
-    """Says what run.dir holds; whether nothing is left to do of it."""
-    if not Path(config.run.dir, "checkpoints").is_dir():  # what reads them imports more than a mistyped key should cost
+    """Print the progress of the run in run.dir; return True if nothing is left to do."""
+    if not Path(config.run.dir, "checkpoints").is_dir():  # skip slow imports: a mistyped key is reported at once
         return False
     from mcore_rl.trainer.checkpoints import newest_step
 
@@ -49,19 +49,19 @@ def is_finished(config: Config) -> bool:
     if step is None:
         return False
     if step < steps:
-        print(f"resumes from step_{step} in {config.run.dir}", file=sys.stderr)
+        print(f"resuming from step_{step} in {config.run.dir}", file=sys.stderr)
         return False
     targets = {f"trainer.{key}": getattr(config.trainer, key) for key in ("export_hf", "export_adapter")}
     missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not Path(path).exists()]
     if missing:
-        print(f"step {steps} of {steps} is done; what is left is {' and '.join(missing)}", file=sys.stderr)
+        print(f"step {steps} of {steps} is done; still to export: {' and '.join(missing)}", file=sys.stderr)
         return False
-    print(f"step {steps} of {steps} is done; raise trainer.steps to go on\n")
+    print(f"step {steps} of {steps} is done; raise trainer.steps to continue\n")
     return True
 
 
-def _hugging_face(config: Config) -> str:
-    """Where the trained model is in that format, or what writes it."""
+def _export_hint(config: Config) -> str:
+    """Return the path of the exported model, or the command that exports it."""
     from mcore_rl.config.rules.lora import uses_lora
     from mcore_rl.trainer.checkpoints import newest_step
 
@@ -74,7 +74,7 @@ def _hugging_face(config: Config) -> str:
 
 
 def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
-    """Whether the run is finished; else it has saved and stopped."""
+    """Return True if the run is finished, False if it was stopped after saving."""
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     check_run(config)
@@ -105,19 +105,20 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
         start_up.say(str(line))
     try:
         with assemble(config, prepared, start_up.say) as run:
-            start_up.say("handing the weights over" if isinstance(run, Run) else "training")
+            start_up.say("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
             if finished and config.trainer.export_hf is not None:
                 run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
             if finished and config.trainer.export_adapter is not None:
                 run.actor.export_adapter(config.trainer.export_adapter, config.model.hf_path)
     finally:
-        remove_partial_checkpoints(Path(config.run.dir))  # a disk that filled up needs the space, and no rank is left
+        # All ranks have ended, so no save is in progress; on a full disk this frees space.
+        remove_partial_checkpoints(Path(config.run.dir))
     return finished
 
 
-def _what_follows(config: Config) -> str:
-    """What a run that was stopped leaves to the next start."""
+def _resume_hint(config: Config) -> str:
+    """Describe where the next start of a stopped run begins."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.trainer.checkpoints import newest_step
 
@@ -126,12 +127,12 @@ def _what_follows(config: Config) -> str:
     except McoreRLError as error:
         return str(error)
     if step is None:
-        return "nothing saved; the same command starts over"
-    return f"step {step} is saved; the same command goes on from there"
+        return "no checkpoint; the same command starts from the beginning"
+    return f"step {step} is saved; the same command resumes from it"
 
 
 def evaluate(config: Config) -> int:
-    """Validation accuracy of the newest checkpoint in run.dir, or of model.hf_path when there is none."""
+    """Print the validation accuracy of the newest checkpoint in run.dir, or of model.hf_path if there is none."""
     from mcore_rl.errors import ConfigError
     from mcore_rl.runtime.output import own_stderr
     from mcore_rl.runtime.stops import STOPS
@@ -185,7 +186,8 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
 
 
 def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
-    """Prints what the configuration needs, or layouts that fit; the exit code says whether it fits and can be run."""
+    """Print the resources that the configuration needs, or layouts that fit. Exit code: 0 fits, 1 does not, 3 cannot be
+    run."""
     import json
 
     from rich.console import Console
@@ -214,7 +216,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
 
 
 def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: bool) -> int:
-    """Prints a job script, or with `force` also that of a job which is certain to be refused, and why.
+    """Print a job script. With `force` it is printed even if `plan` rejects the job; the reasons go to stderr.
 
     Raises: ConfigError.
     """
@@ -228,7 +230,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     if not force:
         problems = problems or _plan_errors(config)
         if problems:
-            raise ConfigError(f"the job would be refused: {'; '.join(problems)}. --force renders it all the same")
+            raise ConfigError(f"the job cannot run: {'; '.join(problems)}. --force prints the script anyway")
     print(script, end="")
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
@@ -236,9 +238,9 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
 
 
 def _plan_errors(config: Config) -> list[str]:
-    """Why the run does not fit its cluster.
+    """Return the reasons why the run does not fit its cluster.
 
-    Raises: ConfigError for what cannot work on any.
+    Raises: ConfigError if it cannot work on any cluster.
     """
     _quiet_megatron()
     from mcore_rl.planner.plan import make_plan
@@ -247,7 +249,8 @@ def _plan_errors(config: Config) -> list[str]:
 
 
 def _quiet_megatron() -> None:
-    """Megatron tells what is not installed as it is imported; here nothing is run (`mcore-rl doctor` tells it)."""
+    """Suppress Megatron's import warnings about missing packages: nothing is run here, and `mcore-rl doctor` lists
+    them."""
     import warnings
 
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -37,7 +37,7 @@ class GradingPool(RecordedPool, Protocol):
 
 
 @dataclass(frozen=True)
-class TogetherPool:
+class StepGradingPool:
     """`pool` with the rewards of a function that sees all responses of a `run` together. A RecordedPool."""
 
     pool: GradingPool

@@ -1,1 +1,1 @@
-"""The loops, each on one screen; run state and checkpoints. Knows Protocols only, nothing concrete."""
+"""Training loops, run state and checkpoints. The loops fit on one screen and use Protocols only."""

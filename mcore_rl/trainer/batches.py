@@ -1,4 +1,4 @@
-"""From collected groups to a training batch and to the step's figures: scalars only, on the driver."""
+"""Conversion of collected groups to a training batch and to the step's metrics; scalars only, on the driver."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Tot
 
 
 def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> Callable[[Groups, int, int], Batch]:
-    """A function from (groups, step, version of the weights that the step starts from) to Batch, with advantages and
-    loss weights as the configuration names them; data-parallel ranks share `cost` evenly. Advantages of estimators that
-    need tokens are 0: the ranks make them.
+    """Return a function (groups, step, weight version at the start of the step) -> Batch.
 
-    The function raises NonFiniteError naming responses whose rewards are not finite.
+    The batch has the configured advantages and loss weights; `cost` is divided evenly among data-parallel ranks.
+    Per-token estimators leave the advantages at 0 here: the ranks compute them.
+
+    Raises: NonFiniteError (from the function) naming responses with non-finite rewards.
     """
     per_response = estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).per_response
     advantages_of, weights_of = response_advantages(config), response_weights(config)
@@ -55,9 +56,10 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
 
 
 def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarray]:
-    """Which responses are trained, bool [B], by algorithm.overlong_filtering and algorithm.filter.
+    """Return a function that selects the trained responses, bool [B], by algorithm.overlong_filtering and
+    algorithm.filter.
 
-    Raises: ConfigError for a function that cannot be loaded; the filter, for one that returns something else.
+    Raises: ConfigError if the user's function cannot be loaded, and from the filter if its result is invalid.
     """
     users = user_filter("algorithm.filter", config.filter) if config.filter is not None else None
 
@@ -77,14 +79,17 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
 
 
 def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.ndarray]:
-    """A function from groups and the rewards of their kept responses to the advantages, for estimators that need no
-    tokens. Shapes: float32 [B] -> float32 [B], in the order of `gather`."""
+    """Return a function (groups, rewards of the kept responses) -> advantages, for estimators that need no per-token
+    data.
+
+    Shapes: float32 [B] -> float32 [B], in the order of `gather`.
+    """
     options = advantage_options(config.algorithm)
     chosen = estimator(config.algorithm.advantage, **options)
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
-        # An episode counts once in its group, however many sequences it left.
+        # An episode counts once in its group, even if it consists of several sequences.
         _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
         group_ids, lengths = kept.group_ids[first], np.bincount(episode, kept.trained_tokens).astype(np.int32)
         baseline = greedy_rewards(groups.greedy, group_ids) if chosen.needs.baseline_rewards else None
@@ -104,15 +109,15 @@ def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.nda
 
 
 def check_rewards(kept: KeptSamples) -> None:
-    """Raises: NonFiniteError naming the responses whose rewards are not finite, before they train anything."""
+    """Raise NonFiniteError naming responses with non-finite rewards, before they are trained."""
     bad = np.flatnonzero(~np.isfinite(kept.rewards))
     if len(bad):
         named = ", ".join(f"sample {i} (group {kept.group_ids[i]}): {kept.rewards[i]}" for i in bad[:MAX_NAMED])
-        raise NonFiniteError(f"the rewards of {len(bad)} responses are not finite: {named}; look at reward.function")
+        raise NonFiniteError(f"the rewards of {len(bad)} responses are not finite: {named}; check reward.function")
 
 
 def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> np.ndarray:
-    """The reward of the greedy response to the prompt of each response's group.
+    """Return the reward of the greedy response in each response's group.
 
     Shapes: group_ids int64 [B] -> float32 [B].
     """
@@ -124,14 +129,16 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
 
 
 def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
-    """loss_weights of the configured aggregation; the norm mode divides by rollout.max_response_tokens."""
+    """Return the function that computes loss_weights for the configured aggregation; seq-mean-token-sum-norm divides by
+    rollout.max_response_tokens."""
     mode, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
     options: dict[str, Any] = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
     return partial(loss_weights, mode, **options)
 
 
 def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[str, Metric]:
-    """Figures of everything that was generated, trained on or not; rewards and the like are of episodes."""
+    """Compute the metrics of all generated responses, trained or not. Rewards and similar metrics count each episode
+    once."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = _every(groups.scalars, "response_tokens")
     episodes = [of_episodes(s) for s in groups.scalars]
@@ -161,14 +168,14 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
 
 
 def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """The mean score of every reward model, before its weight."""
+    """Compute the mean score of each reward model, before weighting."""
     names = scalars[0].scores if scalars else ()
     values = {name: np.concatenate([part.scores[name] for part in scalars]) for name in names}
     return {f"reward/{name}": Mean(float(scores.sum(dtype=np.float64)), len(scores)) for name, scores in values.items()}
 
 
 def _describe_episodes(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """The mean of what is counted of every episode."""
+    """Average the episode metrics."""
     of_parts = [part.episode_metrics for part in scalars]
     names = sorted({name for part in of_parts for name in part})
     values = {name: np.concatenate([part[name] for part in of_parts if name in part]) for name in names}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under a temporary name, renamed when complete, the last few and the best kept."""
+"""Checkpoints of a run: written under a temporary name and renamed when complete; the newest and the best are kept."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mcore_rl.trainer.proof import (
 )
 
 ACCURACY = "accuracy"
-"""In the state: val/accuracy at the step, None where it was not validated."""
+"""Key in state.json: val/accuracy at the step, None without a validation."""
 _NAME = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Unfinished:
-    """A save that the ranks are at."""
+class _RunningSave:
+    """Save that the ranks have not finished."""
 
     step: int
     directory: Path
@@ -42,87 +42,86 @@ class _Unfinished:
 
 @dataclass
 class Checkpoints:
-    """The `checkpoints/` directory of a run. A step_<n> with a proof (complete.json) was complete when it got its name;
-    one without is no checkpoint."""
+    """The `checkpoints/` directory of a run. A directory step_<n> is a checkpoint only if it has a proof
+    (complete.json)."""
 
     directory: Path
     keep_last: int
     keep_best: int = 0
-    _unfinished: _Unfinished | None = field(default=None, init=False)
+    _running: _RunningSave | None = field(default=None, init=False)
 
     def latest(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint, or None when there never was one.
+        """Return the newest complete checkpoint, or None if none was ever saved.
 
-        A step_<n> without a proof is passed over, with a warning. A damaged one is not: what came after the one before
-        would be lost without a word.
+        A step_<n> without a proof is skipped with a warning. A damaged checkpoint raises instead: falling back to an
+        older one would silently lose steps.
 
-        Raises: DamagedCheckpointError saying what to remove; CheckpointError when only directories without a proof
-        are there.
+        Raises: DamagedCheckpointError naming what to remove; CheckpointError if all directories lack a proof.
         """
-        passed_over = []
+        skipped = []
         for step, path in reversed(self._named()):
             if not (path / PROOF_FILE).exists():
-                passed_over.append(path.name)
+                skipped.append(path.name)
                 continue
             try:
                 read_proof(path)
             except DamagedCheckpointError as error:
                 raise self.with_remedy(error, step) from None
-            if passed_over:
-                logger.warning("%s: %s lack %s: not complete", path.parent, ", ".join(passed_over), PROOF_FILE)
+            if skipped:
+                logger.warning("%s: skipping %s: incomplete, no %s", path.parent, ", ".join(skipped), PROOF_FILE)
             return step, path
-        if passed_over:
+        if skipped:
             raise CheckpointError(
-                f"{self.directory}: none of {', '.join(sorted(passed_over))} is complete (no {PROOF_FILE}); "
+                f"{self.directory}: none of {', '.join(sorted(skipped))} is complete (no {PROOF_FILE}); "
                 "remove them to start over"
             )
         return None
 
     def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
-        """The error with what the user can do about the checkpoint of `step`."""
+        """Append to the error what the user can do about the damaged checkpoint of `step`."""
         older = [name for number, name in self._complete() if number < step]
         start = f"{older[-1].name} is complete" if older else "there is no older one"
         aim = "resume from it" if older else "start over"
         return DamagedCheckpointError(f"{error}; {start}: remove step_{step} to {aim}")
 
     def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
-        """Has the ranks write into a directory with a temporary name; `start` is given its path. The checkpoint counts
-        once all have written, with `state` as JSON and the proof beside it: then it gets its name, and old ones go, but
-        for those of the highest state["accuracy"].
+        """Save a checkpoint: the ranks write into a temporary directory, whose path is passed to `start`.
 
-        Without `wait` that happens in a later call of poll, settle or save. A step that is saved is not saved again.
+        When all ranks have written, state.json and the proof are added and the directory is renamed. Old checkpoints
+        are then removed, except for the keep_best highest by state["accuracy"]. Without `wait`, this happens in a later
+        call of poll, settle or save. A step that is already saved is not saved again.
 
-        Raises: what the ranks raised, also those of the save before.
+        Raises: errors of the ranks, also from the previous save.
         """
         self.settle()
-        if self._is_whole(self.directory / f"step_{step}"):
+        if self._is_complete(self.directory / f"step_{step}"):
             return
         self.clean()
         temporary = self.directory / f".step_{step}.partial"
         temporary.mkdir(parents=True)
         (temporary / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        self._unfinished = _Unfinished(step, temporary, start(str(temporary)))
+        self._running = _RunningSave(step, temporary, start(str(temporary)))
         if wait:
             self.settle()
 
     def poll(self) -> None:
-        """Finishes a save that all ranks are done with. Returns at once.
+        """Complete the running save if all ranks have finished; does not wait.
 
-        Raises: as save.
+        Raises: same as save.
         """
-        if self._unfinished is not None and self._unfinished.ranks.done():
+        if self._running is not None and self._running.ranks.done():
             self.settle()
 
     def settle(self) -> None:
-        """Waits for a save that has not finished, and finishes it.
+        """Wait for the running save, if any, and complete it.
 
-        Raises: as save.
+        Raises: same as save.
         """
-        if self._unfinished is None:
+        if self._running is None:
             return
-        save, self._unfinished = self._unfinished, None
+        save, self._running = self._running, None
         write_proof(save.directory, save.ranks.result(), [STATE_FILE])
-        # The ranks have made their own files durable, on the hosts that wrote them.
+        # Each rank has already synced its own files to disk.
         for path in (STATE_FILE, PROOF_FILE, "."):
             _sync(save.directory / path)
         final = self.directory / f"step_{save.step}"
@@ -138,7 +137,7 @@ class Checkpoints:
 
     @staticmethod
     def read(path: Path) -> tuple[dict[str, Any], Proof]:
-        """The state saved with a checkpoint, and its proof.
+        """Read the state and the proof of a checkpoint.
 
         Raises: DamagedCheckpointError.
         """
@@ -147,7 +146,7 @@ class Checkpoints:
         return json.loads((path / STATE_FILE).read_text(encoding="utf-8")), proof
 
     def clean(self) -> None:
-        """Removes what a crash left half-written or half-removed."""
+        """Remove directories that a crash left partly written or partly removed."""
         for path in self.directory.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -160,25 +159,25 @@ class Checkpoints:
         return sorted(steps_and_paths)
 
     def _complete(self) -> list[tuple[int, Path]]:
-        return [(step, path) for step, path in self._named() if self._is_whole(path)]
+        return [(step, path) for step, path in self._named() if self._is_complete(path)]
 
     def _best(self, complete: Sequence[tuple[int, Path]]) -> set[int]:
-        """Steps of the checkpoints with the highest accuracy; the earlier one counts where two have the same."""
+        """Return the steps with the highest accuracy; the earlier step wins a tie."""
         known = [(self._accuracy(path), step) for step, path in complete] if self.keep_best else []
         ranked = sorted((-accuracy, step) for accuracy, step in known if accuracy is not None)
         return {step for _, step in ranked[: self.keep_best]}
 
     def _accuracy(self, path: Path) -> float | None:
-        """None for a damaged checkpoint, which must not end the run that saves another one."""
+        """Return None for a damaged checkpoint: it must not end the run that saves another one."""
         try:
             accuracy: float | None = self.read(path)[0].get(ACCURACY)
         except DamagedCheckpointError as error:
-            logger.warning("%s; it is not among the best", error)
+            logger.warning("%s; ignored by checkpoint.keep_best", error)
             return None
         return accuracy
 
     @staticmethod
-    def _is_whole(path: Path) -> bool:
+    def _is_complete(path: Path) -> bool:
         try:
             read_proof(path)
         except DamagedCheckpointError:
@@ -186,25 +185,25 @@ class Checkpoints:
         return True
 
     def _discard(self, path: Path) -> None:
-        # Renamed first, so that a crash while removing never leaves a step_<n> that lacks files.
+        # Rename first, so that a crash during removal cannot leave a step_<n> with missing files.
         doomed = path.with_name(f".{path.name}.removed")
         os.replace(path, doomed)
         shutil.rmtree(doomed)
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Of the checkpoint that a start in this run directory goes on from; None where there is none.
+    """Return the step of the checkpoint from which a start in this run directory resumes, or None.
 
-    Raises: as Checkpoints.latest.
+    Raises: same as Checkpoints.latest.
     """
     newest = Checkpoints(run_dir / "checkpoints", keep_last=1).latest()
     return None if newest is None else newest[0]
 
 
 def check_newest(run_dir: Path) -> None:
-    """Looks for damage in the checkpoint that a start in this run directory goes on from, before a process starts.
+    """Check the checkpoint from which a start in this run directory resumes for damage, before any process starts.
 
-    Raises: as Checkpoints.latest.
+    Raises: same as Checkpoints.latest.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
     newest = checkpoints.latest()

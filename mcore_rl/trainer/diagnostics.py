@@ -1,5 +1,5 @@
-"""What a practitioner looks for in a step's responses: who solves what, how long right and wrong answers are, and
-what the advantages look like. Scalars only, on the driver."""
+"""Diagnostics of a step's responses: solve rates, lengths of right and wrong answers, advantages. Scalars only, on the
+driver."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mcore_rl.types import Max, Mean, Metric, RolloutScalars
 
 LENGTH_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 SOLVED = 0.5
-"""An accuracy above it is a right answer."""
+"""Accuracy above which an answer counts as right."""
 
 
 def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Shares of groups by how many of their responses are right, over everything that was generated.
+    """Compute fractions of groups by their share of right responses, over all generated responses.
 
-    groups/solve_rate_std is the spread over groups: near 0.5 with solved_all + solved_none near 1, prompts are either
-    too easy or too hard, and few groups teach anything.
+    groups/solve_rate_std is the spread over groups. If it is near 0.5 and solved_all + solved_none is near 1, prompts
+    are either too easy or too hard, and few groups have a training signal.
     """
     ids = _every(scalars, "group_ids")
     if not len(ids):
@@ -37,8 +37,8 @@ def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
 
 
 def describe_equality(scalars: Sequence[RolloutScalars], unpunished_tokens: int | None) -> dict[str, Metric]:
-    """1 if graders gave all responses of the step the same reward, else 0; nothing of a single response. Responses
-    longer than `unpunished_tokens` do not count, since their length alone changes their rewards; None: all count."""
+    """Return 1 if all responses of the step have the same reward, else 0; empty for fewer than two responses. Responses
+    longer than `unpunished_tokens` are ignored, since their length changes their rewards; None: all count."""
     rewards = _every(scalars, "rewards")
     if unpunished_tokens is not None and len(rewards):
         rewards = rewards[_every(scalars, "response_tokens") <= unpunished_tokens]
@@ -46,7 +46,8 @@ def describe_equality(scalars: Sequence[RolloutScalars], unpunished_tokens: int 
 
 
 def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Response lengths: quantiles, and right and wrong answers apart (figures of an empty side are left out)."""
+    """Compute quantiles of response lengths, and mean lengths of right and of wrong answers (omitted if there are
+    none)."""
     tokens, right = _every(scalars, "response_tokens"), _every(scalars, "accuracies") > SOLVED
     clipped = _every(scalars, "clipped") > 0
     if not len(tokens):
@@ -62,7 +63,7 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
 
 
 def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """The mean of every number that graders gave beside their scores, over the responses that have it."""
+    """Compute the mean of each additional number of graders, over the responses that have it."""
     metrics: dict[str, Metric] = {}
     for name in sorted({name for part in scalars for name in part.parts}):
         values = np.concatenate([part.parts[name] for part in scalars if name in part.parts])
@@ -72,7 +73,7 @@ def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str,
 
 
 def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
-    """Of the responses that are trained on. Shapes: [B]."""
+    """Describe the advantages of the trained responses. Shapes: [B]."""
     if not len(advantages):
         return {}
     values = advantages.astype(np.float64)
@@ -87,7 +88,7 @@ def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
 
 
 def _first_of_group(scalars: Sequence[RolloutScalars], group: np.ndarray) -> np.ndarray:
-    """Each response's group's first reward."""
+    """Return the first reward of each response's group."""
     _, first = np.unique(group, return_index=True)
     return _every(scalars, "rewards")[first][group]
 

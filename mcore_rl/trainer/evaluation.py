@@ -1,4 +1,4 @@
-"""Validation only: the weights of the newest checkpoint, or those that the model came with."""
+"""Validation only: evaluates the newest checkpoint, or the initial model if there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mcore_rl.types import RolloutScalars
 
 
 def evaluate(run: Run) -> RolloutScalars:
-    """Responses to every validation prompt; the run's figures stay as they are."""
+    """Generate and grade responses to every validation prompt; no metrics are recorded."""
     load_latest(run)
     run.publisher.publish(run.state.version)
     assert run.validator is not None

@@ -1,4 +1,4 @@
-"""One checkpoint of several models: the files of each in a directory of its own, one account of all."""
+"""Checkpoints of several models: each model's files are in their own directory, one proof covers all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.types import SavedFile, SavedState
 
 @dataclass(frozen=True)
 class JoinedSave:
-    """A save that is done when all `parts` are; they are named by their directory, "" for the checkpoint's own."""
+    """Save that is done when all `parts` are done; keys are their directories, "" for the checkpoint's own."""
 
     parts: Mapping[str, PendingSave]
 
@@ -19,9 +19,9 @@ class JoinedSave:
         return all(part.done() for part in self.parts.values())
 
     def result(self) -> SavedState:
-        """Waits for all parts.
+        """Wait for all parts.
 
-        Raises: what the first part that failed raised.
+        Raises: the error of the first part that failed.
         """
         saved = {name: part.result() for name, part in self.parts.items()}
         files = [
@@ -35,7 +35,7 @@ class JoinedSave:
 
 
 def split_files(files: Sequence[SavedFile], directory: str) -> tuple[list[SavedFile], list[SavedFile]]:
-    """(files outside `directory`, those in it, named from there)."""
+    """Split into (files outside `directory`, files in it with names relative to it)."""
     prefix = f"{directory}/"
     inside = [replace(file, name=file.name.removeprefix(prefix)) for file in files if file.name.startswith(prefix)]
     return [file for file in files if not file.name.startswith(prefix)], inside

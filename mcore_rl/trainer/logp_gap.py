@@ -1,4 +1,4 @@
-"""Comparison of the engines' log-probabilities with the trainer's before the first step of a run."""
+"""Comparison of the engines' log-probabilities with the trainer's, before the first step of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from mcore_rl.types import LogpGap, RolloutResult
 
 KEY, AUTO = "rollout.max_logp_gap", "auto"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Limit of the mean absolute difference in nats, by the dtype of the engine (model.dtype)."""
+"""Limit of the mean absolute difference in nats, by the engine's dtype (model.dtype)."""
 FP8 = 0.2
-"""Limit where the trainer computes in FP8 (actor.fp8), whose numbers have three bits behind the point."""
+"""Limit in nats if the trainer computes in FP8 (actor.fp8), which has a 3-bit mantissa."""
 NUM_PROMPTS = 4
-"""Prompts per engine; more if the trainer has more data-parallel ranks, each of which needs one."""
+"""Prompts per engine. If the trainer has more data-parallel ranks, the number is raised, since each needs one prompt.
+"""
 
 
 def logp_gap_limit(config: Config) -> float | None:
-    """Limit that rollout.max_logp_gap sets; None: no comparison."""
+    """Return the limit set by rollout.max_logp_gap; None: no comparison."""
     limit = config.rollout.max_logp_gap
     if limit != AUTO:
         return None if limit is None else float(limit)
@@ -35,7 +36,7 @@ def logp_gap_limit(config: Config) -> float | None:
 
 @dataclass(frozen=True)
 class LogpGapCheck:
-    """Compares log-probabilities of a few short responses of every engine. Tokens stay on engines and ranks.
+    """Compares log-probabilities of a few short responses from every engine. The tokens stay on engines and ranks.
 
     `say` prints a line of the start-up log.
     """
@@ -48,27 +49,27 @@ class LogpGapCheck:
     cost: SequenceCost = TOKENS
 
     def check(self, version: int) -> None:
-        """Engines must hold the actor's weights, which are of `version`.
+        """Compare; the engines must hold the actor's weights of `version`.
 
-        Raises: ConfigError naming the engine that differs most, by how much, and the probable causes.
+        Raises: ConfigError naming the engine with the largest difference, its size, and probable causes.
         """
         limit = logp_gap_limit(self.config)
         if limit is None:
             return
         gaps = self._gaps(version)
         worst = max(gaps, key=lambda name: _order(gaps[name]))
-        found = _found(gaps[worst])
-        if not gaps[worst].typical <= limit:  # NaN is no agreement
+        found = _summary(gaps[worst])
+        if not gaps[worst].typical <= limit:  # also true for NaN
             causes = "; ".join(probable_causes(self.config, gaps[worst]))
             raise ConfigError(
-                f"log-probabilities of {worst} and of the trainer differ by {found}, and {KEY} is {limit:g}: training "
-                f"has not begun. Probable causes: {causes}. {KEY}=null trains all the same"
+                f"log-probabilities of {worst} and the trainer differ by {found}, and {KEY} is {limit:g}: training "
+                f"has not started. Probable causes: {causes}. {KEY}=null skips this check"
             )
         engines = worst if len(gaps) == 1 else f"{len(gaps)} rollout engines"
         self.say(f"log-probabilities of {engines} and trainer differ by {found}; the limit is {limit:g}")
 
     def _gaps(self, version: int) -> dict[str, LogpGap]:
-        """By the engine's name."""
+        """Return the gap of each engine by its name."""
         num_prompts = max(NUM_PROMPTS, self.num_dp_ranks)
         results = self.engines.probe(num_prompts)
         chunks: list[RolloutResult] = list(results.values())
@@ -87,26 +88,26 @@ class LogpGapCheck:
 
 
 def probable_causes(config: Config, gap: LogpGap) -> list[str]:
-    """Reasons for a difference that this configuration leaves possible, the most frequent first."""
+    """List possible reasons for a difference under this configuration, the most frequent first."""
     rollout, causes = config.rollout, []
     causes.append(
-        f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer read differently "
+        f"a field of {config.model.hf_path}/config.json that {rollout.engine} and the trainer interpret differently "
         "(sliding_window, rope_scaling, logit_scale and the like)"
     )
     causes.append(f"rounding: model.dtype={config.model.dtype}, or a quantized model.hf_path")
     if config.actor.fp8 != "none":
         causes.append(f"rounding of actor.fp8={config.actor.fp8}")
-    causes.append(f"another attention in the engine (backend of {rollout.engine}, quantized KV cache)")
+    causes.append(f"a different attention in the engine (backend of {rollout.engine}, quantized KV cache)")
     if uses_lora(config.actor):
-        causes.append("adapters that the engine holds merged and rounded")
+        causes.append("rounding of the adapters, which the engine holds merged into the weights")
     if gap.own_routing:
-        causes.append("other experts in the engine: actor.moe.router_replay=engine takes the engine's")
+        causes.append("different routing in the engine: actor.moe.router_replay=engine replays it in the trainer")
     if not config.weights.verify_every:
-        causes.append("other weights in the engine: weights.verify_every=1 compares them after every sync")
+        causes.append("different weights in the engine: weights.verify_every=1 compares them after every sync")
     return causes
 
 
-def _found(gap: LogpGap) -> str:
+def _summary(gap: LogpGap) -> str:
     rest = f"largest {gap.largest.value:.3g}, {gap.num_tokens} tokens"
     if gap.own_routing:
         return f"{gap.typical:.3g} nats in the median (mean {gap.mean.value:.3g}, {rest})"
@@ -114,5 +115,5 @@ def _found(gap: LogpGap) -> str:
 
 
 def _order(gap: LogpGap) -> float:
-    """Sorts what is not a number behind all numbers."""
+    """Sort key that places NaN behind all numbers."""
     return math.inf if math.isnan(gap.typical) else gap.typical

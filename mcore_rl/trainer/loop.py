@@ -1,4 +1,4 @@
-"""Reinforcement learning, one step on one screen."""
+"""Reinforcement learning loop; one step fits on one screen."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from mcore_rl.types import BatchHandle, Metric, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
-    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start; False when it was asked
-    to stop before, and has saved.
+    """Run up to trainer.steps, starting from the newest checkpoint of the run directory if there is one. Returns False
+    if the run was stopped earlier on request, after saving.
 
-    Every call returns only when all its processes are done with it, so whatever fails, fails here.
+    Every call returns only after all its processes have finished it, so that errors appear at the call that caused
+    them.
     """
     resumed = resume(run)
     version = run.publisher.publish(run.state.version)
@@ -24,16 +25,16 @@ def train(run: Run) -> bool:
         for step in steps_left(run):
             groups = run.collector.collect(step)
             batch = run.batch_of(groups, step, version)
-            logp = run.actor.recompute_logp(batch)  # what is found stays on the ranks; later calls take the handle
+            logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
             if run.reference is not None:
                 logp = run.reference.apply(run.actor, groups, logp)
             logp, critic = estimate(run, logp)
             update: dict[str, Metric] = {}
             if step > run.config.trainer.critic_warmup_steps:
-                update = run.actor.update(logp)  # raises before a non-finite step
+                update = run.actor.update(logp)  # raises before a step with non-finite values
             if run.reference is not None:
                 run.reference.refresh(run.actor, step)
-            version = run.publisher.publish(version + 1)  # returns when every engine has acknowledged
+            version = run.publisher.publish(version + 1)  # returns after every engine has acknowledged
             run.state = run.state.finished(step, version)
             run.journal.record(run.describe(groups) | merge_metrics([logp.metrics, critic, update]))
             run.journal.record({"rollout/version": Total(version - 1)})
@@ -43,8 +44,8 @@ def train(run: Run) -> bool:
 
 
 def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:
-    """Advantages token by token, for estimators that need tokens: values, advantages, and the critic's own update, of
-    which the figures are returned."""
+    """Compute per-token advantages, for estimators that need them: values, advantages, the critic's update. Returns the
+    critic's metrics."""
     if not run.estimates_tokens:
         return logp, {}
     values = run.critic.values(logp.batch) if run.critic else None
@@ -53,8 +54,8 @@ def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric
 
 
 def finish(run: Run) -> bool:
-    """What follows a step when its turn has come: verification, validation, figures, checkpoint. True when the run is
-    asked to stop; the checkpoint is there then."""
+    """Run what is due after a step: verification, validation, metrics, checkpoint. Returns True if a stop was
+    requested; the checkpoint exists then."""
     step, trainer = run.state.step, run.config.trainer
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
@@ -69,7 +70,7 @@ def finish(run: Run) -> bool:
 
 
 def validate(run: Run) -> float | None:
-    """Accuracy on the validation prompts, if there are any: the mean over all responses."""
+    """Return the mean accuracy over all validation responses; None without validation prompts."""
     if run.validator is None:
         return None
     result = run.validator.validate(run.state.step)

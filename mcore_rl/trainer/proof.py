@@ -1,10 +1,12 @@
-"""The proof that a checkpoint is complete: `complete.json`, written last, lists every file with its size and checksum,
-the layout that wrote it, the versions, and every tensor with its dtype and global shape. It has a checksum of its own;
-proofs of earlier versions lack it.
+"""Proof that a checkpoint is complete: `complete.json`.
 
-Damage is found in two places. Before a process starts: the proof, every file's size, the checksums of all files of a
-checkpoint of up to `CHECKED_BYTES`; of a larger one the checksums of small files, and both ends of the others, which
-costs a few reads per file. While ranks load: the checksums of all files, each rank its share.
+The file is written last. It lists every file with size and checksum, the layout and versions that wrote it, and every
+tensor with dtype and global shape. It has its own checksum, except in checkpoints of early versions.
+
+Damage is detected in two places. Before processes start, the driver checks the proof, the size of every file, and the
+checksums of all files if the checkpoint has up to `CHECKED_BYTES`. In larger checkpoints it checks the checksums of
+small files and the first and last bytes of large ones (a few reads per file). While ranks load, each verifies the
+checksums of its share of all files.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ from mcore_rl.types import SavedFile, SavedState
 
 PROOF_FILE, STATE_FILE = "complete.json", "state.json"
 CHECKED_BYTES = 8 * 2**30
-"""Files up to this total are read whole before processes start: some seconds."""
+"""Checkpoints up to this size are read completely before processes start, which takes some seconds."""
 _SMALL_BYTES = 64 * 2**20
 _OWN_CHECKSUM = "crc32"
-# Blocks are saved by torch.save, as zip archives one after the other.
+# torch.distributed.checkpoint writes .distcp files as a sequence of zip archives (torch.save).
 _BLOCKS, _FIRST_BYTES, _LAST_BYTES = ".distcp", b"PK\x03\x04", b"PK\x05\x06"
 _LAST_RECORD_BYTES = 22
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`files` are all files of the checkpoint but the proof itself."""
+    """Content of complete.json; `files` lists all files of the checkpoint except the proof."""
 
     files: tuple[SavedFile, ...]
     description: dict[str, Any]
 
 
 def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> None:
-    """Writes the proof of what the ranks saved and of the files `others` that lie beside it.
+    """Write the proof for the files saved by the ranks and the other files `others` in the directory.
 
     Raises: OSError.
     """
@@ -53,9 +55,9 @@ def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> No
 
 
 def read_proof(directory: Path) -> Proof:
-    """The proof, after a look at every file's size. Checksums are the ranks' to compare: each reads its share.
+    """Read the proof and compare the size of every file. Checksums are compared later, by the ranks.
 
-    Raises: DamagedCheckpointError saying what is missing or cut off.
+    Raises: DamagedCheckpointError naming missing or truncated files.
     """
     try:
         written = _read(directory / PROOF_FILE)
@@ -74,9 +76,9 @@ def read_proof(directory: Path) -> Proof:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises: ValueError for another checksum than its own; OSError."""
+    """Read the file. Raises: ValueError if its own checksum does not match; OSError."""
     if not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     checksum = written.pop(_OWN_CHECKSUM, None)
     if checksum is not None and checksum != _own_checksum(written):
@@ -85,7 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _own_checksum(proof: dict[str, Any]) -> str:
-    """Independent of the order of keys and of white space."""
+    """Return a checksum that does not depend on the order of keys or on white space."""
     return f"{crc32(json.dumps(proof, sort_keys=True).encode()):08x}"
 
 
@@ -95,7 +97,7 @@ def _is_inside(name: str) -> bool:
 
 
 def check_content(directory: Path, proof: Proof) -> None:
-    """Looks for damage as far as one process can before the others start (see above).
+    """Check for damage before other processes start, as far as one process can (see the module's docstring).
 
     Raises: DamagedCheckpointError naming the files.
     """
@@ -119,12 +121,12 @@ def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
     if file.name.endswith(_BLOCKS) and (first, last) != (_FIRST_BYTES, _LAST_BYTES):
-        return f"{file.name} begins or ends with other bytes than a block"
+        return f"{file.name} does not begin and end like a zip archive"
     return None
 
 
 def check_file(directory: Path, proof: Proof, name: str) -> None:
-    """Raises: DamagedCheckpointError when the file does not hold the bytes that were saved."""
+    """Raise DamagedCheckpointError if the file does not have the saved checksum."""
     (expected,) = (file for file in proof.files if file.name == name)
     problem = _damage(directory, expected, whole=True)
     if problem is not None:

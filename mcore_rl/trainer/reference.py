@@ -1,4 +1,4 @@
-"""What the loop does with the reference: rewards less their KL, the coefficient's next value, the refresh."""
+"""Use of the reference policy in the loop: KL penalty on rewards, KL coefficient, refresh."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from mcore_rl.ports import Actor
 from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER = "kl_controller"
-"""The adaptive coefficient among the positions that a checkpoint carries."""
+"""Name of the adaptive coefficient among the positions of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Of a run whose loss or reward has a KL term. `controller` is set where the reward has; `advantages_of` (groups,
-    rewards [B] in the order of the batch) where responses have one advantage each, which the driver makes."""
+    """Reference policy of a run whose loss or reward has a KL term.
+
+    `controller` is set if the reward has a KL term. `advantages_of` (groups, rewards [B] in the order of the batch) is
+    set if the driver computes one advantage per response.
+    """
 
     controller: KLController | None = None
     advantages_of: Callable[[Groups, np.ndarray], np.ndarray] | None = None
     refresh_every_steps: int = 0
 
     def apply(self, actor: Actor, groups: Groups, logp: BatchHandle) -> BatchHandle:
-        """The batch to go on with, whose advantages are of the rewards less the KL.
-
-        Estimators that need tokens find the KL on the ranks.
-        """
+        """Return the batch with the reference's log-probabilities; if the reward has a KL term, also with advantages of
+        the penalized rewards. Per-token estimators apply the penalty on the ranks."""
         referred = actor.reference_logp(logp)
         if self.controller is None:
             return referred
@@ -42,6 +43,6 @@ class Reference:
         return actor.with_advantages(penalized, self.advantages_of(groups, logp.batch.rewards - penalties))
 
     def refresh(self, actor: Actor, step: int) -> None:
-        """After the updates of `step`."""
+        """Refresh the reference if it is due after the updates of `step`."""
         if self.refresh_every_steps and step % self.refresh_every_steps == 0:
             actor.refresh_reference()

@@ -1,4 +1,4 @@
-"""What a run consists of, as the loops see it, and the state that a checkpoint carries."""
+"""Parts of a run as used by the loops, and the state that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_rl.types import Batch, Groups, Metric, SavedFile
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands: finished steps, and the version of the weights that the engines hold."""
+    """Progress of a run: the number of finished steps and the weight version of the engines."""
 
     step: int = 0
     version: int = 0
@@ -31,23 +31,23 @@ class RunState:
 
 
 class Stateful(Protocol):
-    """A part of the run whose position belongs to a checkpoint, such as a sampler."""
+    """Part of the run whose position is stored in checkpoints, such as a sampler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Underway(Protocol):
-    """Groups that no step has trained."""
+class InFlightGroups(Protocol):
+    """Submitted groups that no step has trained yet."""
 
     def start_save(self, directory: str) -> PendingSave: ...
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None: ...
 
 
-class Journal(Protocol):
-    """Where figures go: one row per step; validation rows join the step they follow."""
+class MetricsJournal(Protocol):
+    """Record of metrics: one row per step; metrics of a validation join the row of the step before it."""
 
     def record(self, metrics: dict[str, Metric]) -> None: ...
 
@@ -58,8 +58,8 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
-class Stops(Protocol):
-    """Requests to stop, which a step under way may still finish."""
+class StopRequests(Protocol):
+    """Requests to stop the run; the current step may still finish."""
 
     def begin(self, step: int) -> None: ...
 
@@ -67,7 +67,7 @@ class Stops(Protocol):
 
 
 class StartCheck(Protocol):
-    """A comparison of engines and trainer before the first step."""
+    """Comparison of engines and trainer before the first step."""
 
     def check(self, version: int) -> None:
         """Raises: ConfigError."""
@@ -75,55 +75,57 @@ class StartCheck(Protocol):
 
 @dataclass
 class Run:
-    """A run of reinforcement learning. `batch_of` turns collected groups, the step and the version of the weights that
-    the step starts from into a Batch (advantages, loss weights, updates); `describe` turns groups into metrics."""
+    """Reinforcement learning run.
+
+    `batch_of` builds a Batch (advantages, loss weights, updates) from collected groups, the step and the weight version
+    at the start of the step. `describe` computes metrics of groups.
+    """
 
     config: Config
     actor: Actor
     collector: Collector
     publisher: Publisher
     validator: Validator | None
-    journal: Journal
+    journal: MetricsJournal
     checkpoints: Checkpoints
     remove_unfinished: Callable[[], None]
-    """Removes what a crash left of a step that had not ended."""
+    """Removes files of a step that a crash interrupted."""
     positions: dict[str, Stateful]
     batch_of: Callable[[Groups, int, int], Batch]
     describe: Callable[[Groups], dict[str, Metric]]
-    stops: Stops
-    """Asked once at the end of each step; after a yes the run saves and stops."""
+    stops: StopRequests
+    """Checked once at the end of each step; on a request the run saves and stops."""
     estimates_tokens: bool = False
-    """Whether advantages are made token by token, on the ranks; else batch_of has made them."""
+    """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
     critic: Critic | None = None
     reference: Reference | None = None
-    underway: Underway | None = None
-    """Groups that were submitted ahead of the step that trains them, where there are such."""
+    in_flight: InFlightGroups | None = None
+    """Groups submitted ahead of the step that trains them; None in synchronous runs."""
     logp_gap: StartCheck | None = None
-    """Called once, after engines have received the weights that the run starts from, also in a resumed run."""
+    """Called once after the engines have received the initial weights, also in a resumed run."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
-    """Prompts of validation with metrics of their own."""
+    """Subsets of the validation prompts with separate metrics."""
     state: RunState = field(default_factory=RunState)
 
 
 @dataclass
 class SupervisedRun:
-    """A run of supervised training (warm start): batches come from data, nothing is generated."""
+    """Supervised training run (warm start): batches come from data, nothing is generated."""
 
     config: Config
     actor: Actor
     next_batch: Callable[[], Batch]
-    journal: Journal
+    journal: MetricsJournal
     checkpoints: Checkpoints
     remove_unfinished: Callable[[], None]
     positions: dict[str, Stateful]
-    stops: Stops
-    """As in Run."""
+    stops: StopRequests
     state: RunState = field(default_factory=RunState)
 
 
 def resume(run: Run | SupervisedRun) -> bool:
-    """Continues from the newest checkpoint of the run directory, if there is one; what earlier processes recorded of
-    later steps is set aside."""
+    """Restore the newest checkpoint of the run directory, if any. Records of later steps by earlier processes are set
+    aside."""
     run.checkpoints.clean()
     run.remove_unfinished()
     resumed = load_latest(run)
@@ -133,9 +135,9 @@ def resume(run: Run | SupervisedRun) -> bool:
 
 
 def load_latest(run: Run | SupervisedRun) -> bool:
-    """Restores the newest checkpoint, if there is one.
+    """Restore the newest checkpoint, if there is one.
 
-    Raises: CheckpointError when it does not fit this configuration; DamagedCheckpointError saying what to remove.
+    Raises: CheckpointError if it does not fit this configuration; DamagedCheckpointError naming what to remove.
     """
     newest = run.checkpoints.latest()
     if newest is None:
@@ -154,28 +156,28 @@ def load_latest(run: Run | SupervisedRun) -> bool:
 
 
 CRITIC, GROUPS = "critic", "rollouts"
-"""Directories of a checkpoint, beside the actor's files: of the critic's, and of groups that no step has trained."""
+"""Subdirectories of a checkpoint: the critic's files, and groups that no step has trained."""
 
 
 def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile]) -> None:
-    """Checks and loads the files of the actor, and those of the critic."""
+    """Verify and load the files of actor, critic and in-flight groups."""
     others, critics = split_files(files, CRITIC)
     actor_files, groups = split_files(others, GROUPS)
-    underway = run.underway if isinstance(run, Run) else None
-    if groups and underway is None:
+    in_flight = run.in_flight if isinstance(run, Run) else None
+    if groups and in_flight is None:
         raise CheckpointError(
-            f"{path} has groups that no step has trained, and this run is synchronous; set rollout.max_staleness as it "
-            "was, or run.dir to a new directory"
+            f"{path} has groups that no step has trained, but this run is synchronous; restore rollout.max_staleness, "
+            "or set run.dir to a new directory"
         )
     critic = run.critic if isinstance(run, Run) else None
     if (critic is None) != (not critics):
         there, wanted = ("a", "none") if critics else ("no", "one")
-        raise CheckpointError(f"{path} has {there} critic, and this run {wanted}; set run.dir to a new directory")
+        raise CheckpointError(f"{path} has {there} critic, but this run has {wanted}; set run.dir to a new directory")
     run.actor.load(str(path), actor_files)
     if critic is not None:
         critic.load(str(path / CRITIC), critics)
-    if groups and underway is not None:
-        underway.load(str(path / GROUPS), groups)
+    if groups and in_flight is not None:
+        in_flight.load(str(path / GROUPS), groups)
 
 
 def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
@@ -183,24 +185,24 @@ def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> 
     if saved ^ wanted == {KL_CONTROLLER}:
         there, here = ("an", "none") if KL_CONTROLLER in saved else ("no", "one")
         raise CheckpointError(
-            f"{path} has {there} adaptive coefficient of the KL, and this run {here}: set algorithm.kl.controller as "
-            "it was, or run.dir to a new directory"
+            f"{path} has {there} adaptive KL coefficient, but this run has {here}: restore algorithm.kl.controller, or "
+            "set run.dir to a new directory"
         )
     if saved != wanted:
-        raise CheckpointError(f"{path} belongs to another kind of run; set run.dir to a new directory")
+        raise CheckpointError(f"{path} belongs to a different kind of run; set run.dir to a new directory")
 
 
 def steps_left(run: Run | SupervisedRun) -> Iterator[int]:
-    """The steps up to trainer.steps that have not been done; each is under way until the next is asked for."""
+    """Yield the remaining steps up to trainer.steps. A step is in progress until the next one is requested."""
     for step in range(run.state.step + 1, run.config.trainer.steps + 1):
         run.stops.begin(step)
         yield step
 
 
 def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
-    """A checkpoint of everything that the next step depends on; with checkpoint.async_save it is only begun. Nothing
-    happens when there is one of this step. May be called between any two steps. By `accuracy`, that of a validation
-    just now, checkpoint.keep_best finds the best."""
+    """Save everything that the next step depends on; with checkpoint.async_save, only start saving. May be called
+    between any two steps; does nothing if this step is already saved. `accuracy` of a validation at this step is used
+    by checkpoint.keep_best."""
     state = {
         "step": run.state.step,
         "version": run.state.version,
@@ -214,15 +216,15 @@ def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
 
 def _start_save(run: Run | SupervisedRun, directory: str, *, snapshot: bool) -> PendingSave:
     saves: dict[str, PendingSave] = {}
-    if isinstance(run, Run) and run.underway is not None:
-        saves[GROUPS] = run.underway.start_save(_made(directory, GROUPS))
+    if isinstance(run, Run) and run.in_flight is not None:
+        saves[GROUPS] = run.in_flight.start_save(_subdirectory(directory, GROUPS))
     saves[""] = run.actor.start_save(directory, snapshot=snapshot)
     if isinstance(run, Run) and run.critic is not None:
-        saves[CRITIC] = run.critic.start_save(_made(directory, CRITIC), snapshot=snapshot)
+        saves[CRITIC] = run.critic.start_save(_subdirectory(directory, CRITIC), snapshot=snapshot)
     return saves[""] if len(saves) == 1 else JoinedSave(saves)
 
 
-def _made(directory: str, name: str) -> str:
+def _subdirectory(directory: str, name: str) -> str:
     path = Path(directory, name)
     path.mkdir()
     return str(path)
@@ -230,8 +232,8 @@ def _made(directory: str, name: str) -> str:
 
 @contextlib.contextmanager
 def saves_settled(run: Run | SupervisedRun) -> Iterator[None]:
-    """A checkpoint that is being written when the block ends is finished before the run does, also when it ends with an
-    error of its own. Ctrl-C does not wait: the checkpoint before stays the newest."""
+    """Complete a running save before the run ends, also if the block raises one of this project's errors. Ctrl-C does
+    not wait; the previous checkpoint stays the newest then."""
     try:
         yield
     except McoreRLError:

@@ -1,4 +1,4 @@
-"""Supervised training through the same actor: the warm start before reinforcement learning."""
+"""Supervised training with the same actor: the warm start before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from mcore_rl.trainer.run import SupervisedRun, resume, save, saves_settled, ste
 
 
 def train_supervised(run: SupervisedRun) -> bool:
-    """Runs to trainer.steps, from the newest checkpoint of the run directory or from the start; False when it was asked
-    to stop before, and has saved."""
+    """Run up to trainer.steps, starting from the newest checkpoint of the run directory if there is one. Returns False
+    if the run was stopped earlier on request, after saving."""
     resume(run)
     every = run.config.checkpoint.every_steps
     with saves_settled(run):

@@ -1,4 +1,4 @@
-"""Validation metrics: overall, per set of data.val, and per data_source."""
+"""Validation metrics: overall, per entry of data.val, and per data_source."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mcore_rl.trainer.diagnostics import describe_parts
 from mcore_rl.types import Mean, Metric, RolloutScalars, Total
 
 UNKNOWN = "unknown"
-"""The data_source of rows that name none."""
+"""data_source of rows that name none."""
 _NOT_IN_A_NAME = re.compile(r"[\x00-\x20\x7f-\xa0\u2028\u2029]+")
 _MAX_NAME_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class ValidationParts:
-    """Prompts of validation that have metrics of their own.
+    """Subsets of the validation prompts that have separate metrics.
 
-    Shapes: rows int64 [n] by the last component of the metric: places among all prompts of validation. `notes` are for
-    the start of a run.
+    Shapes: rows int64 [n] by the last component of the metric name: positions among all validation prompts. `notes` are
+    printed at the start of a run.
     """
 
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -30,10 +30,11 @@ class ValidationParts:
 
 
 def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
-    """The parts of validation sets, given as the data_source of each prompt by the name of the set ("": no name).
+    """Divide validation sets into parts. `sets` holds the data_source of each prompt by the name of the set ("":
+    unnamed).
 
-    Names are assigned in this order: sets; sources, over all sets; and `<set>/<source>` for sets of several sources. A
-    name that is taken is skipped, with a note where its rows differ. Sources are left out if no row names one.
+    Names are assigned in this order: sets; sources, across all sets; `<set>/<source>` for sets with several sources. A
+    name that is already taken is skipped, with a note if its rows differ. Sources are omitted if no row names one.
     """
     rows: dict[str, np.ndarray] = {}
     notes: list[str] = []
@@ -51,14 +52,14 @@ def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
     for name, found in candidates:
         if not np.array_equal(rows.setdefault(name, found), found):
             notes.append(
-                f"data.val: a set or another source has the metric val/accuracy/{name}; the data_source of this name "
-                "has other rows and no metric over all sets: rename the set"
+                f"data.val: val/accuracy/{name} is the metric of a set or of another data_source; the data_source with "
+                "the same name has different rows and gets no metric over all sets: rename the set"
             )
     return ValidationParts(rows, tuple(notes))
 
 
 def describe_validation(result: RolloutScalars, parts: ValidationParts) -> dict[str, Metric]:
-    """Metrics of a validation; `val/<metric>/<part>` for each part."""
+    """Compute the metrics of a validation; `val/<metric>/<part>` for each part."""
     metrics = _means(result, np.ones(len(result.accuracies), bool), "")
     for name, rows in parts.rows.items():
         metrics |= _means(result, np.isin(result.group_ids, rows), f"/{name}")
@@ -66,7 +67,7 @@ def describe_validation(result: RolloutScalars, parts: ValidationParts) -> dict[
 
 
 def part_accuracies(result: RolloutScalars, parts: ValidationParts) -> dict[str, float]:
-    """Mean accuracy of each part."""
+    """Compute the mean accuracy of each part."""
     return {name: float(result.accuracies[np.isin(result.group_ids, rows)].mean()) for name, rows in parts.rows.items()}
 
 
@@ -87,8 +88,8 @@ def _means(result: RolloutScalars, chosen: np.ndarray, suffix: str) -> dict[str,
 
 
 def _source_names(sources: Sequence[str], notes: list[str]) -> dict[str, str]:
-    """The component of a metric for each data_source: blanks and control characters become `_`, and the second source
-    of the same name gets a number."""
+    """Return the metric name component of each data_source: blanks and control characters become `_`; a second source
+    with the same name gets a number."""
     names: dict[str, str] = {}
     distinct = list(dict.fromkeys(sources))
     if distinct == [UNKNOWN]:

@@ -185,7 +185,7 @@ def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
     engine."""
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("rollout.num_engines=2",)) as run:
-        run.wait_until(lambda: "handing the weights over" in run.text())
+        run.wait_until(lambda: "sending the initial weights to the engines" in run.text())
         (trainer, *_), engines = run.processes("ray::TrainerProcess"), run.processes(ENGINE)
         run.wait_until((run_dir / "rollouts" / "step_1.jsonl").exists)
         engines[1].kill()

@@ -29,7 +29,7 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
         def generating() -> bool:
             # Calling first, as soon as there is something to look for: that takes longer than a step on a busy machine.
             text = run.text()
-            there = "handing the weights over" in text
+            there = "sending the initial weights to the engines" in text
             return there and calling() and re.search(rf"step +{step - 1}/", text) is not None
 
         return generating

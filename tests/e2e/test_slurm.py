@@ -76,7 +76,7 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     assert "nodes: 2, slots per node: 1" in "".join(reports)
     slurm.call("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(lambda: restarts() == 2 or says("the run ended"), "the job to be queued again", log)
-    assert says("stopped as asked: step 1 is saved"), log.read_text()
+    assert says("stopped on request: step 1 is saved"), log.read_text()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
     assert list(metrics(run_dir)) == [0, 1]
     slurm.start_now(job, log, 2)

@@ -63,7 +63,7 @@ def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
         said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))
         step = int(said[1])  # it may have been the one after
         engine.resume()
-        assert_ended(run, 143, f"stopped as asked: step {step} is saved; the same command goes on from there")
+        assert_ended(run, 143, f"stopped on request: step {step} is saved; the same command resumes from it")
         assert not run.sessions()
     assert max(metrics(run_dir)) == step < 4
     assert_resumes_to_the_same(task, run_dir, whole_run)
@@ -73,7 +73,7 @@ def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Pat
     with TrainProcess(task, tmp_path / "run") as run:
         run.wait_until(lambda: run.processes("gcs_server"))
         os.killpg(run.process.pid, signal.SIGTERM)
-        assert_ended(run, 143, "stopped: nothing saved; the same command starts over")
+        assert_ended(run, 143, "stopped: no checkpoint; the same command starts from the beginning")
 
 
 def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
@@ -83,4 +83,4 @@ def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tu
         run.wait_until(lambda: "finishing step 1" in run.text())
         time.sleep(1.5)  # sooner, it would be taken for the same stop
         os.killpg(run.process.pid, signal.SIGINT)
-        assert_ended(run, 130, "stopped: nothing saved; the same command starts over")
+        assert_ended(run, 130, "stopped: no checkpoint; the same command starts from the beginning")

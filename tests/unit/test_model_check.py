@@ -69,7 +69,9 @@ def test_a_difference_beyond_rounding_stops_the_run(dtype: str, within: float, b
     config = configured(hf, f"model.dtype={dtype}")
     checked(config, Ranks(within))
     for difference in (beyond, float("nan")):
-        with pytest.raises(ConfigError, match=rf"^model\.hf_path={hf}: .* differ by {difference:.3g} nats on average"):
+        with pytest.raises(
+            ConfigError, match=rf"^model\.hf_path={hf}: .* differ from transformers by {difference:.3g} nats on"
+        ):
             checked(config, Ranks(difference))
 
 

@@ -57,10 +57,10 @@ def test_a_finished_run_is_told_from_its_files_before_anything_heavy_is_imported
     done = train(run_dir, f"trainer.steps={steps}")
     assert (done.returncode, done.stderr.strip()) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"step {steps} of {steps} is done; raise trainer.steps to go on"
+    assert lines[0] == f"step {steps} of {steps} is done; raise trainer.steps to continue"
     assert any("0.750 (step 2)" in line and "+0.250" in line for line in lines)
     checkpoint = run_dir / "checkpoints" / "step_4"
-    assert lines[-1] == f"as a Hugging Face model: python -m model_converters to-hf --ckpt {checkpoint} --out DIR"
+    assert lines[-1] == f"Hugging Face model: python -m model_converters to-hf --ckpt {checkpoint} --out DIR"
 
 
 def is_finished(run_dir: Path, *overrides: str) -> bool:
@@ -72,14 +72,14 @@ def test_an_export_that_is_asked_for_later_is_left_to_do(
 ) -> None:
     target = tmp_path / "exported"
     assert not is_finished(run_dir, "trainer.steps=4", f"trainer.export_hf={target}")
-    assert capsys.readouterr().err == f"step 4 of 4 is done; what is left is trainer.export_hf={target}\n"
+    assert capsys.readouterr().err == f"step 4 of 4 is done; still to export: trainer.export_hf={target}\n"
     target.mkdir()
     assert is_finished(run_dir, "trainer.steps=4", f"trainer.export_hf={target}")
 
 
 def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not is_finished(run_dir, "trainer.steps=5")
-    assert capsys.readouterr().err == f"resumes from step_4 in {run_dir}\n"
+    assert capsys.readouterr().err == f"resuming from step_4 in {run_dir}\n"
     assert not is_finished(run_dir.parent / "new", "trainer.steps=5", f"run.dir={run_dir.parent / 'new'}")
     assert capsys.readouterr().err == ""
 
@@ -90,7 +90,7 @@ def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text("run: {dir: x}\ndata: {train: x}\nmodel: {hf_path: x}\n")
     config = load_config(str(tmp_path / "config.yaml"))
     config.run.dir = str(directory)
-    words = shlex.split(verbs._hugging_face(config))
+    words = shlex.split(verbs._export_hint(config))
     assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]
 
 

@@ -211,7 +211,7 @@ def test_a_job_that_is_certain_to_be_refused_is_rendered_by_force_alone(
     assert main(["slurm", *small, override]) == 2
     printed = capsys.readouterr()
     assert reason in printed.err
-    assert "--force renders it all the same" in printed.err
+    assert "--force prints the script anyway" in printed.err
     assert printed.out == ""
     assert main(["slurm", *small, override, "--force"]) == 0
     printed = capsys.readouterr()

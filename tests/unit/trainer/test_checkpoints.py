@@ -181,8 +181,8 @@ def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints
         (lambda path: rewrite(path, "weights.bin", "weights.bim"), "another checksum than was saved"),
         (lambda path: rewrite(path, "weights.bin", "../weights.bin", resealed=True), r"it lists \.\./weights\.bin"),
         (lambda path: rewrite(path, '"files"', '"filed"', resealed=True), "complete.json cannot be read"),
-        (lambda path: ((path / "complete.json").unlink(), (path / "complete.json").mkdir()), "no regular file"),
-        (lambda path: ((path / "complete.json").unlink(), os.mkfifo(path / "complete.json")), "no regular file"),
+        (lambda path: ((path / "complete.json").unlink(), (path / "complete.json").mkdir()), "not a regular file"),
+        (lambda path: ((path / "complete.json").unlink(), os.mkfifo(path / "complete.json")), "not a regular file"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_what_to_do(
@@ -255,7 +255,7 @@ def test_check_newest_reads_both_ends_of_large_files(
     if damage == "middle":
         check_newest(checkpoints.directory.parent)
         return
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp begins or ends with other bytes than a block"):
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp does not begin and end like a zip archive"):
         check_newest(checkpoints.directory.parent)
 
 

@@ -81,8 +81,13 @@ def test_check_one_bad_engine_names_it_figure_limit_and_key() -> None:
     with pytest.raises(ConfigError) as raised:
         checked(settled(), gap(1e-6), gap(2.0, 4.0), gap(1e-7))
     message = str(raised.value)
-    assert message.startswith("log-probabilities of rollout engine 1 and of the trainer differ by 3 nats on average")
-    for part in ("rollout.max_logp_gap is 0.001", "training has not begun", "config.json", "rollout.max_logp_gap=null"):
+    assert message.startswith("log-probabilities of rollout engine 1 and the trainer differ by 3 nats on average")
+    for part in (
+        "rollout.max_logp_gap is 0.001",
+        "training has not started",
+        "config.json",
+        "rollout.max_logp_gap=null",
+    ):
         assert part in message
     assert raised.value.exit_code == 2
 

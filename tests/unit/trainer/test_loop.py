@@ -308,11 +308,11 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     run = make(tmp_path, 2, Recorder())
     run.positions["another"] = Recorder()
-    with pytest.raises(CheckpointError, match="another kind of run"):
+    with pytest.raises(CheckpointError, match="a different kind of run"):
         train(run)
 
 
-@pytest.mark.parametrize(("before", "message"), [(True, "has an adaptive .* run none"), (False, "has no .* run one")])
+@pytest.mark.parametrize(("before", "message"), [(True, "has an adaptive .* has none"), (False, "has no .* has one")])
 def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
     for steps, adaptive in ((2, before), (4, not before)):
         run = make(tmp_path, steps, Recorder())
@@ -324,7 +324,9 @@ def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, befor
         train(run)
 
 
-@pytest.mark.parametrize(("before", "message"), [(True, "has a critic, and this run none"), (False, "has no .* one")])
+@pytest.mark.parametrize(
+    ("before", "message"), [(True, "has a critic, but this run has none"), (False, "has no .* one")]
+)
 def test_a_critic_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
     for steps, criticised in ((2, before), (4, not before)):
         run = make(tmp_path, steps, Recorder())
