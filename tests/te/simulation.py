@@ -176,7 +176,7 @@ def _attend_on_cpu() -> None:
     import megatron.core.extensions.transformer_engine as adapter
 
     from mcore_rl.megatron.model.attention import SDPACoreAttention
-    from mcore_rl.megatron.model.context import ALONE, ContextPart
+    from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
     from mcore_rl.resolved import attention, implementation
 
     assert adapter.HAVE_TE, "megatron does not see the simulated TransformerEngine"
@@ -187,7 +187,7 @@ def _attend_on_cpu() -> None:
         size = self.config.context_parallel_size
         ours = SDPACoreAttention.__new__(SDPACoreAttention)
         torch.nn.Module.__init__(ours)
-        ours.context = ALONE if size == 1 else ContextPart(self.cp_group.rank(), size, self.cp_group)
+        ours.context = SINGLE_RANK if size == 1 else ContextPart(self.cp_group.rank(), size, self.cp_group)
         ours.scale = self.unfused_attention.softmax_scale
         return SDPACoreAttention.forward(ours, query, key, value, None, packed_seq_params)
 

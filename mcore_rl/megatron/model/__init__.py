@@ -1,1 +1,1 @@
-"""Models from a specification: layers, attention, routers, names, loading, process groups."""
+"""Construction of Megatron models: layers, attention, routers, names, loading, process groups."""

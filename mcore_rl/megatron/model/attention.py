@@ -1,8 +1,8 @@
-"""Core attention by torch's SDPA: what megatron.core's local layer spec lacks (packed sequences), on any device.
+"""Core attention for packed sequences with torch's SDPA, on any device; used if TransformerEngine is not installed.
 
-Used where TransformerEngine is absent. Packed sequences (THD) are never mixed: short ones of similar length share a
-padded batch, which under a causal mask is exact, because a query never reaches the padding behind its sequence.
-Over context-parallel ranks `context_attention` takes its place.
+The core attention of megatron.core's local layer spec does not support packed sequences. Here, short sequences of
+similar length share a padded batch. With a causal mask this is exact, because a query never attends to the padding
+after its sequence. With context parallelism, `context_attention` is used instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.context_attention import context_attention
 
 cpu.install()
@@ -25,22 +25,22 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 BATCHED_TOKENS = 128
-"""Sequences up to this length are batched; longer ones keep a core busy on their own and pay only for padding."""
+"""Sequences up to this length are batched. Longer ones keep a core busy alone; batching them would only add padding."""
 SIMILAR = 0.8
 """The shortest sequence of a batch is at least this fraction of the longest."""
 
 
 def upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The same values on `device`, without a wait of the host: a GPU copies from pinned memory, which torch keeps until
-    the copy is done. On the CPU the tensor itself."""
+    """Copy to `device` without blocking the host. For CUDA it copies from pinned memory, which torch keeps alive until
+    the copy is done; on the CPU it returns the tensor itself."""
     pinned = host.pin_memory() if torch.device(device).type == "cuda" else host
     return pinned.to(device, non_blocking=True)
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """With the sequences' lengths on the host as well: attention that works sequence by sequence asks for them in every
-    layer, and would wait for a GPU each time. Units: tokens."""
+    """Packed sequences whose lengths (in tokens) are also available on the host. Attention per sequence needs them in
+    every layer; reading them from the GPU would synchronize each time."""
 
     lengths: tuple[int, ...] = ()
 
@@ -48,12 +48,12 @@ class PackedRow(PackedSeqParams):
 def pack_sequences(
     lengths: list[int], device: torch.device | str = "cpu", *, context_parallel: bool = False
 ) -> PackedRow:
-    """What GPTModel.forward takes as packed_seq_params for sequences laid end to end, positions from 0 in each.
+    """Build packed_seq_params for GPTModel.forward: concatenated sequences, positions starting from 0 in each.
 
-    Units: lengths in tokens, each at least 1; their sum is the length of the packed row. With context_parallel they are
-    those of the whole sequences, padded, and the rank's row is a part of theirs.
+    Units: lengths in tokens, each at least 1; their sum is the length of the packed row. With context_parallel, lengths
+    are padded lengths of whole sequences, of which this rank's row is a part.
     """
-    assert min(lengths) > 0, "a packed row has no empty sequence"
+    assert min(lengths) > 0, "a packed row must not contain an empty sequence"
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     offsets[1:] = torch.tensor(lengths).cumsum(0)
     offsets = upload(offsets, device)
@@ -62,8 +62,8 @@ def pack_sequences(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
-        # TransformerEngine refuses packed sequences on context-parallel ranks without these. They are no others:
-        # padding belongs to its sequence, where no token sees it.
+        # TransformerEngine requires padded offsets with context parallelism. They equal the offsets, because padding
+        # counts as part of its sequence, where no other token attends to it.
         cu_seqlens_q_padded=offsets if context_parallel else None,
         cu_seqlens_kv_padded=offsets if context_parallel else None,
         max_seqlen_q=longest,
@@ -74,13 +74,11 @@ def pack_sequences(
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Sequences that share one SDPA call.
+    """Sequences that share one SDPA call, as a padded matrix of `rows` x `width` cells.
 
-    `whole` is the stretch of the packed row that they are, one after the other, where they are of one length: nothing
-    is copied then.
-
-    Shapes: source int64 [rows * width], the packed position each padded cell reads (padding repeats a token of the
-    same sequence); real int64 [n], the cells that are no padding, row by row.
+    source: packed position of each cell's token, int64 [rows * width]; padding repeats a token of the same sequence.
+    real: indices of the cells that are not padding, row by row, int64 [n].
+    whole: slice of the packed row if the sequences are adjacent and of equal length, so that nothing is copied.
     """
 
     rows: int
@@ -90,18 +88,18 @@ class PaddedBatch:
     whole: slice | None
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [rows, width, ...]."""
+        """Select the batch's tokens. Shapes: [T, ...] -> [rows, width, ...]."""
         cells = packed.index_select(0, self.source) if self.whole is None else packed[self.whole]
         return cells.unflatten(0, (self.rows, self.width))
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[rows, width, ...] -> [n, ...]."""
+        """Remove the padding. Shapes: [rows, width, ...] -> [n, ...]."""
         cells = padded.flatten(0, 1)
         return cells.index_select(0, self.real) if self.whole is None else cells
 
 
 def _group(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Sequence indices by descending length, cut where a sequence is too long or too unlike its group's first."""
+    """Group sequence indices by descending length. A group ends at a sequence that is too long or too short for it."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0
@@ -115,8 +113,8 @@ def _group(lengths: tuple[int, ...]) -> list[list[int]]:
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBatch], torch.Tensor | None]:
-    """Batches, and for each packed position its place among the batches' real cells (None: they are in order).
-    Cached: every layer, forward and backward, asks for the same one."""
+    """Plan the batches, and the place of each packed position in their concatenated outputs (None: already in order).
+    Cached, because every layer uses the same plan in forward and backward passes."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -139,8 +137,8 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
 
 
 class SDPACoreAttention(MegatronModule):
-    """core_attention of a local layer spec: causal self-attention, grouped queries, THD and BSHD; over
-    context-parallel ranks on the CPU only."""
+    """Core attention of the local layer spec: causal self-attention, grouped queries, THD and BSHD formats; context
+    parallelism on the CPU only."""
 
     def __init__(
         self,
@@ -153,14 +151,14 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self.context = ALONE
+        self.context = SINGLE_RANK
         if config.context_parallel_size > 1:
             assert not torch.cuda.is_available(), (
-                "resolved.model rejects this layout on GPUs: the kernels here run on CPUs only"
+                "resolved.model rejects this layout on GPUs: these attention kernels run on CPUs only"
             )
             group = pg_collection.cp
             self.context = ContextPart(group.rank(), group.size(), group)
-        assert not config.attention_dropout, "the model builder turns dropout off"
+        assert not config.attention_dropout, "build_model sets dropout to 0"
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"layer {layer_number}: {attention_type} attention with mask {attn_mask_type}")
         self.scale = softmax_scale
@@ -174,9 +172,12 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Shapes: query [T, heads, d], key and value [T, groups, d] when packed, giving [T, heads * d];
-        [S, B, heads, d] and [S, B, groups, d] otherwise, giving [S, B, heads * d]. The mask is always causal.
-        Collective: the context-parallel group."""
+        """Compute causal attention; attention_mask is ignored.
+
+        Shapes, packed: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d].
+        Shapes, otherwise: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
+        Collective: the context-parallel group.
+        """
         if self.context.size > 1:
             return self._attend_over_ranks(query, key, value, packed_seq_params)
         if packed_seq_params is None:
@@ -193,7 +194,7 @@ class SDPACoreAttention(MegatronModule):
     def _attend_over_ranks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedRow | None
     ) -> torch.Tensor:
-        """Shapes: as of forward, of this rank's tokens."""
+        """Compute attention with context parallelism. Shapes: like forward, for this rank's tokens."""
         if packed is not None:
             return context_attention(query, key, value, packed.lengths, self.context, scale=self.scale).flatten(1)
         length, rows = query.shape[:2]
@@ -203,6 +204,6 @@ class SDPACoreAttention(MegatronModule):
         return out.unflatten(0, (rows, length)).transpose(0, 1).flatten(2)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""
+        """Call SDPA. Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)

@@ -1,8 +1,8 @@
-"""Context parallelism: which tokens of a packed row each rank computes, and how losses see whole responses again.
+"""Context parallelism: distribution of a packed row's tokens over ranks, and gathering of values for losses.
 
-Every sequence is padded to a multiple of 2 * size tokens and cut into that many chunks. Rank r holds chunk r and its
-mirror image, chunk 2 * size - 1 - r: under a causal mask all ranks then have equally much to do. Worked example, two
-ranks, sequences padded to 8 and 4 tokens:
+Each sequence is padded to a multiple of 2 * size tokens and split into 2 * size chunks. Rank r holds chunks r and
+2 * size - 1 - r, so that all ranks have the same work under a causal mask. Example with two ranks and sequences padded
+to 8 and 4 tokens:
 
     position in the row      0 1 2 3 4 5 6 7   8 9 10 11
     chunk of the sequence    0 0 1 1 2 2 3 3   0 1  2  3
@@ -10,7 +10,7 @@ ranks, sequences padded to 8 and 4 tokens:
     row of rank 0            0 1 6 7           8 11
     row of rank 1            2 3 4 5           9 10
 
-Padding stands behind its sequence, where no token sees it. Imports no megatron.core.
+Padding is at the end of a sequence, where no other token attends to it. Imports no megatron.core.
 Source: the order that TransformerEngine's attention, rotary embeddings and roll_tensor of megatron-core 0.16.1 expect.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ContextPart:
-    """One of `size` context-parallel ranks; `group` are all of them (None: nothing is ever exchanged)."""
+    """A context-parallel rank and its group (None: never communicates)."""
 
     rank: int = 0
     size: int = 1
@@ -33,17 +33,17 @@ class ContextPart:
 
     @property
     def multiple(self) -> int:
-        """What the length of every sequence must be a multiple of."""
+        """The length of every padded sequence must be a multiple of this number."""
         return 2 * self.size if self.size > 1 else 1
 
     def chunks(self) -> tuple[int, int]:
-        """Numbers of the two chunks of every sequence that this rank holds, ascending."""
+        """Indices of the two chunks of each sequence on this rank, ascending."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Of this rank's tokens within their sequences.
+        """Positions of this rank's tokens within their sequences, in the order of the rank's row.
 
-        Shapes: lengths int64 [sequences], padded; returns int64 [sum(lengths) / size], in the order of the rank's row.
+        Shapes: lengths int64 [sequences], padded -> int64 [sum(lengths) / size].
         """
         rank_lengths = lengths // self.size
         chunk = (rank_lengths // 2).repeat_interleave(rank_lengths)
@@ -52,44 +52,41 @@ class ContextPart:
         front, back = self.chunks()
         return place + torch.where(place < chunk, front * chunk, (back - 1) * chunk)
 
-    def cells(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Positions of this rank's tokens in the row of all ranks; shapes as of `positions`."""
+    def row_indices(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Indices of this rank's tokens in the row of all ranks. Shapes: like `positions`."""
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths // self.size)
         return starts + self.positions(lengths)
 
     def owners(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The rank of every token.
-
-        Shapes: lengths int64 [sequences], padded; returns int64 [sum(lengths)].
-        """
+        """Rank of every token. Shapes: lengths int64 [sequences], padded -> int64 [sum(lengths)]."""
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         chunk = (lengths // self.multiple).repeat_interleave(lengths)
         number = (torch.arange(len(chunk), device=lengths.device) - starts) // chunk
         return torch.minimum(number, 2 * self.size - 1 - number)
 
     def gather(self, values: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Joins what the ranks hold of some tokens; differentiable: each rank receives its tokens' gradient summed over
-        all ranks, so it is whole where every rank goes on with its own part of a sum.
+        """Gather per-token values from all ranks. Differentiable: the backward pass sums the gradient over all ranks
+        and returns this rank's part, so each rank may continue with its own part of a sum.
 
-        Shapes: owners int64 [N], the rank of each token, equal on all ranks; values [K, n], those of this rank's n
-        tokens in that order; returns [K, N].
-        Collective: all ranks of `group`, and all of them once more in the backward pass.
+        Shapes: owners int64 [N], the rank of each token, equal on all ranks; values [K, n] of this rank's n tokens, in
+        the same order; returns [K, N].
+        Collective: all ranks of `group`, again in the backward pass.
         """
-        return _Gather.apply(values, owners, self)
+        return _GatherTokens.apply(values, owners, self)
 
 
-ALONE = ContextPart()
-"""Without context parallelism a rank has the whole row."""
+SINGLE_RANK = ContextPart()
+"""No context parallelism: the rank holds the whole row."""
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, owners: torch.Tensor, part: ContextPart) -> torch.Tensor:
         ctx.part = part
         ctx.save_for_backward(owners)
         counts = owners.bincount(minlength=part.size)
         width = int(counts.max())
-        sent = values.new_zeros(width, len(values))  # equal sizes, which is all that one collective takes
+        sent = values.new_zeros(width, len(values))  # padded: all_gather needs equal sizes
         sent[: values.shape[1]] = values.t()
         gathered = values.new_empty(part.size * width, len(values))
         dist.all_gather_single(gathered, sent, group=part.group)

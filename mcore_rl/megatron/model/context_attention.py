@@ -1,9 +1,9 @@
-"""Causal self-attention over context-parallel ranks on a CPU: the order of tokens is that of `context`.
+"""Causal self-attention over context-parallel ranks on a CPU; tokens are ordered as in `context`.
 
-Keys and values are gathered from all ranks and their gradients reduced and scattered; they are gathered anew for the
-backward pass, so that what a layer keeps stays a rank's share. Of a sequence of 2 * size chunks, queries of chunk c
-meet chunk c under a causal mask and the chunks before it under none, and log-sum-exps join the two results. So nothing
-is computed that the mask hides: each rank does exactly 1 / size of a sequence's work.
+Keys and values are gathered from all ranks, and their gradients are reduce-scattered. The backward pass gathers them
+again, so that a layer stores only this rank's share. A sequence has 2 * size chunks. Queries of chunk c attend to chunk
+c with a causal mask and to all earlier chunks without a mask; the two results are combined by their log-sum-exps. No
+masked-out scores are computed, and each rank does exactly 1 / size of a sequence's work.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mcore_rl.megatron.model.context import ContextPart
 
 
 @dataclass(frozen=True)
-class Block:
-    """What one kernel call computes of each sequence of a group: queries of one of the two chunks that a rank holds
-    (`half` 0 or 1) against the keys at positions `keys` of the sequence."""
+class AttentionBlock:
+    """One kernel call for all sequences of a group: queries of one of the rank's two chunks (`half` 0 or 1) and keys at
+    the positions `keys` of the sequence."""
 
     half: int
     keys: slice
@@ -32,27 +32,28 @@ class Block:
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The sequences with chunks of one length.
+    """Sequences with the same chunk length.
 
-    Shapes: queries int64 [rows * 2 * chunk], their cells in the rank's row; keys int64 [rows * seen], their cells in
-    the gathered rows of all ranks, by position, as far as the rank's later chunk sees.
+    queries: indices of the queries in the rank's row, int64 [rows * 2 * chunk].
+    keys: indices of the keys in the gathered rows of all ranks, by position, up to the end of the rank's later chunk;
+    int64 [rows * seen].
     """
 
     rows: int
     chunk: int
     queries: torch.Tensor
     keys: torch.Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
 
-def blocks_of(part: ContextPart, chunk: int) -> tuple[Block, ...]:
-    """All that a rank computes of a sequence with chunks of `chunk` tokens; a half's causal block comes first."""
+def attention_blocks(part: ContextPart, chunk: int) -> tuple[AttentionBlock, ...]:
+    """List the blocks that a rank computes for a sequence with chunks of `chunk` tokens; per half, causal first."""
     blocks = []
     for half, number in enumerate(part.chunks()):
         start = number * chunk
-        blocks.append(Block(half, slice(start, start + chunk), causal=True))
+        blocks.append(AttentionBlock(half, slice(start, start + chunk), causal=True))
         if start:
-            blocks.append(Block(half, slice(0, start), causal=False))
+            blocks.append(AttentionBlock(half, slice(0, start), causal=False))
     return tuple(blocks)
 
 
@@ -65,15 +66,15 @@ def context_attention(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of every token to its sequence's tokens up to itself, wherever they lie.
+    """Compute causal softmax attention within each sequence, across ranks.
 
-    Shapes: query [T, heads, d], key [T, groups, d], value [T, groups, e], this rank's tokens; lengths: of the whole
-    sequences, padded; returns [T, heads, e]. scale None: 1 / sqrt(d).
-    Collective: all ranks of part.group, twice more in the backward pass.
+    Shapes: query [T, heads, d], key [T, groups, d], value [T, groups, e] of this rank's tokens -> [T, heads, e].
+    lengths: padded lengths of the whole sequences. scale None: 1 / sqrt(d).
+    Collective: all ranks of part.group, once in the forward pass and twice in the backward pass.
     """
     width = query.shape[-1]
     scale = width**-0.5 if scale is None else scale
-    # The kernel wants heads of one width: zeros add nothing to a score and give zeros of value.
+    # The kernel needs equal head widths. Zero padding changes no score and adds zeros to values, which are cut off.
     heads = max(width, value.shape[-1])
     q, k, v = (F.pad(x, (0, heads - x.shape[-1])) for x in (query, key, value))
     plan = _plan(lengths, part.rank, part.size, query.device)
@@ -83,12 +84,12 @@ def context_attention(
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> tuple[SequenceGroup, ...]:
-    """Cached: every layer, forward and backward, asks for the same one."""
+    """Group sequences by chunk length. Cached: every layer uses the same plan in forward and backward passes."""
     part, rank_tokens = ContextPart(rank, size), sum(lengths) // size
     by_chunk: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
-        assert length % part.multiple == 0, f"a sequence of {length} tokens on {size} context-parallel ranks"
+        assert length % part.multiple == 0, f"{length} tokens cannot be divided among {size} context-parallel ranks"
         by_chunk.setdefault(length // part.multiple, []).append(start // size)
         start += length
     groups = []
@@ -99,7 +100,7 @@ def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) 
         owner = torch.minimum(number, 2 * size - 1 - number)
         source = owner * rank_tokens + (number >= size) * chunk + offset
         keys = first + source[: (part.chunks()[1] + 1) * chunk]
-        blocks = blocks_of(part, chunk)
+        blocks = attention_blocks(part, chunk)
         groups.append(
             SequenceGroup(len(starts), chunk, queries.flatten().to(device), keys.flatten().to(device), blocks)
         )
@@ -119,7 +120,7 @@ class _ContextAttention(torch.autograd.Function):
         """Shapes: query [T, heads, d]; key_value [2, T, groups, d]; returns [T, heads, d]."""
         gathered = _gather(key_value, part)
         out = torch.empty_like(query)
-        log_sum = query.new_empty(query.shape[:2], dtype=_accurate(query.dtype))
+        log_sum = query.new_empty(query.shape[:2], dtype=_accumulation_dtype(query.dtype))
         for group in plan:
             q, kv = _queries(query, group), _keys(gathered, group)
             halves = [_attend_half(q[half], kv, blocks, scale) for half, blocks in _by_half(group)]
@@ -134,8 +135,8 @@ class _ContextAttention(torch.autograd.Function):
         query, key_value, out, log_sum = ctx.saved_tensors
         gathered = _gather(key_value, ctx.part)
         grad_query = torch.empty_like(query)
-        # Several blocks and ranks add to a key's gradient: the sum has at least float32.
-        grad_gathered = torch.zeros_like(gathered, dtype=_accurate(query.dtype))
+        # Several blocks and ranks add to a key's gradient: accumulate in at least float32.
+        grad_gathered = torch.zeros_like(gathered, dtype=_accumulation_dtype(query.dtype))
         for group in ctx.plan:
             q, kv, o, g = _queries(query, group), _keys(gathered, group), _queries(out, group), _queries(grad, group)
             total = _queries(log_sum, group)
@@ -155,17 +156,17 @@ class _ContextAttention(torch.autograd.Function):
         return grad_query, _reduce_scatter(grad_gathered, ctx.part).to(key_value.dtype), None, None, None
 
 
-def _by_half(group: SequenceGroup) -> Iterator[tuple[int, list[Block]]]:
+def _by_half(group: SequenceGroup) -> Iterator[tuple[int, list[AttentionBlock]]]:
     for half in (0, 1):
         yield half, [block for block in group.blocks if block.half == half]
 
 
 def _attend_half(
-    q: torch.Tensor, kv: torch.Tensor, blocks: list[Block], scale: float
+    q: torch.Tensor, kv: torch.Tensor, blocks: list[AttentionBlock], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries to all their blocks, and the logarithm of its denominator.
+    """Compute attention of the queries to all their blocks, and its log-sum-exp.
 
-    Shapes: q [rows, heads, chunk, d]; kv [2, rows, groups, seen, d]; returns as q, and [rows, heads, chunk].
+    Shapes: q [rows, heads, chunk, d]; kv [2, rows, groups, seen, d] -> like q, and [rows, heads, chunk].
     """
     parts = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -181,35 +182,35 @@ def _attend_half(
 
 
 def _queries(row: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """[T, heads, ...] -> [2, rows, heads, chunk, ...]."""
+    """Select the group's queries. Shapes: [T, heads, ...] -> [2, rows, heads, chunk, ...]."""
     cells = row.index_select(0, group.queries).unflatten(0, (group.rows, 2, group.chunk))
     return cells.transpose(0, 1).transpose(2, 3)
 
 
 def _put_queries(row: torch.Tensor, group: SequenceGroup, cells: torch.Tensor) -> None:
-    """The inverse of _queries, into `row`."""
+    """Write into `row` the inverse of _queries."""
     flat = cells.transpose(2, 3).transpose(0, 1).flatten(0, 2)
     row.index_copy_(0, group.queries, flat.to(row.dtype))
 
 
 def _keys(gathered: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """[2, T * size, groups, d] -> [2, rows, groups, seen, d]."""
+    """Select the group's keys and values. Shapes: [2, T * size, groups, d] -> [2, rows, groups, seen, d]."""
     return gathered.index_select(1, group.keys).unflatten(1, (group.rows, -1)).transpose(2, 3)
 
 
-def _accurate(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _gather(key_value: torch.Tensor, part: ContextPart) -> torch.Tensor:
-    """[2, T, groups, d] -> [2, size * T, groups, d], rank after rank."""
+    """All-gather in rank order. Shapes: [2, T, groups, d] -> [2, size * T, groups, d]."""
     by_rank = key_value.new_empty(part.size, *key_value.shape)
     dist.all_gather_single(by_rank.flatten(0, 1), key_value.contiguous(), group=part.group)
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(whole: torch.Tensor, part: ContextPart) -> torch.Tensor:
-    """The inverse of _gather, summed over ranks."""
+    """Sum over ranks and return this rank's part; the transpose of _gather."""
     by_rank = whole.unflatten(1, (part.size, -1)).transpose(0, 1).contiguous()
     summed = torch.empty_like(by_rank[0])
     dist.reduce_scatter_single(summed, by_rank.flatten(0, 1), group=part.group)

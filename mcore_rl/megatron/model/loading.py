@@ -1,4 +1,4 @@
-"""Fills a live model from an HF directory."""
+"""Loading of HF weights into a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from model_converters.mapping.table import bind
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout) -> None:
-    """Reads this rank's slices of every tensor into the model, in place; the two must agree name by name and shape by
-    shape, both ways, before anything is read. Tensors of multi-token prediction are left out where the model has no
-    such layers.
+    """Load this rank's slices of every tensor into the model, in place.
 
-    Each rank reads for itself; no collective. Load before the optimizer is built: it copies the weights.
+    Names and shapes of model and directory must match in both directions; this is checked before any data is read.
+    Multi-token-prediction tensors are skipped if the model has no such layers. Not collective: each rank reads its own
+    slices. Load before the optimizer is built, because the optimizer copies the weights.
 
-    Raises: ConfigError saying what is missing, unknown, truncated or misshapen.
+    Raises: ConfigError that lists missing, unknown, truncated or misshapen tensors.
     """
     tensors = canonical_tensors(chunks)
     dtype = next(iter(tensors.values())).dtype

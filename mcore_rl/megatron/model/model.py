@@ -1,4 +1,4 @@
-"""From an HF configuration to this rank's model chunks."""
+"""Construction of this rank's model chunks from an HF configuration."""
 
 from __future__ import annotations
 
@@ -59,13 +59,14 @@ def build_model(
     kind: type[PolicyModel] = PolicyModel,
     installed: Installed | None = None,
 ) -> list[PolicyModel]:
-    """This rank's chunks, one per virtual pipeline stage, in the order forward_backward_func wants them.
+    """Build this rank's chunks, one per virtual pipeline stage, in the order that forward_backward_func expects.
 
-    Weights are initialised only with model_config.random_init (megatron's streams make it repeatable for one layout);
-    otherwise their values are undefined until `loading.load_hf` or a checkpoint fills them.
+    Weights are initialized only if model_config.random_init is set (Megatron's random streams make this reproducible
+    for one layout). Otherwise they are undefined until `loading.load_hf` or a checkpoint fills them.
 
-    gpus_per_node: decides whether experts are spread over nodes; None: they are not. kind: the class of the chunks.
-    installed: what to build from, if not from what this process has.
+    gpus_per_node: used to detect expert parallelism across nodes; None: experts stay within a node.
+    kind: class of the chunks.
+    installed: available libraries and device; None: those of this process.
 
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
@@ -85,14 +86,14 @@ def transformer_config(
     layout: TrainLayout,
     implementation: Implementation,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model, its parallelism, and what the actor relies on.
+    """Build Megatron's configuration: architecture, parallelism, and the options that the actor relies on.
 
     Raises: ConfigError.
     """
     given = dict(arguments.transformer)
     if isinstance(given.get("activation_func"), str):
         given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
-    # None and 0 differ: at 0 megatron would still look for the layers.
+    # With 0 instead of None, Megatron would still look for MTP layers.
     given["mtp_num_layers"] = arguments.mtp_num_layers or None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     unknown = set(given) - {f.name for f in fields(kind)}
@@ -103,7 +104,7 @@ def transformer_config(
         implementation.arguments(),
         recompute_arguments(actor_config, arguments, layout, implementation),
         _expert_arguments() if given.get("num_moe_experts") else {},
-        {} if model_config.random_init else _no_initialisation(),
+        {} if model_config.random_init else _skip_initialization(),
     )
     for group in groups:
         given.update(group)
@@ -121,12 +122,12 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "pipeline_model_parallel_layout": layout.pipeline_layout,
-        # Mixture-of-experts layers require it with tp > 1; dense ones save activations with it.
+        # Required by mixture-of-experts layers with tp > 1; reduces activation memory of dense layers.
         "sequence_parallel": sequence_parallel(parallel, layout.tp),
-        # Packed micro-batches differ in length: stages tell each other the shape before they send.
+        # Packed micro-batches differ in length, so stages exchange shapes before tensors.
         "variable_seq_lengths": layout.pp > 1,
-        # 0.16.1 on gloo: an interleaved schedule without overlap is silently wrong at pp=2, and with outputs
-        # deallocated it races.
+        # megatron-core 0.16.1 on gloo: the interleaved schedule without overlap gives wrong results at pp=2 without
+        # an error, and with deallocated outputs it has a race.
         "overlap_p2p_comm": layout.vpp is not None,
         "batch_p2p_comm": layout.vpp is None,
         "deallocate_pipeline_outputs": False,
@@ -136,42 +137,45 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
 def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
     dtype = DTYPES.get(settled_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
     if dtype is None:
-        raise ConfigError(f"model.dtype is {model_config.dtype!r}; known: {', '.join(DTYPES)}")
+        raise ConfigError(f"model.dtype={model_config.dtype!r} is not known. Known: {', '.join(DTYPES)}.")
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # The loss is a sum over tokens; DDP must know before it is built, or gradients are off by the DP size.
+        # The loss is a sum over tokens. DDP reads this when it is built; otherwise gradients are scaled by 1 / dp.
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bias_activation_fusion": True,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Megatron allocates weights on the current device otherwise, whatever torch's default device is.
+        # Otherwise Megatron allocates weights on the current device, even if torch's default device is meta.
         "use_cpu_initialization": torch.get_default_device().type == "meta",
     }
 
 
 def _expert_arguments() -> dict[str, Any]:
     return {
-        # PolicyRouter has auxiliary losses and the bias's updates of its own.
+        # PolicyRouter computes the auxiliary losses and updates the expert bias itself.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        # Top-k on bfloat16 logits ties and flips; engines route in float32 as well.
+        # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 as well.
         "moe_router_dtype": "fp32",
     }
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _no_initialisation() -> dict[str, Any]:
-    """Initialisers that do nothing. perform_initialization=False would skip more than the values: the marks on
-    tensor-parallel weights too, without which gradient norms count only rank 0's shards (0.16.1)."""
-    return {"init_method": _leave, "output_layer_init_method": _leave, "embedding_init_method": _leave}
+def _skip_initialization() -> dict[str, Any]:
+    """Initializers that leave weights unchanged.
+
+    perform_initialization=False is not used: in megatron-core 0.16.1 it also skips the attributes that mark
+    tensor-parallel weights, and gradient norms would then count only the shards of rank 0.
+    """
+    return {"init_method": _unchanged, "output_layer_init_method": _unchanged, "embedding_init_method": _unchanged}
 
 
 def _build_chunk(
@@ -210,8 +214,8 @@ def _build_chunk(
         if isinstance(module, MultiLatentAttention):
             _finish_latent_attention(module, config, arguments.latent_norm_epsilon)
         if isinstance(module, MoELayer) and config.expert_tensor_parallel_size != tp:
-            # 0.16.1 sets experts apart only where ep > 1. Else it sums their gradients over the ranks that replicate
-            # dense weights, which hold other shards of the experts.
+            # megatron-core 0.16.1 treats expert gradients separately only if ep > 1. With etp != tp it would sum them
+            # over the ranks that replicate dense weights, but these hold different shards of the experts.
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
     on_meta = next(model.parameters()).is_meta
@@ -221,11 +225,11 @@ def _build_chunk(
 def _mtp_spec(
     config: TransformerConfig, spec: TransformerBlockSubmodules, engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Multi-token-prediction layers like the model's last layer, where this chunk has any."""
+    """Spec of the multi-token-prediction layers, built like the model's last layer; None if this chunk has none."""
     if not config.mtp_num_layers:
         return None
     if not spec.layer_specs:
-        # A stage of a pipeline layout may hold them without a decoder layer, which megatron 0.16.1 takes for granted.
+        # A pipeline stage may hold MTP layers without a decoder layer; megatron-core 0.16.1 assumes at least one.
         layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
         spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
         use_policy_router(spec.layer_specs)
@@ -243,9 +247,13 @@ def _mtp_spec(
 def _finish_latent_attention(
     attention: MultiLatentAttention, config: TransformerConfig, norm_epsilon: float | None
 ) -> None:
-    """megatron 0.16.1 gives the latent norms, which TransformerEngine fuses into the projections behind them, the
-    model's epsilon, and the replicated projections torch's initial values. TransformerEngine (2.11) marks the weights
-    of the latter as divided over the tensor-parallel ranks, and a gradient norm would count them once for each.
+    """Correct three properties of multi-latent attention in megatron-core 0.16.1 and TransformerEngine 2.11.
+
+    - The latent norms (fused into the following projections by TransformerEngine) get the model's epsilon instead of
+      their own.
+    - The replicated down-projections get torch's initialization instead of config.init_method.
+    - TransformerEngine marks the weights of replicated projections as tensor-parallel shards, so that the gradient norm
+      would count them once per rank.
     """
     for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
         module: Any = getattr(attention, name, None)
@@ -255,12 +263,12 @@ def _finish_latent_attention(
         projection = getattr(attention, name, None)
         if isinstance(projection, Linear):
             config.init_method(projection.weight)
-        elif projection is not None and projection.parallel_mode is None:  # TransformerEngine's, "duplicated"
+        elif projection is not None and projection.parallel_mode is None:  # TransformerEngine, mode "duplicated"
             projection.weight.tensor_model_parallel = False
 
 
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Puts our attention and norm where megatron's local ones refuse packed sequences and sequence parallelism."""
+    """Replace Megatron's local attention and norm, which support neither packed sequences nor sequence parallelism."""
     if config.normalization != "RMSNorm":
         raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({role_key('model.hf_path')})")
     spec.layer_norm = LocalRMSNorm
@@ -269,20 +277,23 @@ def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConf
         parts.input_layernorm = parts.pre_mlp_layernorm = LocalRMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = SDPACoreAttention
-        parts.sharded_state_dict_keys_map = _keys_of_transformer_engine(parts, config)
+        parts.sharded_state_dict_keys_map = _transformer_engine_keys(parts, config)
         if config.multi_latent_attention:
             attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm
-            # A column-parallel one is gathered, and the gradient of the key's shared part is then that of one rank's
-            # heads (0.16.1). Replicated, with sequence parallelism, it is summed over the ranks.
+            # megatron-core 0.16.1: with a column-parallel down-projection, whose output is gathered, the gradient of
+            # the shared part of the key contains only one rank's heads. With a replicated projection and sequence
+            # parallelism the gradient is summed over ranks.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
 
 
-def _keys_of_transformer_engine(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
-    """Of a local layer's tensors in a checkpoint: those that TransformerEngine's layer gives the same ones, by prefix.
-    It fuses a norm into the projection behind it, where that is one, so that hosts with and without read each other's
-    checkpoints."""
+def _transformer_engine_keys(parts: TransformerLayerSubmodules, config: TransformerConfig) -> dict[str, str]:
+    """Map key prefixes of a local layer's tensors to the keys of TransformerEngine's layer in a checkpoint.
+
+    TransformerEngine fuses a norm into the following projection. With this map, checkpoints can be exchanged between
+    hosts with and without TransformerEngine.
+    """
     keys: dict[str, str] = {}
     if config.multi_latent_attention:
         for latent in ("q", "kv"):

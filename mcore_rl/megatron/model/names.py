@@ -1,6 +1,6 @@
-"""Canonical names of a live model's tensors: global layer and expert indices, one spelling for every layer spec.
+"""Canonical names of a model's tensors: global layer and expert indices, the same for every layer spec.
 
-| live name, by spec | canonical |
+| name in the model, by spec | canonical name |
 |---|---|
 | `decoder.layers.{local}` | `decoder.layers.{global}` |
 | `self_attention.linear_qkv.layer_norm_weight` (TransformerEngine fuses the norm) | `input_layernorm.weight` |
@@ -9,11 +9,11 @@
 | `mlp.experts.local_experts.{local}.linear_fc1.weight` (SequentialMLP) | `mlp.experts.linear_fc1.weight{global}` |
 | `mlp.experts.linear_fc1.weight{local}` (TEGroupedMLP) | `mlp.experts.linear_fc1.weight{global}` |
 
-Multi-token-prediction layers are `mtp.layers.{m}`, with an ordinary layer under `transformer_layer`; the last of
-several stages then has a copy of the embedding.
+Multi-token-prediction layers are `mtp.layers.{m}`, with a decoder layer under `transformer_layer`. With several
+pipeline stages, the last stage then has a copy of the embedding.
 
-`output_layer.weight` exists where the live model has one: with tied embeddings that is the copy on the last of
-several stages.
+`output_layer.weight` is present if the model has this tensor. With tied embeddings and several pipeline stages it is
+the copy of the embedding on the last stage.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Everything that this rank holds, live (writing to a value writes the model), by canonical global name:
-    parameters, and the buffers that belong to the model's weights (the router's expert bias).
+    """Return all weights of this rank by canonical name: parameters, and the router's expert bias, which is a buffer.
+    The tensors share memory with the model.
 
-    Raises: KeyError for a tensor whose name this table does not know, or two that get the same name.
+    Raises: KeyError for a tensor without a canonical name, or for two tensors with the same name.
     """
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
@@ -64,13 +64,13 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
         for live_name, tensor in _live_tensors(model):
             name = canonical_name(model, live_name)
             if name in named:
-                raise KeyError(f"{live_name}: a second tensor is called {name}")
+                raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
             named[name] = tensor.data
     return named
 
 
 def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    # Adapters are no part of the model's own weights; lora.adapters.adapter_parameters has them.
+    # Adapters are not weights of the base model; see lora.adapters.adapter_parameters.
     yield from ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." not in name)
     for name, buffer in model.named_buffers():
         if name.endswith("router.expert_bias"):
@@ -78,7 +78,7 @@ def _live_tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def canonical_name(model: PolicyModel, live_name: str) -> str:
-    """Raises: KeyError for a tensor whose name this table does not know."""
+    """Map a name of this chunk's tensors to its canonical name. Raises: KeyError for an unknown name."""
     if live_name in _OUTSIDE_LAYERS or _IN_MTP.fullmatch(live_name):
         return live_name
     canonical = None
@@ -89,7 +89,7 @@ def canonical_name(model: PolicyModel, live_name: str) -> str:
         layer = model.mtp.layers[int(matched[1])].transformer_layer
         canonical = _in_layer(f"mtp.layers.{matched[1]}.transformer_layer.", layer, matched[2])
     if canonical is None:
-        raise KeyError(f"no canonical name is known for {live_name}; add it to mcore_rl/megatron/model/names.py")
+        raise KeyError(f"{live_name} has no canonical name; add it to mcore_rl/megatron/model/names.py")
     return canonical
 
 

@@ -1,4 +1,4 @@
-"""The local layer spec's RMSNorm."""
+"""RMSNorm of the local layer spec."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm built the way a layer spec builds it.
+    """torch's RMSNorm with the constructor that a layer spec calls.
 
-    megatron-core 0.16.1's WrappedTorchNorm refuses sequence parallelism, though all it takes is the mark that makes
-    finalize_model_grads sum the weight's gradient over the tensor-parallel ranks.
+    WrappedTorchNorm of megatron-core 0.16.1 rejects sequence parallelism. Supporting it needs only the attribute
+    `weight.sequence_parallel`: finalize_model_grads then sums the weight's gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -1,25 +1,24 @@
-"""The deferred output projection: the last stage returns hidden states, and the loss projects them in chunks.
+"""Deferred output projection: the last stage returns hidden states, and the loss projects them in chunks.
 
-GPTModel would build logits of every token, [T, V], which for a long row and a large vocabulary is by far the largest
-activation. PolicyModel stops before output_layer; `logprobs.linear_logp_entropy` takes hidden states and weight.
+GPTModel would compute the logits of all tokens, [T, V]: by far the largest activation for a long row and a large
+vocabulary. PolicyModel stops before output_layer; `logprobs.linear_logp_entropy` takes hidden states and weight.
 
-What the caller does, on the last stage:
+Usage on the last stage:
 
     hidden = chunk(tokens, None, None, packed_seq_params=sequences)      # [T, h], whole sequence on every TP rank
     logp, entropy = linear_logp_entropy(
         hidden, output_weight(chunk), targets, group=tp_group, vocab_size=unwrap(chunk).unpadded_vocab_size
     )
 
-- `fp32_output=False` in the call when the chunk is wrapped in Float16Module; otherwise it copies hidden to float32.
-- Each TP rank differentiates its own vocabulary shard, so its gradient of `hidden` is a partial sum. The op that
-  returned `hidden` sums them on the way back: reduce-scatter with sequence parallelism, else all-reduce. The loss must
-  not reduce it again.
-- The gradient of the weight is whole on its rank: it reaches .grad through autograd like any other, and DDP's hook
-  takes it from there. With tied embeddings on one stage it adds to the embedding's gradient; on several stages
-  finalize_model_grads adds the first and the last stage's.
-- With tp > 1 and sequence parallelism T must be a multiple of tp: pad the row with tokens that form one more sequence.
-- Where multi-token-prediction layers are trained and gradients recorded, the D * T hidden states of their depths
-  follow the T of the policy (see mtp.py).
+- If the chunk is wrapped in Float16Module, call it with `fp32_output=False`; otherwise it copies hidden to float32.
+- Each TP rank differentiates its own vocabulary shard, so its gradient of `hidden` is a partial sum. The backward pass
+  of `chunk` sums it: a reduce-scatter with sequence parallelism, otherwise an all-reduce. The loss must not reduce it.
+- The gradient of the weight needs no reduction over TP ranks: it reaches .grad through autograd and DDP's hook. With
+  tied embeddings on one stage it adds to the embedding's gradient; on several stages finalize_model_grads adds the
+  gradients of the first and last stage.
+- With tp > 1 and sequence parallelism, T must be a multiple of tp: pad the row with tokens that form another sequence.
+- If multi-token-prediction layers are trained and gradients are recorded, the D * T hidden states of their depths
+  follow the T hidden states of the policy (see mtp.py).
 """
 
 from __future__ import annotations
@@ -50,44 +49,44 @@ _MTP_INPUTS = (
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage returns hidden states. Parameters, their names and the sharded state dict are
-    GPTModel's own.
+    """A GPTModel whose last stage returns hidden states; parameters, names and sharded state dict are unchanged.
 
-    Tensor-parallel ranks hold equal shares of the vocabulary, so it is padded; `unpadded_vocab_size` are the real
-    entries, None: all. The padding has no part in log-probabilities.
-
-    With `has_adapters` its parameters are frozen but for those of adapters (lora.py), of which a chunk may have none.
-
-    With `emit_logits` it behaves as GPTModel does: logits [B, S, V / tp], the padding's included.
+    unpadded_vocab_size: vocabulary without the padding that makes tensor-parallel shards equal; None: no padding.
+        Log-probabilities ignore the padding.
+    has_adapters: all parameters except adapters (lora/adapters.py) are frozen; a chunk may have no adapters.
+    emit_logits: return logits [B, S, V / tp], including padding, like GPTModel.
     """
 
     emit_logits = has_adapters = False
     unpadded_vocab_size: int | None = None
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage; [(1 + D) * B * S, h]
-        with D multi-token-prediction layers where gradients are recorded."""
+        """Return hidden states on the last stage instead of logits.
+
+        Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage; [(1 + D) * B * S, h] with
+        D multi-token-prediction layers if gradients are recorded.
+        """
         if self.emit_logits:
             return super()._postprocess(hidden_states, *args, **kwargs)
-        # Only their loss reads them, and only updates have it.
+        # Only the MTP loss reads the states of the depths, and only updates compute it.
         depths = (self.config.mtp_num_layers or 0) if torch.is_grad_enabled() else 0
         if depths and self.mtp_process:
             hidden_states = torch.cat((hidden_states, self._predict_ahead(hidden_states, **kwargs)))
         if not self.post_process:
             return hidden_states
-        rows = [self._whole(part).transpose(0, 1).flatten(0, 1) for part in hidden_states.chunk(1 + depths)]
+        rows = [self._gather_sequence(part).transpose(0, 1).flatten(0, 1) for part in hidden_states.chunk(1 + depths)]
         return torch.cat(rows) if depths else rows[0]
 
     def _predict_ahead(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """The hidden states of all depths, one after the other; no gradient leaves their layers."""
-        # Recomputation records a gradient only where one of its inputs asks for it.
+        """Concatenated hidden states of all depths. Their gradient stays within the MTP layers."""
+        # Activation recomputation records gradients only if an input requires them.
         detached = hidden_states.detach().requires_grad_()
         given = {name: inputs.get(name) for name in _MTP_INPUTS}
         all_states = self.mtp(hidden_states=detached, embedding=self.embedding, **given)
         return all_states[len(hidden_states) :]
 
-    def _whole(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The whole sequence on every tensor-parallel rank, its gradient summed over them."""
+    def _gather_sequence(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gather the whole sequence on every tensor-parallel rank; the backward pass sums its gradient over them."""
         if self.config.sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
@@ -96,16 +95,16 @@ class PolicyModel(GPTModel):
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:
-    """The model inside DistributedDataParallel and Float16Module."""
+    """Return the model inside DistributedDataParallel and Float16Module."""
     while not isinstance(module, PolicyModel):
         module = module.module  # type: ignore[assignment]
     return module
 
 
 def output_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
-    """This rank's rows of the output projection, [V / tp, h]: the embedding where the two are tied.
+    """Return this rank's rows of the output projection, [V / tp, h]; the embedding if the two are tied.
 
-    Raises: ValueError when the chunk is not on the last stage.
+    Raises: ValueError if the chunk is not on the last stage.
     """
     model = unwrap(chunk)
     if not model.post_process:
@@ -117,7 +116,7 @@ def output_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
 
 @contextmanager
 def logits_emitted(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block the last stage returns vocabulary-parallel logits [B, S, V / tp], as GPTModel does."""
+    """Context in which the last stage returns vocabulary-parallel logits [B, S, V / tp], like GPTModel."""
     models = [unwrap(chunk) for chunk in chunks]
     for model in models:
         model.emit_logits = True

@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed, megatron.core's parallel state, and the random number streams."""
+"""Set-up of process groups: torch.distributed, megatron.core's parallel state, and random number streams."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def initialize(
     timeout_seconds: int,
     seed: int,
 ) -> None:
-    """Joins the process group (gloo on "cpu", NCCL on "cuda") and seeds the random streams of this rank.
+    """Join the process group (gloo for "cpu", NCCL for "cuda") and seed the random streams of this rank.
 
-    `init_method` is tcp://host:port, the same on all ranks; rank 0 listens there. On CUDA the process must see its own
-    GPU as device 0 or have called torch.cuda.set_device.
+    init_method: tcp://host:port, the same on all ranks; rank 0 listens on it. With CUDA, the process's GPU must be
+    device 0, or torch.cuda.set_device must have been called.
 
     Collective: all ranks of the layout.
-    Raises: ConfigError when `device` is not what this process has.
+    Raises: ConfigError if `device` differs from the device of this process.
     """
     present = "cuda" if torch.cuda.is_available() else "cpu"
     if device != present:
@@ -46,7 +46,7 @@ def initialize(
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        **_meeting_point(init_method, rank, layout.world_size, timeout),
+        **_rendezvous(init_method, rank, layout.world_size, timeout),
         rank=rank,
         world_size=layout.world_size,
         timeout=timeout,
@@ -54,9 +54,9 @@ def initialize(
     initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
 
 
-def _meeting_point(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """Arguments of init_process_group. For tcp:// a store that listens on that very address: torch's own (2.13) would
-    listen on every network of the host, and it takes orders from whoever connects."""
+def _rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group. For tcp://, a store that listens only on the given address: torch's own store
+    (2.13) would listen on every network interface, and it executes requests without authentication."""
     address = urlsplit(init_method)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return {"init_method": init_method}
@@ -67,7 +67,7 @@ def _meeting_point(init_method: str, rank: int, world_size: int, timeout: timede
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises: ConfigError when another process has the port."""
+    """Open the listening socket of the store. Raises: ConfigError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -75,23 +75,25 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConfigError(
-            f"{socket.gethostname()}: another process has taken port {port}, where ranks were to meet; start again: "
-            "the port is another one each time"
+            f"{socket.gethostname()}: port {port} for the rendezvous of ranks is used by another process; start again, "
+            "each start uses a different port"
         ) from None
 
 
 def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, gloo_groups: bool = True) -> None:
-    """Builds megatron's groups in the process group that exists, replacing earlier ones, and seeds.
+    """Create Megatron's groups in the existing process group, replacing earlier ones, and seed the random streams.
 
-    `gloo_groups`: also make the CPU groups that the distributed optimizer saves through (a fake process group
-    cannot make them).
+    gloo_groups: also create the CPU groups through which the distributed optimizer saves (impossible in a fake process
+    group).
 
     Collective: all ranks of the layout.
     """
     if dist.get_world_size() != layout.world_size:
-        raise McoreRLError(f"a layout of {layout.world_size} ranks in a process group of {dist.get_world_size()}")
+        raise McoreRLError(
+            f"the layout has {layout.world_size} ranks, but the process group has {dist.get_world_size()}"
+        )
     if parallel_state.model_parallel_is_initialized():
-        _leave_groups()
+        _destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -106,16 +108,17 @@ def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, g
 
 
 def seed_streams(seed: int) -> None:
-    """Seeds the random streams of this rank anew, by its place in the layout."""
-    # Pipeline stages draw different weights; inside, tensor- and expert-parallel ranks get streams of their own.
+    """Seed the random streams of this rank according to its position in the layout."""
+    # Each pipeline stage has its own seed. Megatron derives separate streams for tensor- and expert-parallel ranks.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
 
 
-def _leave_groups() -> None:
-    """Ends megatron's groups; destroy_model_parallel (0.16.1) only forgets them, and every gloo group keeps threads."""
-    dist.barrier()  # a peer may still be in the last collective of one
+def _destroy_groups() -> None:
+    """Destroy Megatron's groups. destroy_model_parallel (0.16.1) only drops its references, and the threads of gloo
+    groups would remain."""
+    dist.barrier()  # a peer may still be in the last collective of a group
     for group in parallel_state._global_process_group_list or []:
         if group is not None:
             dist.destroy_process_group(group)
@@ -123,7 +126,7 @@ def _leave_groups() -> None:
 
 
 def destroy() -> None:
-    """Leaves all groups. Safe to call twice, and when initialisation failed half-way; call it in a finally."""
+    """Leave all groups. Safe to call twice and after a failed initialization; call it in a finally block."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The logits of a distributed checkpoint against those of transformers' own model."""
+"""Comparison of the logits of a distributed checkpoint with logits computed by transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.attention import pack_sequences
+from mcore_rl.megatron.model.hf_logits import transformers_logits
 from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.oracle import transformers_logits
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed
 from model_converters.families.parts.mtp import without_mtp
@@ -33,10 +33,11 @@ _LENGTHS = (17, 5, 42)
 def compare_logits(
     hf_directory: str | Path, checkpoint: str | Path, hf_config: dict[str, Any], *, seed: int = 0
 ) -> tuple[float, float]:
-    """(largest absolute difference, largest absolute logit) on random tokens, both models in float32: megatron's, of
-    `hf_config`, with the weights that its own reader finds in `checkpoint`; transformers' of `hf_directory`.
+    """Compare both models on random tokens in float32: Megatron's model of `hf_config` with weights read from
+    `checkpoint` by Megatron, and transformers' model of `hf_directory`.
 
-    Raises: CheckpointError when the checkpoint is not of this model, or transformers cannot load the directory.
+    Returns the largest absolute difference and the largest absolute logit.
+    Raises: CheckpointError if the checkpoint does not fit the model or transformers cannot load the directory.
     """
     vocabulary = int(hf_config["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
@@ -54,9 +55,9 @@ def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequence
             layout, rank=0, init_method=f"file://{store}/store", device=device, timeout_seconds=60, seed=0
         )
         try:
-            # Logits are those of the next token only.
+            # The comparison covers next-token logits only, without MTP layers.
             settings = ModelConfig(hf_path="", dtype="float32")
-            # No attention of TransformerEngine's takes packed rows in float32.
+            # TransformerEngine has no attention for packed rows in float32.
             local = Installed(cuda=device == "cuda")
             (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout, installed=local)
             _load(model, checkpoint)
@@ -70,11 +71,11 @@ def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequence
 
 def _load(model: PolicyModel, checkpoint: str | Path) -> None:
     state = model.sharded_state_dict()
-    # Objects would be unpickled, and hold nothing that the logits depend on.
+    # Skip objects: loading would unpickle them, and the logits do not depend on them.
     tensors = {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
     try:
         loaded = dist_checkpointing.load({"model": tensors}, str(checkpoint))["model"]
     except (CheckpointingException, KeyError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} does not fit this model: {error}") from error
     absent = set(model.load_state_dict(loaded, strict=False).missing_keys) - (set(state) - set(tensors))
-    assert not absent, f"megatron loads no {sorted(absent)}"
+    assert not absent, f"megatron did not load {sorted(absent)}"

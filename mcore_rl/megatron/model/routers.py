@@ -1,21 +1,21 @@
-"""Routers of mixture-of-experts layers under training: auxiliary losses, the bias that chooses experts, their load, and
-the experts that a pass is told to choose.
+"""Routers of mixture-of-experts layers in training: auxiliary losses, expert bias, load metrics, and router replay.
 
-Auxiliary losses are sums over the update's N tokens, of all ranks, padding and dummy micro-batches excluded, with the
-denominator known before the backward pass: 1/N per token, as in a mean over tokens. Per layer, with s the scores that
-megatron balances (softmax, or sigmoid scores divided by their sum), z the logits, E experts, k of them per token:
+Auxiliary losses are sums over the N tokens of the update on all ranks, without padding and dummy micro-batches. The
+denominator is known before the backward pass: each token has weight 1/N, as in a mean over tokens. Per layer, with s
+the scores that Megatron balances (softmax, or sigmoid scores divided by their sum), z the logits, E experts, k chosen
+per token:
 
     z loss     z_loss_coefficient / N    sum over tokens t       (log sum_i exp z_ti)^2
     balance    aux_loss_coefficient / N  sum over tokens t       E / k  sum_i  s_ti  c_gi / n_g
 
-c_gi counts in how many of the n_g tokens of t's group g expert i is among the k largest scores; it has no gradient.
-load_balancing says what a group is: seq_aux_loss a sequence, aux_loss the micro-batch, global_aux_loss what the update
-has routed so far, on all data-parallel ranks. With one sequence per micro-batch the first two are the same. The z loss
-and seq_aux_loss do not depend on the cut into micro-batches or on the layout; the other two are by their definition
-those of a cut, and equal in all layouts that cut alike (global_aux_loss: that share out alike).
+c_gi is the number of tokens, among the n_g tokens of t's group g, that have expert i among their k largest scores; it
+carries no gradient. load_balancing selects the group: seq_aux_loss, the sequence; aux_loss, the micro-batch;
+global_aux_loss, all tokens routed so far in this update on all data-parallel ranks. The z loss and seq_aux_loss do not
+depend on the layout or on the micro-batches. aux_loss depends on the micro-batches by definition, global_aux_loss also
+on the order of samples; each is equal in all layouts with the same micro-batches.
 
-megatron's own terms are switched off: 0.16.1 takes a packed row for one sequence, counts padding, and scales by
-1 / (tp * cp) too little where losses are sums over tokens.
+Megatron's own auxiliary losses are disabled. In 0.16.1 they treat a packed row as one sequence, count padding, and are
+too small by a factor of tp * cp if the loss is a sum over tokens.
 
 Source: ST-MoE (arXiv 2202.08906), eq. 5; Switch Transformers (2101.03961), eq. 4; DeepSeek-V3 (2412.19437), eq. 16
 (bias) and 17 to 20 (per sequence); megatron.core.transformer.moe.router (0.16.1).
@@ -43,12 +43,15 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
 @dataclass
-class Row:
-    """What routers need to know of a micro-batch, of the tokens that this rank routes (t of them).
+class RoutingRow:
+    """Routing data of a packed micro-batch, for the t tokens that this rank routes.
 
-    Shapes: sequence int64 [t], -1 for padding; lengths float32 [sequences], tokens of each on all ranks, no padding;
-    imposed [layers, t, k], experts by a router's `index`, None: routers choose; found [t, k] by `index`, where records.
-    `token_weight` is 1/N in an update, None in a pass without gradient.
+    sequence: index of each token's sequence, -1 for padding; int64 [t].
+    lengths: tokens of each sequence on all ranks, without padding; float32 [sequences].
+    token_weight: 1/N in an update, None in a pass without gradient.
+    imposed: experts to use, by router index; [layers, t, k]; None: routers choose.
+    records: store the chosen experts in `found`.
+    found: experts chosen by each router, by router index; [t, k] each.
     """
 
     sequence: torch.Tensor
@@ -60,33 +63,33 @@ class Row:
 
 
 class PolicyRouter(TopKRouter):
-    """megatron's router with the losses of the module's docstring.
+    """Megatron's router with the auxiliary losses of this module and with router replay.
 
-    `row` is the micro-batch that the next forward pass is of; None: megatron's behaviour. `index` counts this rank's
-    routers of decoder layers, None in multi-token prediction.
+    row: routing data of the next forward pass; None: Megatron's behavior without losses.
+    index: number of this router among the decoder routers of the rank; None for multi-token-prediction layers.
     """
 
     settings = MoeConfig()
-    row: Row | None = None
+    row: RoutingRow | None = None
     index: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = _Choice(self)
-        self.waiting: deque[Row] = deque()
+        self.router_replay = _ReplayHook(self)
+        self.to_recompute: deque[RoutingRow] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Before an update: nothing routed, no loss."""
-        self.waiting.clear()
+        """Clear load counts and losses before an update."""
+        self.to_recompute.clear()
         self.load = torch.zeros(self.num_experts, dtype=torch.int64)  # tokens per expert
         self.sums = torch.zeros(2)  # balance and z loss, without coefficient
-        self.routed = torch.zeros(self.num_experts + 1)  # of global_aux_loss: counts, tokens
+        self.routed = torch.zeros(self.num_experts + 1)  # for global_aux_loss: count per expert, then tokens
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shapes: logits [t, 1, E] -> probabilities and map, [t, E] each."""
+        """Route the tokens. Shapes: logits [t, 1, E] -> probabilities and routing map, [t, E] each."""
         row = self.current = self._row_of_this_pass()
         has_loss = self.settings.aux_loss_coefficient or self.settings.z_loss_coefficient
         if row is not None and has_loss and self._trains():
@@ -94,20 +97,24 @@ class PolicyRouter(TopKRouter):
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         return routed
 
-    def _row_of_this_pass(self) -> Row | None:
-        """A recomputed pass is of the first row that waits: pipelines run backward passes in the order of the forward
-        passes of a chunk, and by then `row` is that of a later micro-batch."""
+    def _row_of_this_pass(self) -> RoutingRow | None:
+        """Return the routing data of the current pass, which may be a recomputation of an earlier micro-batch.
+
+        With recomputation, the first pass runs without gradient and is queued. When it is recomputed, `row` already
+        belongs to a later micro-batch. Pipelines run the backward passes of a chunk in the order of its forward passes,
+        so the recomputed pass is always the first in the queue.
+        """
         if self.row is None or self.row.token_weight is None:
             return self.row
         if torch.is_grad_enabled():
-            return self.waiting.popleft() if self.waiting else self.row
-        self.waiting.append(self.row)
+            return self.to_recompute.popleft() if self.to_recompute else self.row
+        self.to_recompute.append(self.row)
         return self.row
 
     def _trains(self) -> bool:
         return self.current is not None and self.current.token_weight is not None and torch.is_grad_enabled()
 
-    def _auxiliary_loss(self, logits: torch.Tensor, row: Row) -> torch.Tensor:
+    def _auxiliary_loss(self, logits: torch.Tensor, row: RoutingRow) -> torch.Tensor:
         loss, weight = logits.new_zeros((), dtype=torch.float32), row.token_weight
         assert weight is not None
         valid = row.sequence >= 0
@@ -122,7 +129,7 @@ class PolicyRouter(TopKRouter):
         self.sums = self.sums.to(loss.device) + torch.stack(sums)
         return loss
 
-    def _balance(self, logits: torch.Tensor, row: Row, valid: torch.Tensor) -> torch.Tensor:
+    def _balance(self, logits: torch.Tensor, row: RoutingRow, valid: torch.Tensor) -> torch.Tensor:
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=~valid
         )
@@ -143,15 +150,15 @@ class PolicyRouter(TopKRouter):
         return (scores * share[group]).sum() * (self.num_experts / self.topk)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Counts tokens per expert, once in every pass that trains."""
+        """Count tokens per expert, in passes with gradient only. Overrides a Megatron method called once per pass."""
         if self._trains():
             assert self.current is not None
             valid = (self.current.sequence >= 0)[:, None]
             self.load = self.load.to(routing_map.device) + (routing_map & valid).sum(0)
 
 
-class _Choice:
-    """Has the form of megatron's RouterReplay, which keeps one list of all routers and one action for all of them."""
+class _ReplayHook:
+    """Per-router replacement for Megatron's RouterReplay, which has one global list of routers and one global mode."""
 
     def __init__(self, router: PolicyRouter) -> None:
         self.router = router
@@ -159,20 +166,20 @@ class _Choice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The imposed experts with their current scores, or those that `compute` finds. Shapes: [t, k] each."""
+        """Return scores and experts, [t, k] each: the imposed experts, or the result of `compute`."""
         row, index = self.router.current, self.router.index
         if row is not None and index is not None and row.imposed is not None:
             experts = row.imposed[index].to(torch.int64)
             return scores.gather(1, experts), experts
         values, experts = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if row is not None and row.records and index is not None:
-            # The same again where the pass is a recomputed one.
+            # A recomputed pass writes the same values again.
             row.found[index] = experts.to(torch.int16)
         return values, experts
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns its first argument; the second, a scalar, joins the loss."""
+    """Return the first argument and add the second, a scalar, to the loss in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -184,7 +191,7 @@ class _AddLoss(torch.autograd.Function):
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
 
 
-def _squared_log_sum(logits: torch.Tensor, row: Row, valid: torch.Tensor) -> torch.Tensor:
+def _squared_log_sum(logits: torch.Tensor, row: RoutingRow, valid: torch.Tensor) -> torch.Tensor:
     return (logits.float().logsumexp(-1).square() * valid).sum()
 
 
@@ -194,7 +201,7 @@ def _sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def use_policy_router(layer_specs: list[Any]) -> None:
-    """Puts PolicyRouter into the specs of layers with experts."""
+    """Set PolicyRouter as the router in the specs of layers with experts."""
     for layer in layer_specs:
         parts = getattr(layer.submodules.mlp, "submodules", None)
         if isinstance(parts, MoESubmodules):
@@ -202,45 +209,49 @@ def use_policy_router(layer_specs: list[Any]) -> None:
 
 
 class Routers:
-    """All routers of this rank. `layers` are the places of its decoder layers' routers among those of the model; on one
-    rank of every stage `counts` them in means over layers. `role` is the prefix of metrics."""
+    """All routers of this rank.
+
+    layers: for each decoder router of the rank, its number among all layers with experts of the model.
+    counts: True on one rank per stage, whose layers count in means over layers.
+    role: prefix of the metrics.
+    """
 
     def __init__(
         self, chunks: list[torch.nn.Module], settings: MoeConfig, *, counts: bool, role: str = "actor"
     ) -> None:
         self.settings, self.role = settings, role
         self.counts = counts
-        self.of_chunk: dict[int, list[PolicyRouter]] = {}
+        self.by_chunk: dict[int, list[PolicyRouter]] = {}
         self.layers: list[int] = []
         for chunk in chunks:
             named = [(n, m) for n, m in chunk.named_modules() if isinstance(m, PolicyRouter)]
-            self.of_chunk[id(chunk)] = [router for _, router in named]
+            self.by_chunk[id(chunk)] = [router for _, router in named]
             for name, router in named:
                 router.settings = settings
                 if ".mtp." not in f".{name}":
                     router.index = len(self.layers)
-                    self.layers.append(_place_in_model(router))
-        self.all = [router for routers in self.of_chunk.values() for router in routers]
+                    self.layers.append(_expert_layer_index(router))
+        self.all = [router for routers in self.by_chunk.values() for router in routers]
 
-    def enter(self, chunk: torch.nn.Module, row: Row) -> None:
-        """Before a forward pass of `chunk`."""
-        for router in self.of_chunk[id(chunk)]:
+    def set_row(self, chunk: torch.nn.Module, row: RoutingRow) -> None:
+        """Set the routing data of the next forward pass of `chunk`."""
+        for router in self.by_chunk[id(chunk)]:
             router.row = row
 
     def reset(self) -> None:
-        """Before an update."""
+        """Clear load counts and losses of all routers before an update."""
         for router in self.all:
             router.reset()
 
     @torch.no_grad()
     def finish_update(self) -> dict[str, Metric]:
-        """After an optimizer step: moves the correction biases; this rank's part of the metrics.
+        """Update the expert biases after an optimizer step and return this rank's part of the metrics.
 
         Collective: the tensor-, context- and data-parallel ranks of a stage.
         """
         if not self.all:
             return {}
-        assert not any(router.waiting for router in self.all), "a row was recomputed too seldom"
+        assert not any(router.to_recompute for router in self.all), "a forward pass was not recomputed"
         load = torch.stack([router.load for router in self.all])
         _sum_over(load, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         mean = load.sum(1, keepdim=True).double() / load.shape[1]
@@ -258,8 +269,8 @@ class Routers:
         return metrics
 
 
-def _place_in_model(router: PolicyRouter) -> int:
-    """Among the layers with experts, from 0."""
+def _expert_layer_index(router: PolicyRouter) -> int:
+    """Index of the router's layer among the layers with experts, from 0."""
     frequency = router.config.moe_layer_freq
     layer = router.layer_number - 1
     return layer // frequency if isinstance(frequency, int) else sum(frequency[:layer])

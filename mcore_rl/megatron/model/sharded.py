@@ -1,5 +1,8 @@
-"""What a rank of any layout writes to a distributed checkpoint, asked of megatron's own model without its ranks,
-its memory or its weights: the model is built on the meta device, in a process group that only counts."""
+"""Contents of a rank's distributed checkpoint, for any layout, computed in one process.
+
+Megatron's own model is built on the meta device in a fake process group, so no other ranks, memory or weights are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +44,17 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 FLAGS = {f"actor.parallel.{field.name}": "--" + field.name.replace("_", "-") for field in fields(ParallelConfig)}
-"""What converters call the sizes of a layout."""
+"""Configuration key -> command-line flag of the converters, for error messages."""
 
 
 def rank_state(
     hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default"
 ) -> ShardedRankState:
-    """What `rank` of `layout` writes, with megatron's own keys, global shapes and offsets.
-    A model that a naming does not concern is named by its default.
+    """Compute the checkpoint contents of `rank`, with Megatron's keys, global shapes and offsets. A naming that does
+    not apply to the model is ignored.
 
-    Raises: ConfigError, which calls sizes as the converter's flags (--tp), for a model that cannot be built or does not
-    fit the layout; McoreRLError when this process is in a process group.
+    Raises: ConfigError, with the converter's flags (--tp) instead of keys, for a model that cannot be built or does not
+    fit the layout; McoreRLError if this process is in a process group.
     """
     with role_keys(FLAGS), meta_model(hf_config, layout, rank) as chunks:
         tensors = canonical_tensors(chunks)
@@ -67,30 +70,30 @@ def rank_state(
 def meta_model(
     hf_config: dict[str, Any], layout: TrainLayout, rank: int, kind: type[PolicyModel] = PolicyModel
 ) -> Iterator[list[PolicyModel]]:
-    """The chunks, of class `kind`, that `rank` of `layout` would build, in bfloat16 without memory; megatron's parallel
-    state is that of the rank within the block.
+    """Context with the chunks (class `kind`) of `rank` in `layout`, in bfloat16 on the meta device. Within the context,
+    Megatron's parallel state is set up for `rank`.
 
-    Raises: as rank_state.
+    Raises: like rank_state.
     """
     axes = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(layout)}
     sizes = {axis: getattr(layout, axis) for axis in axes}
     layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
-    with _counted_world(layout, rank):
+    with _fake_process_group(layout, rank):
         with torch.device("meta"):
             model = ModelConfig(hf_path="", dtype="bfloat16")
-            # TransformerEngine cannot build without memory; keys and shapes are the same.
+            # TransformerEngine does not support the meta device; the local spec has the same keys and shapes.
             chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed())
         yield chunks
 
 
 @contextmanager
-def _counted_world(layout: TrainLayout, rank: int) -> Iterator[None]:
-    """A process group in which this process is `rank` and whose collectives move nothing."""
+def _fake_process_group(layout: TrainLayout, rank: int) -> Iterator[None]:
+    """Context in which this process is `rank` of a process group whose collectives transfer nothing."""
     if dist.is_initialized():
-        raise McoreRLError("a checkpoint cannot be planned in a process that is in a process group already")
+        raise McoreRLError("a checkpoint cannot be planned in a process that already belongs to a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        with _own_groups_only(rank):
+        with _only_own_groups(rank):
             parallel.initialize_groups(layout, timeout_seconds=60, seed=0, gloo_groups=False)
         yield
     finally:
@@ -98,16 +101,19 @@ def _counted_world(layout: TrainLayout, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _own_groups_only(rank: int) -> Iterator[None]:
-    """Within the block megatron makes the groups of this rank. Left alone it makes all groups of the world on every
-    rank, 2,800 for 512 ranks, and enumerates them anew each time: half of what a simulated rank costs."""
+def _only_own_groups(rank: int) -> Iterator[None]:
+    """Context in which Megatron creates only the process groups that contain `rank`.
+
+    By default it enumerates and creates all groups on every rank: 2,800 groups for 512 ranks, half of the time to
+    simulate a rank.
+    """
     make, enumerate_groups = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
 
     def make_own(ranks: Sequence[int], **options: Any) -> Any:
         return make(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def enumerated(world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-        # Copies: the caller may shift them.
+        # Copy, because the caller may modify the lists.
         return [list(ranks) for ranks in _rank_groups(enumerate_groups, world_size, tuple(parallel_size), tuple(mask))]
 
     parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = make_own, enumerated
@@ -147,13 +153,13 @@ def _frequency(chunk: PolicyModel) -> Sequence[int]:
 
 
 def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[CheckpointChunk]:
-    """A shard is a view of the tensor that it is part of: the storage tells which, the offset where."""
+    """Map each shard to its tensor by the storage, and to its position in the tensor by the view's offset."""
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for entry in entries:
         if not isinstance(entry, ShardedTensor):
             continue
         name = owners.get(entry.data.untyped_storage()._cdata)
-        assert name is not None, f"{entry.key} is part of no tensor that has a canonical name"
+        assert name is not None, f"{entry.key} belongs to no tensor with a canonical name"
         yield CheckpointChunk(
             key=entry.key,
             global_shape=tuple(entry.global_shape),
@@ -165,7 +171,7 @@ def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iter
 
 
 def _object(entry: ShardedObject) -> StateObject:
-    # The format of megatron's own writer: a list, as one rank may hold several objects of one key.
+    # Megatron's writer stores a list, because a rank may hold several objects with the same key.
     stream = io.BytesIO()
     torch.save([entry.data], stream)
     return StateObject(entry.unique_key, stream.getvalue())

@@ -1,10 +1,10 @@
-"""A policy's trunk with one number per position in the place of the vocabulary: critics, and models that score.
+"""Value models (critics, reward models): a policy's trunk with a scalar head instead of the vocabulary projection.
 
     value of position t = w . hidden state of position t          w [1, h], no bias, float32
 
-The head is replicated over tensor-parallel ranks. With sequence parallelism each applies it to its part of the row and
-the ranks exchange values, a number per token instead of a hidden state; the head's gradient is then a sum over these
-ranks, as that of a norm is. Without it every rank has the whole row, and the whole gradient of both.
+The head is replicated over tensor-parallel ranks. With sequence parallelism, each rank applies it to its part of the
+row and the ranks exchange values, one number per token instead of a hidden state. The head's gradient is then summed
+over these ranks, like the gradient of a norm. Without sequence parallelism every rank has the whole row and gradient.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 
 class ValueHead(torch.nn.Module):
-    """Parameters: weight [1, h] in the model's dtype."""
+    """Linear head with one output. Parameters: weight [1, h] in the model's dtype."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
-        # Tells megatron to sum the gradient over tensor-parallel ranks, which have other tokens.
+        # Megatron then sums the gradient over tensor-parallel ranks, which hold different tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Shapes: [..., h] -> float32 [...]."""
+        """Compute values. Shapes: [..., h] -> float32 [...]."""
         return F.linear(hidden_states.float(), self.weight.float()).squeeze(-1)
 
 
 class ValueModel(PolicyModel):
-    """A PolicyModel whose last stage returns values. Its head is called `output_layer`, as GPTModel's code wants its
-    last module; GPTModel makes a vocabulary projection first, which is let go at once."""
+    """A PolicyModel whose last stage returns values. The head must be named `output_layer`, because GPTModel's code
+    expects this name; it replaces the vocabulary projection that GPTModel's constructor creates."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -60,12 +60,15 @@ class ValueModel(PolicyModel):
             self.output_layer = ValueHead(config)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Shapes: [S, B, h] (S / tp with sequence parallelism) -> float32 [B * S] on the last stage."""
+        """Return values on the last stage.
+
+        Shapes: [S, B, h] (S / tp with sequence parallelism) -> float32 [B * S] on the last stage.
+        """
         if not self.post_process:
             return hidden_states
         values = self.output_layer(hidden_states)
         if self.config.sequence_parallel:
-            # All ranks derive the same loss from all values: each part takes its own gradient back, no sum.
+            # All ranks compute the same loss from all values, so each part keeps its own gradient without a sum.
             values = tensor_parallel.gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -74,7 +77,8 @@ class ValueModel(PolicyModel):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().sharded_state_dict(*args, **kwargs)
         if self.post_process:
-            # GPTModel lets its vocabulary be padded: a policy's projection would pass for a head, by its first row.
+            # GPTModel allows a shape mismatch because of vocabulary padding. Then the first row of a policy's
+            # projection would be loaded as a value head.
             state[VALUE_HEAD].allow_shape_mismatch = False
         return state
 
@@ -82,10 +86,11 @@ class ValueModel(PolicyModel):
 def load_value_model(
     chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None
 ) -> None:
-    """As loading.load_hf, of a classification model with one label, whose head is the value head, or of an HF causal
-    model, whose head is initialised with `seed`; without a seed a causal model is refused.
+    """Load an HF classification model with one label (its head becomes the value head) or an HF causal model (the head
+    is initialized with `seed`), like loading.load_hf.
 
-    Raises: ConfigError saying what is missing, unknown, truncated or misshapen.
+    Raises: ConfigError that lists missing, unknown, truncated or misshapen tensors; also for a causal model without
+    `seed`.
     """
     tensors = canonical_tensors(chunks)
     dtype = next(iter(tensors.values())).dtype
@@ -104,15 +109,16 @@ def load_value_model(
 
 @torch.no_grad()
 def initialize_head(chunks: Sequence[torch.nn.Module], seed: int) -> None:
-    """Draws the head from a normal distribution of deviation 1 / (h + 1): values start near 0, whatever the width, and
-    the trunk has a gradient from the first update on, which a head of zeros would not give it. The same in every
-    layout. Not collective.
+    """Initialize the head from a normal distribution with standard deviation 1 / (h + 1).
 
-    Source: Stiennon et al., Learning to summarize from human feedback (arXiv 2009.01325), appendix B.1; the start of
-    OpenRLHF's critics as well.
+    Initial values are near 0 for any width, and the trunk gets a gradient from the first update on, unlike with a head
+    of zeros. The result is the same in every layout. Not collective.
+
+    Source: Stiennon et al., Learning to summarize from human feedback (arXiv 2009.01325), appendix B.1; also used for
+    critics by OpenRLHF.
     """
     for chunk in map(unwrap, chunks):
         if chunk.post_process:
             weight = chunk.output_layer.weight
-            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-            weight.copy_(drawn / (weight.shape[1] + 1))
+            normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            weight.copy_(normal / (weight.shape[1] + 1))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.model.routers import Routers, Row
+from mcore_rl.megatron.model.routers import Routers, RoutingRow
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost
@@ -121,7 +121,7 @@ class RankModel:
         self,
         batches: list[MicroBatch],
         found_of: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Any],
-        rows: list[Row] | None = None,
+        rows: list[RoutingRow] | None = None,
     ) -> list[Any]:
         """A pass without gradient. On the ranks of the last stage `found_of(chunk, batch, output)` of every
         micro-batch, in the order in which they ran; nothing on the others."""
@@ -136,7 +136,7 @@ class RankModel:
     def run(
         self,
         batches: list[MicroBatch],
-        rows: list[Row],
+        rows: list[RoutingRow],
         closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
         *,
         forward_only: bool,
@@ -145,10 +145,10 @@ class RankModel:
         """Megatron's schedule over the micro-batches; what the closures returned, on the last stage."""
 
         def forward_step(
-            iterator: Iterator[tuple[MicroBatch, Row]], model: torch.nn.Module
+            iterator: Iterator[tuple[MicroBatch, RoutingRow]], model: torch.nn.Module
         ) -> tuple[torch.Tensor, LossClosure]:
             batch, row = next(iterator)
-            self.routers.enter(model, row)
+            self.routers.set_row(model, row)
             output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
             return output, closure(model, batch)
 
@@ -178,6 +178,6 @@ def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]) -
 
 def _context_part(layout: TrainLayout) -> ContextPart:
     if layout.cp == 1:
-        return ALONE
+        return SINGLE_RANK
     group = parallel_state.get_context_parallel_group()
     return ContextPart(group.rank(), group.size(), group)

@@ -11,7 +11,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.lora.weights import merged_tensors
 from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.model.routers import Row
+from mcore_rl.megatron.model.routers import RoutingRow
 from mcore_rl.megatron.optim.gradient_norms import gradient_norms
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import (
@@ -72,7 +72,7 @@ class TrainedModel:
         self,
         share: RankShare,
         batches: list[MicroBatch],
-        rows: list[Row],
+        rows: list[RoutingRow],
         closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
         *,
         suspects: str,

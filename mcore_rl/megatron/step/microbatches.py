@@ -28,7 +28,7 @@ import torch.distributed as dist
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError, McoreRLError
 from mcore_rl.megatron.model.attention import pack_sequences, upload
-from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
@@ -81,7 +81,7 @@ class Packing:
     group: dist.ProcessGroup | None = None
     device: torch.device | str = "cpu"
     cost: SequenceCost = TOKENS
-    context: ContextPart = ALONE
+    context: ContextPart = SINGLE_RANK
 
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
@@ -188,7 +188,7 @@ def _part_of_row(row: _Row, part: ContextPart) -> tuple[np.ndarray, np.ndarray, 
     if part.size == 1:
         return row.tokens, row.predictors, np.zeros(len(row.predictors), np.int64)
     lengths = torch.tensor(row.lengths)
-    cells = part.cells(lengths).numpy()
+    cells = part.row_indices(lengths).numpy()
     place = np.full(len(row.tokens), -1)
     place[cells] = np.arange(len(cells))
     owners = part.owners(lengths).numpy()[row.predictors]

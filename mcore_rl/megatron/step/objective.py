@@ -22,7 +22,7 @@ from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron.model.context import ALONE, ContextPart
+from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
@@ -56,14 +56,16 @@ class Objective:
     entropy_coefficient: float
     chunk_tokens: int
     group: dist.ProcessGroup | None
-    context: ContextPart = ALONE
+    context: ContextPart = SINGLE_RANK
     kl_coefficient: float = 0.0
     """Of the KL(policy || reference) of every token, estimated as kl_kind."""
     kl_kind: str = "low_var"
     follows_sampling: bool = True
 
     @classmethod
-    def from_config(cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = ALONE) -> Objective:
+    def from_config(
+        cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
+    ) -> Objective:
         """Raises: ConfigError as configured_loss."""
         loss = configured_loss(config.algorithm)
         return cls(

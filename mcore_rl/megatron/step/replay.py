@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.context import ContextPart
-from mcore_rl.megatron.model.routers import Row
+from mcore_rl.megatron.model.routers import RoutingRow
 from mcore_rl.megatron.step.microbatches import MicroBatch, computed_tokens
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
 
@@ -67,22 +67,22 @@ class RoutingStore:
         replays: bool = False,
         records: bool = False,
         free: bool = False,
-    ) -> Row:
+    ) -> RoutingRow:
         """What routers of this rank need to know of `batch`; with `replays` it imposes the stored experts, with `free`
         not even those of `impose`.
 
         Raises: McoreRLError for a sample that is not stored.
         """
         if not self.num_experts:
-            return Row(batch.tokens.new_empty(0), batch.tokens.new_empty(0))
+            return RoutingRow(batch.tokens.new_empty(0), batch.tokens.new_empty(0))
         sequence, place = self._places(batch)
         imposed = None
         if self.layers and not free and (replays or self.is_imposed):
             imposed = self._stored(batch)[:, place.cpu()].to(place.device)
         lengths = torch.tensor(batch.lengths, dtype=torch.float32, device=place.device)
-        return Row(sequence, lengths, token_weight, imposed, records and imposed is None)
+        return RoutingRow(sequence, lengths, token_weight, imposed, records and imposed is None)
 
-    def keep(self, batches: Sequence[MicroBatch], rows: Sequence[Row]) -> None:
+    def keep(self, batches: Sequence[MicroBatch], rows: Sequence[RoutingRow]) -> None:
         """Stores what the rows have recorded.
 
         Collective: the tensor- and context-parallel ranks.
@@ -92,7 +92,7 @@ class RoutingStore:
                 parts = self._recorded(batch, row).split(list(batch.lengths), dim=1)
                 self.by_sample.update((s, part.clone()) for s, part in zip(batch.samples, parts, strict=True))
 
-    def differences(self, batches: Sequence[MicroBatch], rows: Sequence[Row]) -> dict[str, Metric]:
+    def differences(self, batches: Sequence[MicroBatch], rows: Sequence[RoutingRow]) -> dict[str, Metric]:
         """How many of the choices that the rows have recorded are not those stored, whatever their order: as a share of
         all layers' choices of k experts for a token, and of the tokens, which differ if a layer's choice does.
 
@@ -121,7 +121,7 @@ class RoutingStore:
             metrics["routing/differing_tokens"] = Mean(int(anywhere.sum()), tokens)
         return metrics
 
-    def _recorded(self, batch: MicroBatch, row: Row) -> torch.Tensor:
+    def _recorded(self, batch: MicroBatch, row: RoutingRow) -> torch.Tensor:
         """What a row has recorded, taken out of it, of all ranks that share it: [layers, tokens of all samples, k]."""
         sequence, place = self._places(batch)
         recorded = torch.stack([row.found.pop(index) for index in range(len(self.layers))])

@@ -1,4 +1,4 @@
-"""What transformers' own model of an HF directory computes. Imports no megatron.core, so the driver can ask."""
+"""Logits computed by transformers, as a reference for comparisons. Imports no megatron.core: the driver may use it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from model_converters.families.parts.hf_config import read_hf_config
 
 
 def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of each sequence by itself, on the CPU, in float32.
+    """Compute the logits of each sequence separately, on the CPU, in float32.
 
     Shapes: sequences [S] each -> [S, V] each.
-    Raises: CheckpointError when transformers cannot load the directory, with its reason.
+    Raises: CheckpointError with the reason if transformers cannot load the directory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -24,14 +24,16 @@ def transformers_logits(hf_directory: str | Path, sequences: Sequence[torch.Tens
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     fields = read_hf_config(hf_directory)
-    another_type = family_for(fields).transformers_type
-    options = {"config": AutoConfig.for_model(**fields | {"model_type": another_type})} if another_type else {}
+    model_type = family_for(fields).transformers_type
+    options = {"config": AutoConfig.for_model(**fields | {"model_type": model_type})} if model_type else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             hf_directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **options
         ).eval()
-    except Exception as error:  # of classes of its own and of its libraries
+    except Exception as error:  # transformers and its libraries raise many classes
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(f"transformers cannot load {hf_directory}, to compare logits with: {reason}") from error
+        raise CheckpointError(
+            f"transformers cannot load {hf_directory} to compute reference logits: {reason}"
+        ) from error
     with torch.no_grad():
         return [model(sequence[None]).logits[0] for sequence in sequences]
