@@ -1,7 +1,7 @@
-"""Exit status of processes on this host that are not children of this process.
+"""Exit status of processes, including processes on this host that are not children of this process.
 
-Ray's raylet is the parent of the run's processes and does not pass on how they ended. Linux 6.15 and later gives it to
-any owner of a pidfd that was opened before the process was reaped.
+Ray's raylet is the parent of the run's processes and does not report how they ended. Linux 6.15 and later reports it to
+the owner of a pidfd that was opened before the process was reaped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _WITH_EXIT = 1 << 3
 SECONDS_UNTIL_REAPED = 1.0
-"""The status is there once the parent has waited for the process."""
+"""Time to wait until the parent reaps a process; the status is available afterwards."""
 
 
 @dataclass
 class Exits:
-    """Exit status of the processes that are followed, by the caller's key."""
+    """Exit status of the followed processes, by the caller's key."""
 
     _descriptors: dict[int, int] = field(default_factory=dict)
     _oom_kills: int = field(default_factory=lambda: _num_oom_kills())
 
     def follow(self, key: int, pid: int) -> None:
-        """Note how the process `pid` of this host ends; nothing if it is gone already or the kernel has no pidfds."""
+        """Follow process `pid` of this host; no effect if it has ended or the kernel has no pidfds."""
         self.forget(key)
         try:
             self._descriptors[key] = os.pidfd_open(pid)
@@ -38,12 +38,12 @@ class Exits:
             return
 
     def forget(self, key: int) -> None:
-        """Follow this process no longer."""
+        """Stop following a process."""
         if (descriptor := self._descriptors.pop(key, None)) is not None:
             os.close(descriptor)
 
     def status(self, key: int) -> str | None:
-        """`killed by SIGKILL` or `exit code 3`; None if it is unknown or the process runs."""
+        """Return `killed by SIGKILL` or `exit code 3`; None if it is unknown or the process runs."""
         if (descriptor := self._descriptors.get(key)) is None:
             return None
         deadline = time.monotonic() + SECONDS_UNTIL_REAPED
@@ -59,8 +59,13 @@ class Exits:
         return f"killed by {name}"
 
 
+def exit_text(code: int | None) -> str:
+    """Return `exit code 3` or `signal SIGKILL` for an exit code of subprocess."""
+    return f"signal {signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+
+
 def signal_name(number: int) -> str:
-    """`SIGKILL`; the number of a signal without a name, such as a real-time signal."""
+    """Return `SIGKILL`, or `signal 37` for a signal without a name, such as a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -68,7 +73,7 @@ def signal_name(number: int) -> str:
 
 
 def _exit_status(descriptor: int) -> int | None:
-    """The status as of waitpid; None before the process was reaped, and on kernels without it."""
+    """Return the status as waitpid does; None before the process is reaped, and on kernels without this call."""
     info = bytearray(_INFO.pack(_WITH_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(descriptor, _GET_INFO, info)
@@ -79,7 +84,7 @@ def _exit_status(descriptor: int) -> int | None:
 
 
 def _num_oom_kills() -> int:
-    """Processes that the kernel of this host has killed since it booted because memory ran out."""
+    """Return the number of processes that the kernel has killed since boot because memory ran out."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""Grading outside the engine's process: dispatching, deadlines, and what is left of a grader that failed."""
+"""Grading in child processes: scheduling, time limits, and retries after a process has died."""

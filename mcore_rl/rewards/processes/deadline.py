@@ -1,4 +1,4 @@
-"""A time limit on a call in the main thread of a process."""
+"""A time limit for a call in the main thread of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_PROF: signal.SIGPRO
 
 
 class DeadlineExceeded(BaseException):
-    """Not an Exception: a grader's `except Exception` must not swallow it."""
+    """Interrupts a call. Not an Exception, so that a grader's `except Exception` does not swallow it."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
@@ -21,11 +21,11 @@ class DeadlineExceeded(BaseException):
 
 
 class Deadline:
-    """Interrupts Python code that runs longer than `seconds`; of two with different timers one can run in the other.
+    """Interrupts Python code that runs longer than `seconds`. Deadlines with different timers can be nested.
 
-    timer: signal.ITIMER_REAL, or signal.ITIMER_PROF for the processor time of the whole process.
+    timer: signal.ITIMER_REAL, or signal.ITIMER_PROF for the CPU time of the whole process.
 
-    Code that never returns to the interpreter is not interrupted; for that, end the process from outside.
+    It cannot interrupt code that does not return to the interpreter. Kill the process from outside instead.
     """
 
     def __init__(self, seconds: float, timer: int = signal.ITIMER_REAL) -> None:
@@ -34,22 +34,22 @@ class Deadline:
         self._armed = False
 
     def call(self, function: Callable[..., T], *args: object) -> T:
-        """function(*args). Call it from the main thread.
+        """Return function(*args). Call it from the main thread.
 
         Raises: DeadlineExceeded.
         """
-        # Each time anew: graders use SIGALRM too, and do not all put back what they found.
+        # Install the handler for every call: some graders use SIGALRM too and do not restore the handler.
         signal.signal(SIGNALS[self._timer], self._interrupt)
         try:
             try:
                 self._armed = True
-                # Again and again, in case that a bare `except:` swallows the first one.
+                # Repeat the signal, because a bare `except:` may swallow the first DeadlineExceeded.
                 signal.setitimer(self._timer, self.seconds, REPEAT_SECONDS)
                 return function(*args)
             finally:
                 self._disarm()
         except DeadlineExceeded:
-            self._disarm()  # it may have been raised in the first line of `finally`
+            self._disarm()  # the signal may have arrived in the first line of `finally`
             raise
 
     def _disarm(self) -> None:

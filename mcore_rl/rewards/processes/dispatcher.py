@@ -1,15 +1,14 @@
-"""Hands samples to grading processes and finds the one at fault when a process hangs or dies.
+"""Assigns tasks to grading processes and identifies the task that makes a process hang or die.
 
-An idle process gets a batch and a deadline for its next answer; one that calls async functions gets as many samples as
-it may have calls under way, each with its own deadline. One that misses a deadline, takes too much memory or dies is
-replaced; what it has not answered is graded again, one sample at a time, and a sample that ends a process alone is the
-guilty one. "Sample" stands for a batch here, where a function sees whole batches.
+An idle process receives a batch of tasks and a deadline for its next answer. A process that calls async functions
+receives as many tasks as it may run concurrently, each with its own deadline. A process that misses a deadline, uses
+too much memory or dies is replaced, and its unanswered tasks are graded again, one at a time. A task that ends a
+process while it runs alone receives failed scores.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from typing import Any
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
-from mcore_rl.rewards.processes.memory import MIB, resident_bytes
+from mcore_rl.processes.exits import exit_text
+from mcore_rl.processes.memory import MIB, resident_bytes
 from mcore_rl.rewards.processes.messages import Ready, Refused, Task
 from mcore_rl.rewards.processes.process import GradingProcess
 from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
@@ -29,7 +29,7 @@ from mcore_rl.types import Score
 
 MAX_BATCH = 64
 GRACE_SECONDS = 1.0
-"""Beyond reward.timeout_seconds: in it a grader that can be interrupted ends by itself."""
+"""Time beyond reward.timeout_seconds in which an interruptible grader ends by itself."""
 START_SECONDS = 300.0
 MAX_FAILED_STARTS = 3
 DEATH_CHECK_SECONDS = 0.5
@@ -37,10 +37,10 @@ MEMORY_CHECK_SECONDS = 0.1
 
 
 class Dispatcher:
-    """The grading processes of a pool. All methods are called by one thread, which must outlive the processes.
+    """The grading processes of a pool. One thread calls all methods and must outlive the processes.
 
-    Raises (from await_answers): ConfigError when a process refuses the configured function, WorkerDiedError when
-    processes end before they are ready, again and again.
+    Raises (from await_answers): ConfigError when a process cannot load the configured function, WorkerDiedError when
+    MAX_FAILED_STARTS processes in a row end before they are ready.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Dispatcher:
             self._workers.append(GradingProcess(self._config, self._sandbox, START_SECONDS))
 
     def feed(self) -> None:
-        """Gives every process what it has room for, as far as the queue reaches."""
+        """Send queued tasks to every process that accepts some."""
         for worker in self._workers:
             if self._queue and (batch := self._next_batch(worker)):
                 worker.give(batch, self._answer_seconds)
 
     def await_answers(self, wake: int) -> bool:
-        """Waits for an answer, a death, a deadline or file descriptor `wake`; whether `wake` is readable."""
+        """Wait for an answer, a death, a deadline or file descriptor `wake`; return whether `wake` is readable."""
         by_connection = {worker.connection: worker for worker in self._workers}
-        readable = wait([wake, *by_connection], self._patience())
+        readable = wait([wake, *by_connection], self._wait_seconds())
         for connection in readable:
             if connection in by_connection:
                 self._receive(by_connection[connection])
@@ -95,7 +95,7 @@ class Dispatcher:
             return [self._queue.popleft()] if worker.idle else []
         if worker.max_calls > 1:
             share = math.ceil(len(self._queue) / self._config.workers)
-        else:  # large enough to pay for the message, small enough that all processes end at about the same time
+        else:  # large enough to amortise the message, small enough that all processes finish at about the same time
             share = max(1, len(self._queue) // (2 * self._config.workers))
         size = min(worker.room(MAX_BATCH), share)
         batch: list[Task] = []
@@ -103,7 +103,7 @@ class Dispatcher:
             batch.append(self._queue.popleft())
         return batch
 
-    def _patience(self) -> float | None:
+    def _wait_seconds(self) -> float | None:
         waiting = [worker.deadline for worker in self._workers if not worker.idle]
         if not waiting:
             return None
@@ -129,8 +129,8 @@ class Dispatcher:
     def _check_alive(self, worker: GradingProcess) -> None:
         if worker.idle or worker.connection.poll():
             return
-        # Its connection may outlive it: a child that its grader forked holds the other end.
-        if worker.ended():
+        # The connection may outlive the process: a child that its grader forked holds the other end.
+        if worker.child.exit_code is not None:
             self._replace(worker, None)
         elif time.monotonic() > worker.deadline:
             limit = f"reward.timeout_seconds={self._config.timeout_seconds:g}"
@@ -138,23 +138,19 @@ class Dispatcher:
 
     def _check_memory(self, limit_mib: int) -> None:
         for worker in list(self._workers):
-            if worker.given and resident_bytes(worker.pid) > limit_mib * MIB:
+            if worker.given and resident_bytes(worker.child.pid) > limit_mib * MIB:
                 self._replace(worker, f"the grader took more memory than reward.memory_mib={limit_mib}")
 
     def _replace(self, worker: GradingProcess, cause: str | None) -> None:
         self._workers.remove(worker)
         code = worker.kill()
-        cause = cause or f"the grader's process ended {_how(code)}"
+        cause = cause or f"the grader's process ended with {exit_text(code)}"
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                raise WorkerDiedError(f"grading processes cannot start: {cause}; its own output says why")
+                raise WorkerDiedError(f"grading processes cannot start: {cause}; see its output above")
         unanswered = list(worker.given.values())
         if len(unanswered) == 1:
             self._on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
         self._queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))
-
-
-def _how(code: int) -> str:
-    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,4 +1,4 @@
-"""Runs what an async reward function returned, one call after the other."""
+"""Event loop for async reward functions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """One loop for all calls of a process: what a module keeps between them, such as an HTTP session, belongs to it.
+    """One event loop for all calls of a process: a module may keep objects of the loop, such as an HTTP session.
 
-    A call that is interrupted takes the loop with it, and all that it has started there.
+    Interrupting a call closes the loop and cancels everything that the call has started.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,10 @@ class EventLoop:
         self._cancelled: asyncio.CancelledError | None = None
 
     def run(self, awaitable: Awaitable[T]) -> T:
-        """Raises: what it raises; what interrupts it, with a cause that says where it was waiting."""
+        """Wait for the result.
+
+        Raises: errors of the awaitable; an interrupting exception, whose cause shows where the call was waiting.
+        """
         if self._runner is None:
             self._runner = asyncio.Runner()
         self._cancelled = None
@@ -28,9 +31,9 @@ class EventLoop:
             return self._runner.run(self._result_of(awaitable))
         except Exception:
             raise
-        except BaseException as interrupt:  # the deadline, or a SystemExit of the user's
+        except BaseException as interrupt:  # DeadlineExceeded, or SystemExit of the user's function
             runner, self._runner = self._runner, None
-            runner.close()  # cancels what is pending
+            runner.close()  # cancels pending tasks
             raise interrupt from self._cancelled
 
     async def _result_of(self, awaitable: Awaitable[T]) -> T:

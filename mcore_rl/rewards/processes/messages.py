@@ -1,4 +1,4 @@
-"""What a grading process and its parent send each other."""
+"""Messages between a grading process and its parent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """Samples that are graded together, a pickled list of them, and their keys. alone: the process may grade nothing
-    else meanwhile."""
+    """Samples that the grader receives in one call.
+
+    keys: one per sample.
+    pickled: the list of samples.
+    alone: the process may not grade anything else at the same time.
+    """
 
     keys: tuple[int, ...]
     pickled: bytes
@@ -16,19 +20,19 @@ class Task:
 
     @property
     def number(self) -> int:
-        """By which an answer names it."""
+        """Identifies the task in an answer."""
         return self.keys[0]
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The grader is loaded; max_calls: tasks that are graded side by side."""
+    """The grader is loaded. max_calls: number of tasks that the process grades concurrently."""
 
     max_calls: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The configuration names no grader that loads."""
+    """The configured grader does not load."""
 
     cause: str

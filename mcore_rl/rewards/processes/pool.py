@@ -1,4 +1,4 @@
-"""Grades samples in processes of their own, so that a grader that hangs or dies costs one sample."""
+"""Grades samples in child processes, so that a grader that hangs or dies fails one sample only."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from mcore_rl.types import Score
 
 @dataclass
 class _Wait:
-    """A `collect` under way."""
+    """Number of scores that a `collect` still waits for."""
 
     missing: int
 
 
 class GradingPool:
-    """`config.workers` grading processes, started at once.
+    """`config.workers` grading processes, which start immediately. Thread-safe.
 
-    Raises (from submit, collect and wait_ready): ConfigError if a process refuses the configured function,
+    Raises (from submit, collect and wait_ready): ConfigError if a process cannot load the configured function,
     WorkerDiedError if processes cannot be started.
     """
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None) -> None:
-        assert config.workers >= 1  # config.validation refuses less
+        assert config.workers >= 1  # config.validation rejects less
         self._config, self._sandbox = config, sandbox or SandboxConfig()
         self._queue: deque[Task] = deque()
         self._scores: dict[int, Score] = {}
-        self._waits: dict[int, _Wait] = {}
-        """By the keys that are missing."""
+        self._waits: dict[int, _Wait] = {}  # by missing key
         self._num_ready = 0
         self._failure: McoreRLError | None = None
         self._closing = False
@@ -50,11 +49,11 @@ class GradingPool:
         self._thread.start()
 
     def submit(self, samples: Mapping[int, Sample]) -> None:
-        """Queues samples, by key, that are graded together; returns at once."""
+        """Queue samples, by key, for one call of the grader; return immediately."""
         keys = tuple(samples)
         try:
             task = Task(keys, pickle.dumps(list(samples.values()), pickle.HIGHEST_PROTOCOL))
-        except Exception as error:  # whatever the user's extra_info raises
+        except Exception as error:  # pickle calls methods of objects in the user's extra_info
             score = failed(f"the sample cannot be sent to a grader: {error}")
             self._finish([(key, score) for key in keys])
             return
@@ -64,8 +63,10 @@ class GradingPool:
             self._wake()
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
-        """Waits for the scores of `keys`, which were submitted and are forgotten with this call; by key. Others may be
-        waited for meanwhile."""
+        """Wait for the scores of submitted `keys`, remove them from the pool and return them by key.
+
+        Several threads may wait for different keys at the same time.
+        """
         with self._changed:
             missing = [key for key in keys if key not in self._scores]
             wait = _Wait(len(missing))
@@ -75,13 +76,13 @@ class GradingPool:
             return {key: self._scores.pop(key) for key in keys}
 
     def wait_ready(self) -> None:
-        """Waits until every process has loaded its grader."""
+        """Wait until every process has loaded its grader."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ready >= self._config.workers or self._failure or self._closing)
             self._check_usable()
 
     def shutdown(self) -> None:
-        """Kills the processes; what is pending is lost. May be called again."""
+        """Kill the processes and drop pending samples. May be called more than once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Where a user's function raised, for people: its own frames, without ours around them, and never too long to print."""
+"""Tracebacks of user functions: only their own frames, and at most MAX_LINES lines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from traceback import FrameSummary, StackSummary, TracebackException
 
 from mcore_rl.rewards.processes import deadline
 
-_AROUND = (str(Path(deadline.__file__).parents[1]), str(Path(asyncio.__file__).parent))
+_CALLERS = (str(Path(deadline.__file__).parents[1]), str(Path(asyncio.__file__).parent))
 MAX_LINES = 40
 MAX_LINE_CHARS = 300
 
 
 def traceback_of(error: BaseException) -> str:
-    """As Python prints it; of a time limit, where the function was then."""
+    """Format a traceback as Python does; for a time limit, it shows where the function was interrupted."""
     if isinstance(error, deadline.DeadlineExceeded) and error.__cause__ is not None:
         error = error.__cause__  # where a coroutine was waiting (event_loop)
         error.__context__ = None
     traceback = TracebackException.from_exception(error)
     frames = [frame for frame in traceback.stack if frame.filename != deadline.__file__]
-    users = list(dropwhile(_is_around, frames))
+    users = list(dropwhile(_is_caller, frames))
     traceback.stack = StackSummary.from_list(users or frames)
     return "\n".join(_shortened("".join(traceback.format()).splitlines()))
 
 
-def _is_around(frame: FrameSummary) -> bool:
-    return frame.filename.startswith(_AROUND)
+def _is_caller(frame: FrameSummary) -> bool:
+    return frame.filename.startswith(_CALLERS)
 
 
 def _shortened(lines: list[str]) -> Iterable[str]:

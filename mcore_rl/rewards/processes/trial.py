@@ -1,4 +1,4 @@
-"""One call of a user's reward function before anything else starts, so that a mistake costs a second and not a run."""
+"""Calls a user's reward function once before the run starts, so that a mistake is found within seconds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score, extra_of_turns
 
 BATCH_SIZE = 2
-"""Responses that a function of batches is tried on: one compares nothing."""
+"""Responses in the trial of a batch function, which may compare the responses of a batch."""
 
 
 def rows_to_try(config: RewardConfig, data_sources: Sequence[str]) -> list[int]:
-    """Of a prompt set: its first row, and where rows choose their graders, the first of each function of the user's."""
+    """Return the rows of a prompt set to try: the first row, or the first row of every user function if rows choose."""
     if all(entry.function != BY_DATA_SOURCE for entry in config.entries):
         return [0]
     graders = {source: grader_of(source, config.functions) or "" for source in dict.fromkeys(data_sources)}
@@ -29,14 +29,14 @@ def rows_to_try(config: RewardConfig, data_sources: Sequence[str]) -> list[int]:
 
 
 def try_reward_function(config: RewardConfig, prompt: Prompt, *, multi_turn: bool = False) -> str | None:
-    """Calls it as the run will, in a grading process and with its time limit, on a prompt of data.train: with the
-    ground truth as the response, which a correct function is least likely to fail on; where it does, with an empty one.
+    """Call the reward function on a prompt of data.train, in a grading process and with its time limit.
 
-    extra_info has what a run adds to it: num_turns and tool_rewards, and with `multi_turn` also
+    The first response is the ground truth, on which a correct function is least likely to fail; if it fails, the second
+    one is empty. extra_info contains the keys that a run adds: num_turns and tool_rewards, and with `multi_turn` also
     episode_rewards_of_tools.
 
-    Returns a warning if only the empty response could be graded; a run counts such a response as 0.
-    Raises: ConfigError with the function's own traceback if neither could.
+    Returns a warning if only the empty response could be graded; a run scores such responses 0.
+    Raises: ConfigError with the function's own traceback if neither could be graded.
     """
     specs = [entry.function for entry in config.entries] + list(config.functions.values())
     if not any(map(names_function, specs)):
@@ -52,18 +52,18 @@ def try_reward_function(config: RewardConfig, prompt: Prompt, *, multi_turn: boo
         empty = _graded(pool, prompt, "", count)
     finally:
         pool.shutdown()
-    which = "the first prompt of data.train"
+    row = "the first prompt of data.train"
     if prompt.row:
-        which += f" with data_source {prompt.data_source!r}"
-    told, shown = config.chosen, f"\n{right.traceback}" if right.traceback else ""
+        row += f" with data_source {prompt.data_source!r}"
+    chosen, shown = config.chosen, f"\n{right.traceback}" if right.traceback else ""
     if empty.error is None:
         return (
-            f"warning: {told}: called with the ground truth of {which} as the response, "
+            f"warning: {chosen}: called with the ground truth of {row} as the response, "
             f"{right.error}; with an empty one it works. Responses that cannot be graded count 0{shown}"
         )
     raise ConfigError(
-        f"{told} cannot grade {which}: with the ground truth as the response, {right.error}; "
-        f"with an empty one, {empty.error}. A model writes anything: return a number for every response; or raise "
+        f"{chosen} cannot grade {row}: with the ground truth as the response, {right.error}; "
+        f"with an empty one, {empty.error}. A model may write anything: return a number for every response; or raise "
         f"reward.timeout_seconds={config.timeout_seconds:g} if it needs longer{shown}"
     )
 

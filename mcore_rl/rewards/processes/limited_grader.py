@@ -1,4 +1,4 @@
-"""A grader within its time limit: whatever it does becomes a score, unless it cannot be interrupted."""
+"""A grader with a time limit, whose errors become scores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
 
-class Guarded:
-    """seconds: for one task; in an alone call the limit interrupts code that computes too, beside others only what
-    waits."""
+class LimitedGrader:
+    """Calls a grader with a limit of `seconds` per task.
+
+    `grade` also interrupts code that computes. `grade_concurrently` interrupts a call only while it awaits something.
+    """
 
     def __init__(self, grader: Grader, seconds: float) -> None:
         self.loop = EventLoop()
@@ -27,16 +29,16 @@ class Guarded:
         self._deadline = Deadline(seconds)
 
     def grade(self, task: Task) -> list[Score]:
-        """Scores of a task, while nothing else is graded; of an error, as many of it."""
+        """Grade a task while no other task runs; after an error, return a failed score for every sample."""
         try:
             return self._deadline.call(lambda: self._grade(pickle.loads(task.pickled)))
         except DeadlineExceeded as error:
             return self._late(task, error)
-        except BaseException as error:  # a grader's SystemExit too costs its sample only
+        except BaseException as error:  # a grader's SystemExit too must fail its own sample only
             return _raised(task, error)
 
-    async def grade_beside_others(self, task: Task) -> list[Score]:
-        """Scores of a task, whose grader may wait; of an error, as many of it."""
+    async def grade_concurrently(self, task: Task) -> list[Score]:
+        """Grade a task while others run; after an error, return a failed score for every sample."""
         try:
             async with asyncio.timeout(self._deadline.seconds) as limit:
                 result = self._deadline.call(lambda: self._grader.grade(pickle.loads(task.pickled)))
@@ -47,7 +49,7 @@ class Guarded:
             if limit.expired():
                 return self._late(task, error.__cause__ or error)
             return _raised(task, error)
-        except BaseException as error:  # a grader's SystemExit too costs its sample only
+        except BaseException as error:  # a grader's SystemExit too must fail its own sample only
             return _raised(task, error)
 
     def _grade(self, samples: Sequence[Sample]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Many calls of async functions under way in one grading process."""
+"""Concurrent calls of async reward functions in one grading process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mcore_rl.types import Score
 
 
 class ConcurrentCalls:
-    """Grades tasks from a connection side by side, and answers each when it is graded.
+    """Grades the tasks from a connection concurrently and sends each result when it is ready.
 
-    How many there are at a time is up to who sends them. A task that has to be alone is none of them: it is sent when
-    all answers have come, and by then nobody reads here.
+    The parent limits their number. It sends a task that must run alone only after all results have arrived, when
+    `serve` has returned.
     """
 
     def __init__(self, connection: Connection, grade: Callable[[Task], Awaitable[list[Score]]]) -> None:
@@ -23,9 +23,9 @@ class ConcurrentCalls:
         self._running: set[asyncio.Task[None]] = set()
 
     async def serve(self, tasks: Sequence[Task]) -> None:
-        """Grades `tasks` and those that come meanwhile, until none is left.
+        """Grade `tasks` and the tasks that arrive meanwhile, until none is running.
 
-        Raises: EOFError, OSError when the other end is closed.
+        Raises: EOFError, OSError when the parent closes the connection.
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = loop.create_future()
@@ -52,7 +52,7 @@ class ConcurrentCalls:
         assert this is not None
         self._running.discard(this)
         if not self._running:
-            # Before the answer: what comes after the last one is for who serves next.
+            # Stop reading before sending: the parent's next message belongs to the caller of `serve`.
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
         try:
             self._connection.send([(task.number, scores)])

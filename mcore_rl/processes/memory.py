@@ -1,4 +1,4 @@
-"""How much memory a process and all that it has started hold, as Linux tells it."""
+"""Memory of a process tree, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pid: int) -> int:
-    """Of the process, its children and theirs; 0 for what has ended, or where nothing tells."""
+    """Return the resident memory of a process and its descendants; 0 if it has ended, or without /proc."""
     total, pending = 0, [pid]
     while pending:
         directory = Path(f"/proc/{pending.pop()}")
         try:
             total += int((directory / "statm").read_text().split()[1]) * _PAGE_BYTES
-            for thread in (directory / "task").iterdir():  # each has the children that it started
+            for thread in (directory / "task").iterdir():  # Linux lists children by the thread that started them
                 pending += map(int, (thread / "children").read_text().split())
         except (OSError, IndexError):
             continue
