@@ -13,8 +13,9 @@ import numpy as np
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import told
 from mcore_rl.data.sources.paths import Names, find_files, shown
-from mcore_rl.data.tokenised.blocks import BlockTokeniser, tokenised_blocks
+from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.cache import Entry, open_cache
+from mcore_rl.data.tokenised.reader import tokenised_blocks
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 

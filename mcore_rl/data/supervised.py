@@ -23,8 +23,9 @@ from mcore_rl.data.prompts import (
     with_notes,
 )
 from mcore_rl.data.sources.paths import Names, find_files, shown
-from mcore_rl.data.tokenised.blocks import BlockTokeniser, tokenised_blocks
+from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.cache import open_cache
+from mcore_rl.data.tokenised.reader import tokenised_blocks
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
 

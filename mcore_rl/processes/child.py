@@ -6,11 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 
 from mcore_rl.processes.tree import descendants_of, kill_tree, marked, new_mark
+
+_POLL_SECONDS = 0.02
 
 
 class Child:
@@ -57,6 +60,13 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait up to `seconds` for the process to end; return `exit_code`."""
+        deadline = time.monotonic() + seconds
+        while (code := self.exit_code) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return code
 
     def note_descendants(self) -> None:
         """Record the current descendants for `kill`: the process may end and leave them behind."""

@@ -1,4 +1,7 @@
-"""Main functions of child processes that serve their parent (child.start_module)."""
+"""Child side of processes that serve their parent.
+
+SGLang's ranks import this module in SGLang's environment, so it needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
+from mcore_rl.errors import McoreRLError
 from mcore_rl.parent_death import die_with
+
+OK, REFUSED, FAILED = "ok", "refused", "failed"
+TRACE_LINES = 12
 
 
 def parent_socket() -> socket.socket:
-    """Set up this process as a child and return the socket to its parent.
+    """Set up this process as a child of child.start_module and return the socket to its parent.
 
     The child ignores Ctrl-C, which the parent handles, ends with its parent, and writes no core dump.
     """
@@ -32,3 +42,23 @@ def run(serve: Callable[[Connection], None]) -> None:
     parent_gone = contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
     with Connection(parent_socket().detach()) as connection, parent_gone:
         serve(connection)
+
+
+def serve_calls(connection: Connection, function: Callable[[Any], object]) -> None:
+    """Answer every message with function(message), as pool.Worker expects.
+
+    Raises: EOFError when the parent closes the connection.
+    """
+    while True:
+        answer(connection, partial(function, connection.recv()))
+
+
+def answer(connection: Connection, call: Callable[[], object]) -> None:
+    """Send (OK, result); (REFUSED, (type, text)) for an error of this project; else (FAILED, end of the traceback)."""
+    try:
+        connection.send((OK, call()))  # pickles the result before it writes, so an error leaves the stream intact
+    except McoreRLError as error:
+        connection.send((REFUSED, (type(error), str(error))))
+    except Exception as error:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        connection.send((FAILED, "\n".join(lines[-TRACE_LINES:])))

@@ -1,12 +1,10 @@
-"""Rows of files as tokens, a block at a time, in the order of the files whatever the number of processes."""
+"""Blocks of rows and their conversion to tokens."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +12,20 @@ import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import ANSWER_COLUMNS, Columns, listing
-from mcore_rl.data.files import read_rows
 from mcore_rl.data.templates import PromptRenderer, encode
-from mcore_rl.data.tokenised.progress import RowProgress
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROWS_PER_BLOCK = 1024
-"""A tokenizer is fast on blocks."""
-
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Consecutive rows of one file with their places; `file` is its index among the files that are read."""
+    """Consecutive rows of one file with their places, such as "a.jsonl, line 12".
+
+    file: index among the files that are read.
+    """
 
     file: int
     path: Path
@@ -38,20 +34,26 @@ class RawBlock:
 
 @dataclass(frozen=True)
 class Block:
-    """A block's prompts, whatever their length; `row` of each is -1 until it is part of a set. `targets`, where they
-    are asked for, are the tokens of a target text and the end of sequence; `notes` those of Columns."""
+    """A tokenised block, before rows are dropped for their length.
+
+    prompts: their `row` is -1 until they are part of a set.
+    targets: tokens of the target texts with the end of sequence; empty unless requested.
+    notes: counted remarks about rows (Columns.take_notes).
+    ignored: columns that were not read.
+    """
 
     file: int
     prompts: list[Prompt]
     targets: list[np.ndarray]
     notes: Counter[str]
     ignored: list[str] = field(default_factory=list)
-    """Columns that were not read."""
 
 
 @dataclass(frozen=True)
 class BlockTokeniser:
-    """Reads columns, renders and encodes; the same in every process. `key` is the configuration key of the files.
+    """Reads the columns of rows, renders the prompts and encodes them.
+
+    key: configuration key of the files.
 
     Raises: ConfigError for a template that the tokenizer cannot apply.
     """
@@ -70,11 +72,14 @@ class BlockTokeniser:
 
     @property
     def samples_train(self) -> bool:
-        """Whether responses to these rows are sampled and trained on."""
+        """Whether the run samples responses to these rows and trains on them."""
         return self.key == "data.train" and not self.with_targets
 
     def tokenise(self, block: RawBlock) -> Block:
-        """Raises: DataError naming file and row."""
+        """Tokenise a block.
+
+        Raises: DataError naming file and row.
+        """
         columns = Columns(
             self.data_config,
             self.key,
@@ -123,30 +128,3 @@ class BlockTokeniser:
             texts.append(text)
         eos = np.array([self.tokenizer.eos_token_id], np.int32)
         return [np.concatenate([ids, eos]) for ids in encode(self.tokenizer, texts)]
-
-
-def tokenised_blocks(files: Sequence[Path], tokeniser: BlockTokeniser) -> Iterator[Block]:
-    """All rows of the files, in their order, by data.workers processes. A file that takes long shows how far it is.
-
-    Raises: DataError for the first row, in this order, that is malformed; WorkerDiedError.
-    """
-    raw = _raw_blocks(files, tokeniser.key)
-    first = list(islice(raw, 2))
-    raw = itertools.chain(first, raw)
-    if tokeniser.data_config.workers > 1 and len(first) > 1:  # one block would wait for a process to start
-        from mcore_rl.data.tokenised.processes import tokenise_in_processes
-
-        blocks = tokenise_in_processes(raw, tokeniser)
-    else:
-        blocks = map(tokeniser.tokenise, raw)
-    with RowProgress(tokeniser.key, files) as progress:
-        for block in blocks:
-            progress.advance(len(block.prompts), block.file)
-            yield block
-
-
-def _raw_blocks(files: Sequence[Path], key: str) -> Iterator[RawBlock]:
-    for index, path in enumerate(files):
-        rows = read_rows(path, key)
-        while block := list(islice(rows, _ROWS_PER_BLOCK)):
-            yield RawBlock(index, path, block)

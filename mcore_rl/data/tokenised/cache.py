@@ -1,7 +1,11 @@
-"""Tokenised files, kept in data.cache_dir for later starts: one Arrow file each, `<digest>-<CRC-32>.arrow`.
+"""Cache of tokenised files in data.cache_dir: one Arrow file per set, `<digest>-<CRC-32>.arrow`.
 
-The digest is of all that the content depends on, so that a file is either right or not found; the CRC-32 is of the file
-itself. Token ids are read memory-mapped; what rows hold besides is JSON.
+The digest covers everything that the content depends on, so a stale file is never found. The CRC-32 of the file detects
+damage. Token ids are memory-mapped; other values are JSON, one line per row.
+
+`datasets` does not replace this: its fingerprints depend on paths and modification times instead of contents, its files
+have no checksums, its columns have one type where rows may mix several, and it reports the error of whichever process
+fails first.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _TEXTS, _ROWS = "texts", "rows"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is kept of a set of N rows.
+    """A cached set of N rows.
 
     Shapes: ragged, by name: values int32 [sum], offsets int64 [N + 1].
     """
@@ -42,7 +46,7 @@ class Entry:
 
 @dataclass
 class TokenCache:
-    """Where the tokenised form of some files is, or will be; `notes` are what a user should know of it."""
+    """The cache entry of some files. `notes` are remarks for the user."""
 
     directory: Path
     files: Sequence[Path]
@@ -51,7 +55,7 @@ class TokenCache:
     notes: list[str]
 
     def load(self) -> Entry | None:
-        """None where there is none yet; a damaged one is removed, and noted."""
+        """Return the entry, or None if there is none. A damaged one is removed and noted."""
         for path in sorted(self.directory.glob(f"{self.name}-*.arrow")):
             if f"{file_crc32(path).value:08x}" == path.stem.rpartition("-")[2]:
                 self.notes.append("read from data.cache_dir")
@@ -61,9 +65,9 @@ class TokenCache:
         return None
 
     def save(self, entry: Entry) -> None:
-        """Unless a value of a row is none of JSON's, or a file has changed since its digest was taken: that is noted.
+        """Write the entry, unless JSON cannot hold a value or a file has changed since it was read; notes the reason.
 
-        Raises: ConfigError where the directory cannot be written to.
+        Raises: ConfigError if the directory is not writable.
         """
         texts = _json_lines(entry.rows)
         if isinstance(texts, str):
@@ -83,9 +87,9 @@ class TokenCache:
 
 
 def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None = None) -> TokenCache | None:
-    """The cache of data.cache_dir; None where it is not set.
+    """Return the cache entry in data.cache_dir; None if the key is not set.
 
-    Raises: ConfigError where it cannot be used.
+    Raises: ConfigError if the directory or the tokenizer does not support a cache.
     """
     if tokeniser.data_config.cache_dir is None:
         return None
@@ -104,7 +108,7 @@ def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: in
 
 
 def _json_lines(rows: list[dict[str, Any]]) -> list[str] | str:
-    """A line for each row, or what keeps one from being written: a set must come back as it was."""
+    """Return a line per row; if a value would change in JSON, return the reason instead."""
     lines = []
     for number, row in enumerate(rows, start=1):
         for name, value in row.items():

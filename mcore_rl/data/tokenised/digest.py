@@ -1,4 +1,4 @@
-"""What a tokenised file depends on, as one digest: bytes of the files, the tokenizer, keys, versions."""
+"""Digest of everything that the tokenised form of files depends on: file contents, tokenizer, keys, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.data.sources.paths import is_saved_dataset
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 
 FORMAT = 3
-"""Of the cached files. To be raised whenever the same rows would be read, rendered or written otherwise."""
+"""Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
 _DATA_KEYS = (
     "prompt_key",
     "answer_key",
@@ -25,14 +25,13 @@ _DATA_KEYS = (
 )
 _ROLLOUT_KEYS = ("max_prompt_tokens", "max_response_tokens")
 _PACKAGES = ("mcore-rl", "transformers", "tokenizers", "jinja2")
-_BLOCK_BYTES = 1 << 22
-_OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
+_PATH_SETTINGS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
 
 Stamp = tuple[tuple[str, int, int], ...]
 
 
 def digest(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None) -> str:
-    """32 hexadecimal digits. Where the files lie does not matter, what is in them does.
+    """Return 32 hexadecimal digits, which depend on the contents of the files and not on their paths.
 
     Raises: OSError.
     """
@@ -53,7 +52,7 @@ def digest(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | 
 
 
 def stamp(files: Sequence[Path]) -> Stamp:
-    """Changes when a file is written to: names, sizes and times of all that is read.
+    """Return path, size and modification time of every file: a value that changes when a file is written.
 
     Raises: OSError.
     """
@@ -66,24 +65,20 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _content(path: Path) -> str:
-    content = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            content.update(block)
-    return content.hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _tokenizer_facts(tokeniser: BlockTokeniser) -> list[str]:
-    """All that decides what it writes: not its files, which need not be where it was loaded from."""
+    """Return everything that decides the token ids. The tokenizer's files may have moved, so paths are left out."""
     tokenizer = tokeniser.tokenizer
     template = json.dumps(tokenizer.chat_template)
-    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_ITS_PLACE}
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _PATH_SETTINGS}
     return [
         hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest(),
         type(tokenizer).__name__,
         json.dumps(settings, sort_keys=True, default=str),
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         template,
-        # Some templates write the day.
-        time.strftime("%Y-%m-%d") if "strftime" in template else "",
+        time.strftime("%Y-%m-%d") if "strftime" in template else "",  # the template may print the date
     ]

@@ -1,4 +1,4 @@
-"""How far reading is, for files that take long: one line that changes on a terminal, a line now and then elsewhere."""
+"""Progress of reading large files: a line that changes on a terminal, a line every 30 seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from types import TracebackType
 from typing import Self, TextIO
 
 QUIET_SECONDS = 2.0
-"""What is read within this time shows nothing."""
-_SECONDS_BETWEEN_LINES = {True: 0.2, False: 30.0}
-"""On a terminal, and elsewhere."""
+"""Reading that takes less time shows nothing."""
+_TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
+"""Time between two updates."""
 
 
 class RowProgress:
-    """Counts rows that have been tokenised; prints to `stream`, by default stderr, so that stdout stays for results."""
+    """Counts tokenised rows and shows them on `stream`, by default stderr, because stdout is for results."""
 
     def __init__(self, key: str, files: Sequence[Path], stream: TextIO | None = None) -> None:
-        self._key, self._files, self._rows, self._file = key, files, 0, 0
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
+        from rich.console import Console
+
+        self._key, self._files, self._rows = key, files, 0
+        self._console = Console(file=stream or sys.stderr)
+        self._status = self._console.status("")
         self._started = time.monotonic()
-        self._next_line = self._started + QUIET_SECONDS
-        self._shown = False
+        self._next_update = self._started + QUIET_SECONDS
 
     def advance(self, num_rows: int, file: int) -> None:
-        """So many more rows are done, of the file with this index."""
+        """Count `num_rows` more rows of the file with index `file`."""
         self._rows += num_rows
-        self._file = file
         now = time.monotonic()
-        if now >= self._next_line:
-            self._next_line = now + _SECONDS_BETWEEN_LINES[self._live]
-            line = self.line(now - self._started)
-            self._stream.write(f"\r{line}\033[K" if self._live else f"{line}\n")
-            self._stream.flush()
-            self._shown = True
+        if now < self._next_update:
+            return
+        line = self._line(file, now - self._started)
+        if self._console.is_terminal:
+            self._status.update(line)
+            self._status.start()
+        else:
+            print(line, file=self._console.file, flush=True)
+        self._next_update = now + (_TERMINAL_SECONDS if self._console.is_terminal else _LOG_SECONDS)
 
-    def line(self, seconds: float) -> str:
-        """What is shown after `seconds` of work."""
-        of = f"file {self._file + 1} of {len(self._files)}, " if len(self._files) > 1 else ""
-        speed = f"  {self._rows / seconds:,.0f} rows/s" if seconds > 0 else ""
-        return f"{self._key}: {self._rows:,} rows tokenised ({of}{self._files[self._file]}){speed}"
+    def _line(self, file: int, seconds: float) -> str:
+        position = f"file {file + 1} of {len(self._files)}, " if len(self._files) > 1 else ""
+        speed = f"{self._rows / seconds:,.0f} rows/s"
+        return f"{self._key}: {self._rows:,} rows tokenised ({position}{self._files[file]})  {speed}"
 
     def __enter__(self) -> Self:
         return self
@@ -50,6 +52,4 @@ class RowProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown and self._live:
-            self._stream.write("\n")
-            self._stream.flush()
+        self._status.stop()

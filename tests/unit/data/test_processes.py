@@ -1,4 +1,4 @@
-"""Several tokenising processes do what one does, and are gone when it is done."""
+"""Several tokenising processes give the results and errors of one, and end with the iteration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import pytest
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.prompts import PromptSet, load_prompts
 from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.processes import tokenise_in_processes
 from mcore_rl.data.tokenised.progress import RowProgress
+from mcore_rl.data.tokenised.reader import tokenise_in_processes
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError, WorkerDiedError
 
 BAD_ROW, BAD_LINE = 2100, "{torn"
-"""A row of the third block that has no prompt; the line behind it, in the same block, is not JSON."""
+"""Row of the third block without a prompt, and a line that is not JSON."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tokenizer_file: Path) -> Iterator[None]:
-    """Other tests' ranks may run beside."""
+    """Compare with the children before the test: ranks of other tests may be running."""
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) - before == set()
@@ -48,7 +48,7 @@ def rows(count: int, name: str) -> list[str]:
     return [json.dumps({"question": f"{name}{i}", "answer": i, "extra_info": {"i": [i]}}) for i in range(count)]
 
 
-def test_rows_and_their_order_are_those_of_one_process(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_several_processes_return_rows_in_the_order_of_one(tmp_path: Path, tokenizer_file: Path) -> None:
     names = [
         write(tmp_path / f"{name}.jsonl", rows(count, name)) for name, count in (("a", 3000), ("b", 5), ("c", 1500))
     ]
@@ -59,18 +59,16 @@ def test_rows_and_their_order_are_those_of_one_process(tmp_path: Path, tokenizer
         assert np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other
 
 
-def test_what_needs_only_the_first_rows_ends_the_processes_early(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_max_prompts_stops_reading_before_a_malformed_row(tmp_path: Path, tokenizer_file: Path) -> None:
     lines = rows(6000, "a")
-    lines[5000] = BAD_LINE  # which one process would not come to
+    lines[5000] = BAD_LINE  # one process would not read it
     path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
     prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
     assert prompts.ground_truths == list(range(7))
 
 
 @pytest.mark.parametrize("torn_block", [2, 3])
-def test_the_first_malformed_row_is_named_whichever_is_found_first(
-    tmp_path: Path, tokenizer_file: Path, torn_block: int
-) -> None:
+def test_first_malformed_row_of_the_file_is_reported(tmp_path: Path, tokenizer_file: Path, torn_block: int) -> None:
     lines = rows(5000, "a")
     lines[BAD_ROW], lines[torn_block * 1024 + 100] = '{"other": 1}', BAD_LINE
     names, messages = [write(tmp_path / "rows.jsonl", lines)], []
@@ -79,11 +77,11 @@ def test_the_first_malformed_row_is_named_whichever_is_found_first(
             load(names, tokenizer_file, workers)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
-    # A block is read whole before any of its rows is tokenised.
+    # A block is read completely before its rows are tokenised.
     assert ("line 2149 is not valid JSON" if torn_block == 2 else "line 2101 has no prompt") in messages[0]
 
 
-def test_a_process_that_dies_is_an_error_and_not_an_end_of_data(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_death_of_a_process_raises_instead_of_ending_the_data(tmp_path: Path, tokenizer_file: Path) -> None:
     tokeniser = BlockTokeniser(load_tokenizer(tokenizer_file), DataConfig(workers=1), RolloutConfig(), "data.train")
 
     before = set(psutil.Process().children())
@@ -95,7 +93,7 @@ def test_a_process_that_dies_is_an_error_and_not_an_end_of_data(tmp_path: Path, 
                 (child,) = set(psutil.Process().children()) - before
                 child.kill()
 
-    with pytest.raises(WorkerDiedError, match=r"data\.workers.* exit code -9"):
+    with pytest.raises(WorkerDiedError, match=r"data\.workers=1.* ended in `tokenise` with signal SIGKILL"):
         list(tokenise_in_processes(blocks(), tokeniser))
 
 
@@ -104,7 +102,7 @@ import sys, time, psutil
 from pathlib import Path
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.processes import tokenise_in_processes
+from mcore_rl.data.tokenised.reader import tokenise_in_processes
 from mcore_rl.data.tokenizer import load_tokenizer
 def blocks():
     yield RawBlock(0, Path("a.jsonl"), [("a place", {"question": "a", "answer": "b"})])
@@ -115,7 +113,7 @@ list(tokenise_in_processes(blocks(), tokeniser))
 """
 
 
-def test_processes_end_with_the_one_that_started_them(tokenizer_file: Path) -> None:
+def test_processes_end_with_their_parent(tokenizer_file: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOST, str(tokenizer_file)], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         child = psutil.Process(int(host.stdout.readline()))
@@ -123,7 +121,7 @@ def test_processes_end_with_the_one_that_started_them(tokenizer_file: Path) -> N
     child.wait(timeout=60)
 
 
-def test_only_what_takes_long_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_starts_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("mcore_rl.data.tokenised.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()

@@ -15,7 +15,6 @@ import yaml
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.tokenised.processes import _Process
 from mcore_rl.engines.sglang.processes import end_ranks, start_rank
 from mcore_rl.processes.child import Child, kill_all
 from mcore_rl.processes.tree import new_mark
@@ -129,29 +128,6 @@ def test_tools_shut_down_leave_no_process(tmp_path: Path, tag: str) -> None:
             await box.shutdown()
 
     assert asyncio.run(call()) == "started"
-    assert running(tag) == []
-
-
-class Tokeniser:
-    """Stands in for a BlockTokeniser whose tokenizer starts processes."""
-
-    def __init__(self, program: str) -> None:
-        self.program = program
-
-    def tokenise(self, block: object) -> object:
-        exec(self.program, {})
-        return block
-
-
-def test_tokenising_process_closed_leaves_no_process(tag: str) -> None:
-    process = _Process()
-    try:
-        process.send(Tokeniser(code(STARTS["daemon"], tag)))  # type: ignore[arg-type]
-        process.send(["block"])  # type: ignore[arg-type]
-        assert process.result() == ["block"]
-        await_running(tag)
-    finally:
-        process.close()
     assert running(tag) == []
 
 

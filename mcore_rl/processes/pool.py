@@ -1,0 +1,139 @@
+"""Calls to several child processes that answer with `served.answer`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.processes.child import Child, kill_all, start_module
+from mcore_rl.processes.exits import exit_text
+from mcore_rl.processes.served import FAILED, REFUSED
+
+_CHECK_SECONDS = 0.5
+"""Time between two checks whether the workers still run."""
+_SECONDS_TO_EXIT = 5.0
+"""Time to wait for the exit code of a process that has closed its connection."""
+
+
+class CallFailedError(WorkerDiedError):
+    """A call raised an unexpected error. `traceback` is the end of its traceback."""
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(f"{message}:\n{traceback}")
+        self.traceback = traceback
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that answers one message at a time.
+
+    name: begins error messages.
+    child: None for a process that another host has started.
+    """
+
+    name: str
+    connection: Connection
+    child: Child | None = None
+
+    def send(self, message: object) -> None:
+        """Send a message. `results` reports a process that has ended."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.child is not None and self.child.exit_code is not None
+
+    def death(self, call: str) -> WorkerDiedError:
+        """Return the error for a process that has ended or closed its connection."""
+        if self.child is None:
+            return WorkerDiedError(f"{self.name} ended in `{call}`")
+        code = exit_text(self.child.wait(_SECONDS_TO_EXIT))
+        return WorkerDiedError(f"{self.name} (process {self.child.pid}) ended in `{call}` with {code}")
+
+    def state(self) -> str:
+        """Return the state of a process that does not answer, as the end of a sentence."""
+        if self.child is None:
+            return "is on another host"
+        try:
+            return f"is {psutil.Process(self.child.pid).status()}"
+        except psutil.NoSuchProcess:
+            return "has ended"
+
+
+@contextlib.contextmanager
+def started(module: str, name: str, num: int, environment: Mapping[str, str]) -> Iterator[list[Worker]]:
+    """Start `num` workers that run `module` (child.start_module) and kill their process trees at the end."""
+    workers: list[Worker] = []
+    try:
+        for _ in range(num):
+            child, socket = start_module(module, environment)
+            workers.append(Worker(name, Connection(socket.detach()), child))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.connection.close()
+        kill_all([worker.child for worker in workers if worker.child is not None])
+
+
+def map_in_order(workers: Sequence[Worker], messages: Iterable[object], call: str) -> Iterator[Any]:
+    """Yield the result of every message, in the order of the messages. Reads at most one message per worker ahead.
+
+    Raises: as `results`.
+    """
+    number = -1
+    for number, message in enumerate(messages):
+        worker = workers[number % len(workers)]
+        # A worker has one message at a time: while it sends a result it reads nothing, and both ends would block.
+        if number >= len(workers):
+            yield from results([worker], call)
+        worker.send(message)
+    for last in range(max(0, number + 1 - len(workers)), number + 1):
+        yield from results([workers[last % len(workers)]], call)
+
+
+def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key: str = "") -> list[Any]:
+    """Wait until all workers have answered the message that each of them was sent; return the results.
+
+    call: name of the call in errors.
+    seconds, key: the time limit for all answers, and its configuration key.
+
+    Raises: the error of this project that a call raised; WorkerDiedError if a call failed, or if a worker ended or did
+    not answer in time.
+    """
+    deadline, answers = time.monotonic() + seconds, list[tuple[str, Any]]()
+    for worker in workers:
+        while not worker.connection.poll(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            # A worker may wait in a collective for another one that has ended.
+            ended = next((each for each in workers if each.has_ended), None)
+            if ended is not None and not worker.connection.poll():  # it may have answered just before
+                _raise_errors(workers, answers, call)  # the cause, if a worker sent it before it ended
+                raise ended.death(call)
+            if time.monotonic() > deadline:
+                late = f"{worker.name} did not answer `{call}` within {seconds:g} s ({key})"
+                raise WorkerDiedError(f"{late}: it {worker.state()}")
+        try:
+            answers.append(worker.connection.recv())
+        except (EOFError, OSError):
+            _raise_errors(workers, answers, call)
+            raise worker.death(call) from None
+    _raise_errors(workers, answers, call)  # not before: a remaining answer would be read as that of the next call
+    return [result for _, result in answers]
+
+
+def _raise_errors(workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> None:
+    for worker, (kind, text) in zip(workers, answers, strict=False):
+        if kind == FAILED:
+            raise CallFailedError(f"{worker.name} failed in `{call}`", text)
+    for kind, refusal in answers:
+        if kind == REFUSED:
+            error, message = refusal
+            raise error(message)
