@@ -140,14 +140,14 @@ def bucket_pair(tp: int) -> Pair:
     local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in local_shapes(bound, layout, 0).items()}
     topology = Topology((here,) * tp, (here,), 1)
     plan = SyncPlan(CONFIG, torch.bfloat16, layout, EngineLayout(), topology, BUCKET_BYTES, 2)
-    departures = plan.departures(0)
-    slot_bytes = max(message.num_bytes for (message,) in departures.values())
+    outgoing = plan.outgoing(0)
+    slot_bytes = max(message.num_bytes for (message,) in outgoing.values())
     segment = SharedSegment.create(2 * slot_bytes)
     segment.unlink()
     places = [
         pair
-        for turn, (message,) in departures.items()
-        for pair in views(message, segment.memory[turn % 2 * slot_bytes :][: message.num_bytes])
+        for sync_round, (message,) in outgoing.items()
+        for pair in views(message, segment.memory[sync_round % 2 * slot_bytes :][: message.num_bytes])
     ]
     num_bytes = sum(tensor.nbytes for tensor in local.values())
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)

@@ -41,7 +41,7 @@ def run() -> list[Result]:
                 assert sum(received) == sync.sent_bytes
                 ratios.append(limit / seconds)
                 rates.append(sync.sent_bytes / seconds)
-        title = f"{name}, {sync.sent_bytes / 2**20:.0f} MiB in {plan.num_turns} bucket(s)"
+        title = f"{name}, {sync.sent_bytes / 2**20:.0f} MiB in {plan.num_rounds} bucket(s)"
         ratio, rate = statistics.median(ratios), statistics.median(rates)
         results.append(Result(title, rate / 1e9, rate / ratio / 1e9, "GB/s", ratio, aim))
     return results

@@ -15,7 +15,7 @@ from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync_processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
@@ -41,7 +41,7 @@ def run() -> list[Result]:
         num_bytes = sync.sent_bytes
     ratio = statistics.median(limit / seconds for limit, seconds in pairs)
     rate = num_bytes / statistics.median(seconds for _, seconds in pairs) / 1e9
-    title = f"gloo, {num_bytes / 2**20:.0f} MiB in {plan.num_turns} buckets, beside a raw socket"
+    title = f"gloo, {num_bytes / 2**20:.0f} MiB in {plan.num_rounds} buckets, beside a raw socket"
     results = [Result(title, rate, rate / ratio, "GB/s", ratio, ">= 0.8")]
     for name, (train_layout, engine_layout, hosts) in LAYOUTS.items():
         results.append(_counted(name, train_layout, engine_layout, hosts))
@@ -53,7 +53,7 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
     plan = sync_plan(train_layout, engine_layout, hosts, bucket_mib=BUCKET_MIB, layers=2)
     with processes(plan, keep=False) as sync:
         _, received = sync.update()
-    needs = Needs(plan.rows, engine_layout)
+    needs = ShardMap(plan.rows, engine_layout)
     totals = count(Placement(plan.rows, train_layout), needs, plan.topology.places, plan.bucket_bytes)
     ratios = [n / totals.needed[rank % engine_layout.num_ranks] for rank, n in enumerate(received)]
     fullest = max(range(len(received)), key=ratios.__getitem__)

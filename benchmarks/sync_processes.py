@@ -16,13 +16,13 @@ import torch
 
 from benchmarks import convert
 from benchmarks.children import Child
-from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
+from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Meeting, open_store
+from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
@@ -85,7 +85,7 @@ class Processes:
     def sent_bytes(self) -> int:
         """In one update, to all windows."""
         return sum(
-            arrivals.num_bytes for arrivals in self.plan.arrivals(range(len(self.plan.topology.windows))).values()
+            incoming.num_bytes for incoming in self.plan.incoming(range(len(self.plan.topology.buffers))).values()
         )
 
 
@@ -105,9 +105,9 @@ def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned:
         trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
         engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]
         segments = {number: name for pipe in trainers for number, name in pipe.recv().items()}
-        meeting = Meeting(plan.topology.trainers[0].address, store.port, 0)
+        rendezvous = Rendezvous(plan.topology.trainers[0].address, store.port, 0)
         for pipe in (*trainers, *engines):
-            pipe.send(Connection(plan, meeting, segments, TIMEOUT_SECONDS))
+            pipe.send(Connection(plan, rendezvous, segments, TIMEOUT_SECONDS))
         for pipe in (*trainers, *engines):
             assert pipe.recv() == "connected"
         for pipe in trainers:
@@ -117,13 +117,13 @@ def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned:
 
 def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -> None:
     torch.set_num_threads(1)
-    end = TrainerEnd(plan, rank)
-    pipe.send(end.make_windows())
+    end = TrainerSetup(plan, rank)
+    pipe.send(end.create_buffers())
     sender = end.connect(pipe.recv())
     shapes = local_shapes(plan.rows, plan.train_layout, rank)
     tensors = {name: _random(name, shape, plan.dtype, device) for name, shape in shapes.items()}
     if pinned:
-        for segment in end._made.values():
+        for segment in end._segments.values():
             memory = segment.memory
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     pipe.send("connected")
@@ -140,7 +140,7 @@ def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -
 def _sent_digests(plan: SyncPlan, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """By HF name, of the parts that this rank sends, in the shape of the tensor; zero elsewhere."""
     whole: dict[str, torch.Tensor] = {}
-    messages = [message for of_turn in plan.departures(rank).values() for message in of_turn]
+    messages = [message for of_round in plan.outgoing(rank).values() for message in of_round]
     for each in (each for message in messages for each in message.slices):
         tensor = whole.setdefault(each.hf_name, torch.zeros(each.hf_shape, dtype=each.dtype))
         tensor.narrow(each.dim, each.start, each.length).copy_(part_of(each, tensors, each.shape))
@@ -156,7 +156,7 @@ def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) 
 def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool) -> None:
     torch.set_num_threads(1)
     receiver = connect_engine_rank(pipe.recv(), rank)
-    boxes = Needs(plan.rows, plan.engine_layout).boxes(rank % plan.engine_layout.num_ranks)
+    boxes = ShardMap(plan.rows, plan.engine_layout).boxes(rank % plan.engine_layout.num_ranks)
     held = {name: torch.zeros(size, dtype=plan.dtype, device=device) for name, (_, size) in boxes.items()}
 
     def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool) -> N
     while (word := pipe.recv()) is not None:
         if word == "update":
             receiver.begin()
-            num_bytes = sum(receiver.receive(turn, put) for turn in range(receiver.num_turns))
+            num_bytes = sum(receiver.receive(sync_round, put) for sync_round in range(receiver.num_rounds))
             receiver.finish()
             pipe.send(num_bytes)
         else:

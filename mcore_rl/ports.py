@@ -108,9 +108,8 @@ class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
     def begin_update(self) -> None:
         """Begin an update; an unfinished one is discarded."""
 
-    def receive_bucket(self, turn: int) -> list[int]:
-        """Load the bucket of sync round `turn`. Rounds arrive in plan order. Returns the number of bytes as the
-        acknowledgement.
+    def receive_bucket(self, sync_round: int) -> list[int]:
+        """Receive and load one round of the plan, in order. Returns its bytes as the acknowledgement.
 
         Raises: PeerLostError, WeightSyncError. After an error the engine must not generate until an update is complete.
         """

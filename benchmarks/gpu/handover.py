@@ -31,7 +31,7 @@ class HandOver:
     """
 
     num_bytes: int
-    num_turns: int
+    num_rounds: int
     seconds: float
     copy_seconds: float
     sent: dict[str, str]
@@ -55,7 +55,7 @@ def run(device: str = "cuda", layers: int = LAYERS, rounds: int = ROUNDS) -> lis
         for pinned in (False, True) if device == "cuda" else (False,):
             over = measure(device, layers=layers, bucket_mib=bucket_mib, rounds=rounds, pinned=pinned)
             assert over.arrived == over.sent
-            size = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_turns} buckets"
+            size = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_rounds} buckets"
             rate, limit = over.rate / 1e9, over.copy_rate / 1e9
             name = f"{way}, {'pinned' if pinned else 'unpinned'}, {size}"
             results.append(Result(name, rate, limit, "GB/s", rate / limit, note="the limit is one copy on the device"))
@@ -70,7 +70,7 @@ def measure(device: str, *, layers: int, bucket_mib: float, rounds: int, pinned:
         sent, arrived = sync.digests()
     num_bytes = sync.sent_bytes
     return HandOver(
-        num_bytes, plan.num_turns, statistics.median(seconds), _copy_seconds(num_bytes, device), sent, arrived
+        num_bytes, plan.num_rounds, statistics.median(seconds), _copy_seconds(num_bytes, device), sent, arrived
     )
 
 

@@ -1,1 +1,1 @@
-"""Inference engines, a folder each: the only doors to them. Everything else sees the Protocols of ports."""
+"""Inference engines, one folder each. Only they import an engine; all other code uses the Protocols in ports."""

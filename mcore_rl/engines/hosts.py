@@ -1,4 +1,4 @@
-"""Where the ranks of one engine are."""
+"""Hosts of an engine whose ranks span several of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineHosts:
-    """The hosts of one engine, by name, each with as many of its ranks; `index` is this one. They meet at the first's
-    `address`: its ranks in a collective at `port`; vLLM needs no more, those of SGLang ask for commands at
-    `commands_port`, with `key`."""
+    """Hosts of one engine. Every host has the same number of ranks.
+
+    names: names of the hosts; `index` is the host of this process.
+    address: address of the first host, which leads.
+    port: rendezvous port of the ranks' process group.
+    commands_port, key: port and authentication key through which SGLang's ranks receive commands; unused by vLLM.
+    """
 
     names: tuple[str, ...] = ("",)
     index: int = 0
@@ -23,7 +27,7 @@ class EngineHosts:
         return len(self.names)
 
     def ranks(self, num_ranks: int) -> range:
-        """Those on this host, of an engine of so many."""
+        """Return the ranks on this host, for an engine of `num_ranks` ranks."""
         here = num_ranks // self.num
         return range(self.index * here, (self.index + 1) * here)
 

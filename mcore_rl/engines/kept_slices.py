@@ -1,7 +1,7 @@
-"""What of every HF tensor a rank of an engine keeps, and where: recorded from the engine's own loaders, not guessed.
+"""Parts of HF tensors that an engine rank keeps, recorded from the engine's own weight loaders.
 
-The loaders get stand-ins of the full shape without memory (meta tensors); they cut views of them, and a dispatch mode
-sees each view being copied: its offset and strides say which box of the tensor it is.
+The loaders get meta tensors of the full shape and copy views of them into parameters. A dispatch mode intercepts these
+copies: offset and strides of a view show which box of the HF tensor it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An HF tensor that updates bring."""
+    """Name, dtype and shape of an HF tensor that updates contain."""
 
     name: str
     dtype: torch.dtype
@@ -31,8 +31,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class KeptSlice:
-    """A box of the HF tensor `name`, and where the parameter of a module has it, in the format of checkpoints: element
-    `index` of the box lies at `offset` plus the sum of index times `strides`."""
+    """Box of the HF tensor `name`, and its place in a module's parameter.
+
+    Element `index` of the box is at `offset + sum(index * strides)` of the parameter, in the checkpoint format (before
+    the engine repacks it for its kernels).
+    """
 
     name: str
     start: Shape
@@ -50,10 +53,11 @@ class KeptSlice:
 def record(
     model: Any, places: Mapping[int, tuple[str, str]], specs: Iterable[TensorSpec], engine: str
 ) -> list[KeptSlice]:
-    """What `model` takes of these tensors; its parameters stay as they were. `places`: (module, parameter) by
-    storage_key.
+    """Record the slices that `model` keeps of these tensors. Its parameters are not changed.
 
-    Raises: WeightSyncError naming a parameter that a loader computes, instead of copying it.
+    places: (module, parameter) by storage_key.
+    engine: name for messages.
+    Raises: WeightSyncError naming a parameter that a loader computes instead of copying it.
     """
     recorder = _Recorder(places)
     stand_ins = [(spec.name, recorder.stand_in(spec)) for spec in specs]
@@ -61,8 +65,8 @@ def record(
         model.load_weights(iter(stand_ins))
     if recorder.computed:
         raise WeightSyncError(
-            f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} from what they are given, so that no "
-            "slices of it can be sent"
+            f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} from several tensors, so slices cannot be "
+            "sent"
         )
     return recorder.kept
 
@@ -70,8 +74,11 @@ def record(
 def parts_of(
     kept: Iterable[KeptSlice], start: Shape, box: torch.Tensor
 ) -> Iterator[tuple[KeptSlice, int, torch.Tensor]]:
-    """What of a box of an HF tensor, whose first element is at `start`, belongs to slices of that tensor: the slice,
-    the place in its parameter where the part begins (with the slice's strides), and the part."""
+    """Intersect a received box of an HF tensor with the kept slices of that tensor.
+
+    start: indices of the box's first element.
+    Yields the slice, the offset of the part in the slice's parameter (its strides are the slice's), and the part.
+    """
     for each in kept:
         low = tuple(map(max, each.start, start))
         high = tuple(map(min, _end(each.start, each.size), _end(start, tuple(box.shape))))
@@ -86,7 +93,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees copies out of stand-ins. `places`: (module, parameter) by storage."""
+    """Intercepts copies from stand-ins, and records them instead of executing them."""
 
     def __init__(self, places: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()
@@ -107,7 +114,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         target, view = args[:2]
         if not view.numel():
-            return target  # a rank behind the end of the vocabulary
+            return target  # this rank's share of the vocabulary is padding only
         name, whole = self._sources.get(storage_key(view), ("", None))
         module, parameter = self._places.get(storage_key(target), ("", ""))
         kept = None if whole is None or not parameter else _kept(whole, view, target)
@@ -119,8 +126,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def _kept(whole: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> tuple[Shape, Shape, Shape] | None:
-    """(start, size) of the box of `whole` that `view` is, and the strides of `target` along the box's dims; None where
-    it is no box, or the target is no view of one."""
+    """Return start and size of the box of `whole` that `view` covers, and the strides of `target` along its dims.
+
+    None if the view is not a box, or if its dims cannot be identified by their strides.
+    """
     start = _indices(whole, view.storage_offset())
     last = view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
     size = tuple(end - first + 1 for first, end in zip(start, _indices(whole, last), strict=True))
@@ -140,7 +149,7 @@ def _end(start: Shape, size: Shape) -> Shape:
 
 
 def _indices(whole: torch.Tensor, offset: int) -> Shape:
-    """The element of a contiguous tensor at this offset."""
+    """Return the indices of the element of a contiguous tensor at this offset."""
     indices = []
     for length, stride in zip(whole.shape, whole.stride(), strict=True):
         indices.append(offset // stride % length)

@@ -1,11 +1,11 @@
-"""How engines draw a token: the same way on every engine and device, from the request's seed and the token's place.
+"""Sampling noise of engines: identical on every engine and device, from the request's seed and the token's position.
 
     token = argmin over v of  -log(u(seed, position, v)) / p(v)
 
-which draws from p: the first of exponential clocks that tick at the rates p. u is a hash, so nothing has a state that
-an abort, a preemption or another batch could disturb: a response that goes on somewhere else goes on exactly, and
-engines that compute the same probabilities draw the same tokens. The hash is the finalizer of splitmix64 (Steele, Lea
-and Flood 2014), applied to seed, position and token in turn.
+samples from p (exponential race: the first of independent exponential clocks with rates p). u is a hash, so there is no
+generator state that an abort, a preemption or another batch could change: a response that is continued elsewhere
+continues exactly, and engines that compute the same probabilities sample the same tokens. The hash is the finalizer of
+splitmix64 (Steele, Lea and Flood 2014), applied to seed, position and token in turn.
 """
 
 from __future__ import annotations
@@ -18,33 +18,43 @@ import torch
 
 _WEYL, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIFORM_BITS = 52
-"""Half a step more than a number of so many bits is exact in float64, so u is never 0 or 1."""
-_CACHED = 1 << 17
-"""Numbers that a core's cache holds; a GPU takes all rows at once."""
+"""A 52-bit integer plus 0.5 is exact in float64, so u is never 0 or 1."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Elements per chunk on CPU, so that the noise fits in a core's cache. A GPU processes all rows at once."""
 
 
-def places(seeds: Sequence[int], positions: np.ndarray) -> torch.Tensor:
-    """What draw_tokens takes of each row: the request's seed, and the place of the token to draw, counted from the
-    first one of the prompt. Shapes: positions integer [rows] -> int64 [rows]."""
+def noise_keys(seeds: Sequence[int], positions: np.ndarray) -> torch.Tensor:
+    """Hash seed and position of each row for sample_tokens.
+
+    positions: position of the token to sample, counted from the first token of the prompt.
+    Shapes: positions integer [rows] -> int64 [rows].
+    """
     states = _mix(np.array(seeds, np.uint64)) + positions.astype(np.uint64) * np.uint64(_WEYL)
     return torch.from_numpy(_mix(states).view(np.int64))
 
 
-def draw_tokens(probabilities: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """One token per row. Shapes: probabilities float [rows, V], whose sum may be anything; `at` of `places`, on the
-    same device -> int64 [rows]."""
+def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Sample one token per row.
+
+    probabilities: need not be normalised.
+    keys: result of noise_keys, on the same device.
+    Shapes: probabilities float [rows, V], keys int64 [rows] -> int64 [rows].
+    """
     rows, columns = probabilities.shape
-    at_once = max(1, _CACHED // columns if probabilities.device.type == "cpu" else rows)
-    if rows <= at_once:
-        return log_uniform(at, columns).div_(probabilities).argmax(-1)
-    parts = zip(probabilities.split(at_once), at.split(at_once), strict=True)
-    return torch.cat([log_uniform(of_part, columns).div_(part).argmax(-1) for part, of_part in parts])
+    num_rows = max(1, _CHUNK_ELEMENTS // columns if probabilities.device.type == "cpu" else rows)
+    if rows <= num_rows:
+        return log_uniform(keys, columns).div_(probabilities).argmax(-1)
+    parts = zip(probabilities.split(num_rows), keys.split(num_rows), strict=True)
+    return torch.cat([log_uniform(part_keys, columns).div_(part).argmax(-1) for part, part_keys in parts])
 
 
-def log_uniform(at: torch.Tensor, columns: int) -> torch.Tensor:
-    """log(u) of the first `columns` tokens: minus an exponential clock's time. Shapes: float64 [rows, columns]."""
-    x = at[:, None] + _tokens(columns, at.device)
-    # The shift of int64 keeps the sign: the bits that come in from the left are taken off.
+def log_uniform(keys: torch.Tensor, columns: int) -> torch.Tensor:
+    """Compute log(u) of the first `columns` tokens, the negative times of the exponential clocks.
+
+    Shapes: float64 [rows, columns].
+    """
+    x = keys[:, None] + _tokens(columns, keys.device)
+    # torch has no unsigned 64-bit shift: the shift of int64 copies the sign bit, so mask the upper bits.
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_FIRST - 2**64)
     x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_SECOND - 2**64)
     x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
@@ -54,12 +64,12 @@ def log_uniform(at: torch.Tensor, columns: int) -> torch.Tensor:
 
 @lru_cache(4)
 def _tokens(columns: int, device: torch.device) -> torch.Tensor:
-    """What each token adds to the state of a row."""
+    """Return the increment of each token to the state of a row."""
     return torch.arange(1, columns + 1, device=device).mul_(_WEYL - 2**64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A permutation of 64-bit numbers that leaves no pattern of its inputs."""
+    """Apply the finalizer of splitmix64, a permutation of 64-bit integers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The WeightReceiver of an engine: all its ranks get an update, and each takes its part of every tensor."""
+"""WeightReceiver of an engine: forwards every call to all ranks and tracks whether an update is complete."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 
-class Ranks(Protocol):
+class RankCalls(Protocol):
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Results by rank."""
+        """Call a method on all ranks. Returns the results by rank."""
 
 
-class ForgetPrefixes(Protocol):
+class ResetPrefixCache(Protocol):
     def __call__(self, *, recompute: bool) -> None: ...
 
 
 class RanksReceiver:
-    """`ranks` are called with names of methods that every engine's ranks have; `forget_prefixes` as VllmEngine's."""
+    """Implements ports.WeightReceiver on the ranks of an engine.
 
-    def __init__(self, ranks: Ranks, forget_prefixes: ForgetPrefixes) -> None:
+    ranks: calls the same methods on the ranks of every engine (`endpoint`, `connect_weights`, `begin_update`, ...).
+    reset_prefix_cache: called after an update, see VllmEngine._reset_prefix_cache.
+    """
+
+    def __init__(self, ranks: RankCalls, reset_prefix_cache: ResetPrefixCache) -> None:
         self.version = 0
         self._ranks = ranks
-        self._forget_prefixes = forget_prefixes
-        self._whole = True
+        self._reset_prefix_cache = reset_prefix_cache
+        self._complete = True
 
     def endpoints(self) -> list[Endpoint]:
         return self._ranks.call("endpoint")
@@ -42,31 +46,33 @@ class RanksReceiver:
         self._ranks.call("pull_from", payload, engine, num_engines)
 
     def begin_update(self) -> None:
-        self._whole = False
+        self._complete = False
         self._ranks.call("begin_update")
 
-    def receive_bucket(self, turn: int) -> list[int]:
-        return self._ranks.call("receive_bucket", turn)
+    def receive_bucket(self, sync_round: int) -> list[int]:
+        return self._ranks.call("receive_bucket", sync_round)
 
     def finish_update(self, version: int, *, recompute: bool = False) -> None:
         self._ranks.call("finish_update")
         earlier = self.version
-        self.version, self._whole = version, True  # requests that come again are of the new weights
+        # Set before the reset, which may submit requests again: they must run with the new version.
+        self.version, self._complete = version, True
         try:
-            self._forget_prefixes(recompute=recompute)
+            self._reset_prefix_cache(recompute=recompute)
         except BaseException:
-            self.version, self._whole = earlier, False
+            self.version, self._complete = earlier, False
             raise
 
     def compare(self) -> list[Comparison]:
-        self.require_whole()
+        self.require_complete()
         return self._ranks.call("compare_weights")
 
-    def require_whole(self) -> None:
-        """Raises: WeightSyncError between the begin of an update and the end of one that came whole."""
-        if not self._whole:
+    def require_complete(self) -> None:
+        """Raise WeightSyncError if an update was begun and no update has been completed since."""
+        if not self._complete:
             raise WeightSyncError(
-                f"the engine holds a part of the update after version {self.version}: only a whole one makes it usable"
+                f"the engine holds a part of the update after version {self.version}; it is usable "
+                "only after a complete update"
             )
 
 

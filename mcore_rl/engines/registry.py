@@ -1,4 +1,4 @@
-"""The engines by the name that rollout.engine has for them. Each is imported when it is asked for."""
+"""Registry of engines by the value of rollout.engine. An engine is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
 class ReceivingEngine(Engine, Protocol):
-    """An engine that takes weights."""
+    """Engine that receives weight updates."""
 
     @property
     def receiver(self) -> Receiver: ...
 
 
 def engine_class(name: str) -> Callable[..., ReceivingEngine]:
-    """Takes what VllmEngine does."""
+    """Return the engine's class. Its constructor has the arguments of VllmEngine."""
     module = importlib.import_module(f"mcore_rl.engines.{name}.engine")
     engine: Callable[..., ReceivingEngine] = getattr(module, _CLASSES[name])
     return engine
@@ -42,6 +42,6 @@ def follow(
     seed: int,
     timeout_seconds: float,
 ) -> None:
-    """The ranks of such an engine on a host that does not lead it, until one of them has ended."""
+    """Run the ranks of an engine on a host other than its first. Returns when one of them has ended."""
     follower = importlib.import_module(f"mcore_rl.engines.{name}.follower")
     follower.follow(model_dir, config, hosts, dtype=dtype, seed=seed, timeout_seconds=timeout_seconds)

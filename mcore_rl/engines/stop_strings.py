@@ -1,8 +1,8 @@
-"""Stop strings in sampled tokens, found while they are sampled: one implementation for all engines.
+"""Detection of stop strings while tokens are sampled, the same for all engines.
 
-The engines run without a tokenizer. Their own search decodes later than they sample (vLLM) or decodes the last tokens
-again for every token (SGLang), and both leave the choice of the last token to their detokenizer. This one decides
-between two steps, so the token that completes a stop string is the last one of the response.
+The engines run without a tokenizer. Their own detection decodes later than they sample (vLLM) or decodes the last
+tokens again for every token (SGLang), and in both the detokenizer decides which token is the last. This implementation
+runs between two steps, so the token that completes a stop string is the last token of the response.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from mcore_rl.types.stop_strings import first_stop
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of token ids, special tokens included."""
+"""Decodes token ids to text, including special tokens."""
 INCOMPLETE = "\ufffd"
 """Replacement character that decoders write for an incomplete character."""
 _CHARACTER_TOKENS = 4
-"""A character has at most four bytes, so its last token is at most so many tokens behind its first."""
+"""A UTF-8 character has at most four bytes, so it spans at most four tokens."""
 _UNSETTLED_TOKENS = 2 * _CHARACTER_TOKENS
 
 
 class StopScanner:
-    """Reads the tokens of one response. The work per token does not depend on the length of the response.
+    """Scans the tokens of one response. The work per token does not depend on the length of the response.
 
-    Decoding starts one settled piece before the new token, since a decoder may treat the first token of a text in
-    another way than the same token within it.
+    Text is settled once later tokens cannot change it. Decoding starts one settled piece before the new token, because
+    a decoder may treat the first token of a text differently (for example drop its leading space).
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode, token_ids: Sequence[int] = ()) -> None:
-        """`token_ids`: tokens that the response has already. A stop string that ends in them is not found any more."""
+        """`token_ids`: tokens that the response already has. Stop strings that end within them are ignored."""
         self._stops, self._decode = stops, decode
         self._longest = max(map(len, stops))
         self._begin()
@@ -49,22 +49,22 @@ class StopScanner:
         found = first_stop(text, self._stops, searched=len(self._tail)) is not None
         if not new.endswith(INCOMPLETE):
             self._settle(len(self._window), new)
-        elif len(self._window) - self._settled > _UNSETTLED_TOKENS:  # bytes that will never be a character
+        elif len(self._window) - self._settled > _UNSETTLED_TOKENS:  # invalid bytes, which never become a character
             count = len(self._window) - _CHARACTER_TOKENS
             self._settle(count, self._decode(self._window[:count])[len(self._context) :])
         return found
 
     def _begin(self) -> None:
         self._tail = ""
-        """The last settled characters, as many as a stop string may share with new ones."""
+        """Last settled characters, as many as a stop string can have before its last character."""
         self._window: list[int] = []
         self._settled = 0
-        """Tokens of the window whose text is settled; they are the context of the others."""
+        """Number of leading tokens of the window whose text is settled; they are the context of the others."""
         self._context = ""
-        """Their text."""
+        """Text of the settled tokens."""
 
     def _settle(self, count: int, new: str) -> None:
-        """The first `count` tokens of the window are final; `new` is their text after the context."""
+        """Settle the first `count` tokens of the window. `new` is their text after the context."""
         self._tail = (self._tail + new)[-(self._longest - 1) :] if self._longest > 1 else ""
         del self._window[: self._settled]
         self._settled = count - self._settled

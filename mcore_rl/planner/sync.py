@@ -11,8 +11,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Needs
-from mcore_rl.weights.slices.routes import Places
+from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count as count_totals
 from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
@@ -49,7 +49,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     placement = Placement(rows, layout)  # what it refuses is the trainer's
     places = places_of(config, cuda=cuda)
     try:
-        totals = count_totals(placement, Needs(rows, engine), places, bucket_bytes)
+        totals = count_totals(placement, ShardMap(rows, engine), places, bucket_bytes)
     except LayoutError as error:
         raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = config.plan.network_gib_per_second
@@ -69,7 +69,7 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
     )
 
 
-def places_of(config: Config, *, cuda: bool) -> Places:
+def places_of(config: Config, *, cuda: bool) -> RankLocations:
     """As a run places its processes. Raises: ConfigError where they do not fit."""
     slots = config.cluster.gpus_per_node
     placement = place(config, on_gpus=cuda, num_engines=config.rollout.num_engines)
@@ -87,7 +87,7 @@ def places_of(config: Config, *, cuda: bool) -> Places:
         for slot in hosts
         for rank in range(config.rollout.tp // len(hosts))
     ]
-    return Places.of(trainers, engines)
+    return RankLocations.of(trainers, engines)
 
 
 def gpu_window_bytes(config: Config, *, cuda: bool) -> int:

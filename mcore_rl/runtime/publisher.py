@@ -19,7 +19,7 @@ from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Meeting, open_store
+from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import VLLM_RDT, Topology
 from mcore_rl.weights.verify import require_equal
 
@@ -135,18 +135,18 @@ class SlicePublisher:
         No earlier group has the name of this one."""
         trainers, watch = self.trainers, self.trainers.watch
         self._generation += 1
-        self._members, self._met = list(members), replace(self.plan, topology=self.plan.topology.only(members))
+        self._members, self._met = list(members), replace(self.plan, topology=self.plan.topology.for_engines(members))
         try:
-            made = trainers.on_every_rank("make_windows", [(ray.put(self._met),)] * len(trainers.handles))
+            made = trainers.on_every_rank("create_buffers", [(ray.put(self._met),)] * len(trainers.handles))
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
-            meeting = Meeting(self.address, self.store.port, self._generation)
-            connection = ray.put(Connection(self._met, meeting, segments, self.timeout_seconds))
+            rendezvous = Rendezvous(self.address, self.store.port, self._generation)
+            connection = ray.put(Connection(self._met, rendezvous, segments, self.timeout_seconds))
             ranks = trainers.begin("connect_weights", [(connection,)] * len(trainers.handles))
             engines = [handle.connect.remote(connection, place) for place, handle in enumerate(self._handles)]
             watch.get(ranks.references + engines)
         finally:
             # Not passed on by one of them: its other call may still be waiting for a rank to connect.
-            watch.get([handle.unlink_windows.remote() for handle in trainers.handles])
+            watch.get([handle.unlink_buffers.remote() for handle in trainers.handles])
         self._broken = False
 
     @property
@@ -163,8 +163,8 @@ class SlicePublisher:
         results = self.trainers.watch.get(received + sending.references)
         acknowledged = [num_bytes for of_engine in results[: len(received)] for num_bytes in of_engine]
         sent, topology = np.sum(sending.results(results[len(received) :]), axis=0), self._met.topology
-        for number, window in enumerate(topology.windows):
-            for reader in window.readers:
+        for number, buffer in enumerate(topology.buffers):
+            for reader in buffer.readers:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")

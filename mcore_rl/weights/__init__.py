@@ -1,1 +1,1 @@
-"""Live weight sync: trainer ranks write converted slices into shared buckets, engines load them from there."""
+"""Live weight sync: trainer ranks write slices of HF tensors into staging buffers, engine ranks load them."""

@@ -1,4 +1,8 @@
-"""How the processes of a weight sync come together: windows are made, then all meet, then names are removed."""
+"""Connection of the processes of a weight sync.
+
+The owners create the staging buffers, all processes map them and connect to the transfer group, and then the owners
+remove the names of the shared memory.
+"""
 
 from __future__ import annotations
 
@@ -9,119 +13,133 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.channels import Channels
 from mcore_rl.weights.transports.cuda_ipc import DeviceSegment
-from mcore_rl.weights.transports.interface import Inlet
-from mcore_rl.weights.transports.link import MOST_TURNS, Link, Meeting
-from mcore_rl.weights.transports.mapped import MappedInlet, MappedWindow
-from mcore_rl.weights.transports.nccl import NcclWire
-from mcore_rl.weights.transports.network import NetworkInlet
+from mcore_rl.weights.transports.interface import MessageReceiver
+from mcore_rl.weights.transports.link import MAX_ROUNDS, Link, Rendezvous
+from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedReceiver
+from mcore_rl.weights.transports.nccl import NcclChannel
+from mcore_rl.weights.transports.network import NetworkReceiver
 from mcore_rl.weights.transports.shared_memory import SharedSegment
 from mcore_rl.weights.transports.topology import CUDA_IPC
-from mcore_rl.weights.transports.wires import Wires
 from model_converters.errors import LayoutError
 
 Segment = SharedSegment | DeviceSegment
 SEGMENTS: dict[bool, type[SharedSegment] | type[DeviceSegment]] = {False: SharedSegment, True: DeviceSegment}
-"""By whether a window is a GPU's memory."""
+"""Type of a staging buffer's memory: host memory (False) or GPU memory (True)."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """What every process is told. `segments` are the names of shared memory, by window."""
+    """Arguments that every process needs to connect. `segments`: names of the shared memory, by buffer number."""
 
     plan: SyncPlan
-    meeting: Meeting
+    rendezvous: Rendezvous
     segments: Mapping[int, str]
     timeout_seconds: float
 
-    def segment(self, window: int) -> Segment:
-        """A window, mapped in this process.
+    def segment(self, number: int) -> Segment:
+        """Map staging buffer `number` into this process.
 
-        Raises: WeightSyncError where it is gone.
+        Raises: WeightSyncError if it does not exist any more.
         """
-        return SEGMENTS[self.plan.topology.windows[window].kind == CUDA_IPC].attach(self.segments[window])
+        return SEGMENTS[self.plan.topology.buffers[number].kind == CUDA_IPC].attach(self.segments[number])
 
-    def wires(self, member: int) -> Wires:
-        """Collective over all processes of the sync."""
+    def channels(self, member: int) -> Channels:
+        """Connect to the transfer group as number `member`.
+
+        Collective: all processes of the sync.
+        """
         topology = self.plan.topology
         processes, seconds = (*topology.trainers, *topology.engines), self.timeout_seconds
         address = processes[member].address
-        link = Link.connect(self.meeting, member, len(processes), address, timeout_seconds=seconds, name=topology.name)
+        link = Link.connect(
+            self.rendezvous, member, len(processes), address, timeout_seconds=seconds, name=topology.name
+        )
         members = topology.gpu_members
         if member not in members:
-            return Wires(link)
-        gpu = NcclWire.connect(self.meeting, member, members, timeout_seconds=seconds, name=topology.name)
-        return Wires(link, gpu, topology.gpu_windows)
+            return Channels(link)
+        gpu = NcclChannel.connect(self.rendezvous, member, members, timeout_seconds=seconds, name=topology.name)
+        return Channels(link, gpu, topology.gpu_buffers)
 
 
-class TrainerEnd:
-    """A trainer rank's part: `make_windows`, then `connect`; `unlink` once all have."""
+class TrainerSetup:
+    """Connects a trainer rank: `create_buffers`, then `connect`, then `unlink` once all processes have connected."""
 
     def __init__(self, plan: SyncPlan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
-        windows = plan.topology.windows
-        self._arrivals = plan.arrivals([number for number, each in enumerate(windows) if rank in each.writers])
-        self._made: dict[int, Segment] = {}
+        buffers = plan.topology.buffers
+        self._incoming = plan.incoming([number for number, each in enumerate(buffers) if rank in each.writers])
+        self._segments: dict[int, Segment] = {}
 
-    def make_windows(self) -> dict[int, str]:
-        """Names of the windows of which this rank is the home.
+    def create_buffers(self) -> dict[int, str]:
+        """Create the staging buffers that this rank owns. Returns their names by buffer number.
 
-        Raises: ConfigError where this host's shared memory is too small.
+        Raises: ConfigError if this host's shared memory is too small.
         """
-        for number, arrivals in self._arrivals.items():
-            window = self._plan.topology.windows[number]
-            if window.home == self._rank:
-                kind = SEGMENTS[window.kind == CUDA_IPC]
-                self._made[number] = kind.create(arrivals.slot_bytes * self._plan.num_slots)
-        return {number: segment.name for number, segment in self._made.items()}
+        for number, incoming in self._incoming.items():
+            buffer = self._plan.topology.buffers[number]
+            if buffer.owner == self._rank:
+                kind = SEGMENTS[buffer.kind == CUDA_IPC]
+                self._segments[number] = kind.create(incoming.slot_bytes * self._plan.num_slots)
+        return {number: segment.name for number, segment in self._segments.items()}
 
     def connect(self, connection: Connection) -> WeightSender:
-        """Collective over all processes of the sync."""
+        """Map the staging buffers of this host or GPU, and connect to all peers.
+
+        Collective: all processes of the sync.
+        """
         mapped = {
-            number: MappedWindow(
+            number: MappedBuffer(
                 number,
                 self._plan.topology,
-                arrivals,
-                (self._made.get(number) or connection.segment(number)).memory,
+                incoming,
+                (self._segments.get(number) or connection.segment(number)).memory,
                 self._plan.num_slots,
             )
-            for number, arrivals in self._arrivals.items()
+            for number, incoming in self._incoming.items()
         }
-        sender = WeightSender(self._plan, self._rank, connection.wires(self._rank), mapped)
-        sender.greet()
+        sender = WeightSender(self._plan, self._rank, connection.channels(self._rank), mapped)
+        sender.handshake()
         return sender
 
     def unlink(self) -> None:
-        """Leaves the windows to those who have mapped them."""
-        for segment in self._made.values():
+        """Remove the names of the shared memory. Existing mappings stay valid."""
+        for segment in self._segments.values():
             segment.unlink()
 
 
 def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiver:
-    """`engine_rank` counts through all engines. Collective over all processes of the sync."""
+    """Connect an engine rank, counted through all engines.
+
+    Collective: all processes of the sync.
+    """
     plan = connection.plan
-    number = plan.topology.window_of(engine_rank)
-    arrivals, num_turns = plan.arrivals([number])[number], plan.num_turns
+    number = plan.topology.buffer_of(engine_rank)
+    incoming, num_rounds = plan.incoming([number])[number], plan.num_rounds
     memory = connection.segment(number).memory if number in connection.segments else None
-    wires = connection.wires(plan.topology.member(engine_rank))
-    link = wires.link
-    link.greet(plan.peers_of_reader(number, arrivals))
-    inlet: Inlet
+    channels = connection.channels(plan.topology.member(engine_rank))
+    link = channels.link
+    link.handshake(plan.peers_of_reader(number, incoming))
+    messages: MessageReceiver
     if memory is None:
-        inlet = NetworkInlet(wires.of(number), number, arrivals, num_turns, plan.num_slots)
+        messages = NetworkReceiver(channels.of(number), number, incoming, num_rounds, plan.num_slots)
     else:
-        mapped = MappedWindow(number, plan.topology, arrivals, memory, plan.num_slots)
-        inlet = MappedInlet(link, mapped)
-    return SliceReceiver(inlet, arrivals, num_turns, link, number)
+        mapped = MappedBuffer(number, plan.topology, incoming, memory, plan.num_slots)
+        messages = MappedReceiver(link, mapped)
+    return SliceReceiver(messages, incoming, num_rounds, link, number)
 
 
 def check_plan(plan: SyncPlan) -> None:
-    """Raises: ConfigError for buckets that cannot hold a row, and engines that do not divide the model."""
+    """Check that every row fits in a bucket and that the engine's layout divides the model.
+
+    Raises: ConfigError.
+    """
     try:
-        if plan.num_turns > MOST_TURNS:
+        if plan.num_rounds > MAX_ROUNDS:
             raise ConfigError(
-                f"weights.bucket_mib: {plan.num_turns} buckets are more than {MOST_TURNS}, the most of a sync; raise it"
+                f"weights.bucket_mib: {plan.num_rounds} buckets exceed the maximum of {MAX_ROUNDS} per sync; raise it"
             )
     except LayoutError as error:
         raise ConfigError(f"weights.bucket_mib, rollout.tp: {error}") from error

@@ -1,4 +1,4 @@
-"""Values of config.json that an engine gets instead of those in the file."""
+"""Fields of config.json that are overridden when an inference engine starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_converters.families.parts.hf_config import read_hf_config
 
 
 def engine_overrides(model_dir: str | Path, *, load_weights: bool) -> dict[str, Any]:
-    """Fields of config.json that an engine must see with other values than `model_dir` gives them.
+    """Return the config.json fields that the engine must read with other values than `model_dir` has.
 
     Raises: ConfigError for a directory or a model_type that is not supported.
     """
@@ -21,5 +21,5 @@ def engine_overrides(model_dir: str | Path, *, load_weights: bool) -> dict[str, 
         overrides = families.engine_overrides(read_hf_config(model_dir))
     except ConversionError as error:
         raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
-    # The trainer sends its own weights, which are not quantised whatever the directory's are.
+    # The trainer sends unquantized weights even if the checkpoint in the directory is quantized.
     return overrides if load_weights else {**overrides, "quantization_config": None}

@@ -1,14 +1,25 @@
-"""An engine rank's side of a weight sync, independent of the engine: what a turn brings, and in which order turns come.
+"""Engine side of a weight sync, independent of the engine: the slices of each round, in the order of the rounds.
 
 States of a receiver:
 
     attached --begin--> updating --receive(0) ... receive(last)--> updating --finish--> attached
-                           |  anything out of order, or an error while loading
+                           |  a call out of order, or any error
                            v
-                        broken       (the engine holds half an update: it must not generate again)
+                        broken       (the engine holds half an update and must not generate)
 
-What others have said to a broken receiver is lost: the next update needs a link of its own, and a new receiver.
-A slot is written anew soon after its turn: what an engine keeps, it copies while it receives.
+Order of messages in one round of a mapped staging buffer (transports/mapped_buffers.py):
+
+    engine rank                               trainer rank
+    FREE(r)        ------------------------>  waits for FREE(r) of every reader, then writes slot r % num_slots
+    waits          <------------------------  READY(r)
+    loads the slices, then FREE(r + num_slots)
+
+`begin` sends FREE for the first `num_slots` rounds, so the senders run up to `num_slots` rounds ahead of the engine.
+`receive(r)` returns only after the engine has copied what it keeps: its slot is overwritten soon after. Over the
+network there is no FREE message: a receive is posted for each round, and a send completes only with its receive.
+
+A broken receiver cannot be reused, because messages of the failed update may still be in flight: the next update needs
+a new link and a new receiver.
 """
 
 from __future__ import annotations
@@ -20,77 +31,81 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Slice, views
-from mcore_rl.weights.sync_plan import Arrivals
-from mcore_rl.weights.transports.interface import Inlet
-from mcore_rl.weights.transports.link import Kind, Link, Topic
+from mcore_rl.weights.sync_plan import IncomingMessages
+from mcore_rl.weights.transports.interface import MessageReceiver
+from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag
 from mcore_rl.weights.verify import DIGEST_BYTES
 
-Put = Callable[[str, tuple[int, ...], torch.Tensor], None]
-"""Takes a box of an HF tensor: its name, the indices of the box's first element, and the box."""
+LoadBox = Callable[[str, tuple[int, ...], torch.Tensor], None]
+"""Loads a box of an HF tensor. Arguments: the tensor's name, the indices of the box's first element, and the box."""
 
 
 class SliceReceiver:
-    """Hands out the slices of one update after the other. `window`: the number of the rank's window."""
+    """Receives updates and passes their slices on. `buffer`: number of this rank's staging buffer."""
 
-    def __init__(self, inlet: Inlet, arrivals: Arrivals, num_turns: int, link: Link, window: int) -> None:
-        self.num_turns = num_turns
-        self._inlet = inlet
-        self._arrivals = arrivals
+    def __init__(
+        self, messages: MessageReceiver, incoming: IncomingMessages, num_rounds: int, link: Link, buffer: int
+    ) -> None:
+        self.num_rounds = num_rounds
+        self._messages = messages
+        self._incoming = incoming
         self._link = link
-        self._window = window
+        self._buffer = buffer
         self._state = "attached"
         self._next = 0
         self._boxes: dict[int, list[tuple[str, tuple[int, ...], torch.Tensor]]] = {}
+        """Arguments of `load` by round. The memory of a slot stays the same for all updates."""
 
     @property
     def num_bytes(self) -> int:
-        """Of an update, as planned."""
-        return self._arrivals.num_bytes
+        """Planned bytes of one update."""
+        return self._incoming.num_bytes
 
     def begin(self) -> None:
         self._expect("attached", "begin")
         self._state = "updating"
         self._next = 0
         with self._broken_on_error():
-            self._inlet.begin()
+            self._messages.begin()
 
-    def receive(self, turn: int, put: Put) -> int:
-        """Passes what the turn brings to `put`; returns its bytes.
+    def receive(self, sync_round: int, load: LoadBox) -> int:
+        """Receive one round and call `load` for each of its boxes. Returns the bytes received.
 
-        Raises: WeightSyncError when it is not this turn's turn; PeerLostError.
+        Raises: WeightSyncError if the round is out of order; PeerLostError.
         """
-        self._expect("updating", f"bucket {turn}")
+        self._expect("updating", f"bucket {sync_round}")
         with self._broken_on_error():
-            return self._receive(turn, put)
+            return self._receive(sync_round, load)
 
-    def _receive(self, turn: int, put: Put) -> int:
-        if turn != self._next:
-            raise WeightSyncError(f"bucket {turn} came where bucket {self._next} was due")
-        arrived = self._inlet.take(turn)
-        if turn not in self._boxes:
-            placed = [pair for message, memory in arrived for pair in views(message, memory)]
-            self._boxes[turn] = [(each.hf_name, first_index(each), place) for each, place in placed]
-        for box in self._boxes[turn]:
-            put(*box)
-        num_bytes = sum(message.num_bytes for message, _ in arrived)
-        self._next = turn + 1
-        self._inlet.release(turn)
+    def _receive(self, sync_round: int, load: LoadBox) -> int:
+        if sync_round != self._next:
+            raise WeightSyncError(f"received bucket {sync_round} instead of bucket {self._next}")
+        received = self._messages.receive(sync_round)
+        if sync_round not in self._boxes:
+            placed = [pair for message, memory in received for pair in views(message, memory)]
+            self._boxes[sync_round] = [(each.hf_name, first_index(each), place) for each, place in placed]
+        for box in self._boxes[sync_round]:
+            load(*box)
+        num_bytes = sum(message.num_bytes for message, _ in received)
+        self._next = sync_round + 1
+        # Only now: from here on the senders may overwrite the slot.
+        self._messages.release(sync_round)
         return num_bytes
 
     def finish(self) -> None:
-        """Ends the update.
+        """End the update.
 
-        Raises: WeightSyncError when turns are missing.
+        Raises: WeightSyncError if rounds are missing.
         """
         self._expect("updating", "finish")
         with self._broken_on_error():
-            if self._next != self.num_turns:
-                raise WeightSyncError(f"the update ended after {self._next} of {self.num_turns} buckets")
-            self._inlet.finish()
+            if self._next != self.num_rounds:
+                raise WeightSyncError(f"the update ended after {self._next} of {self.num_rounds} buckets")
+            self._messages.finish()
         self._state = "attached"
 
     def digests(self) -> list[tuple[Slice, bytes]]:
-        """What trainer ranks say of every slice that they send here.
+        """Receive the trainer ranks' digests of all slices that this rank keeps.
 
         Raises: PeerLostError.
         """
@@ -100,15 +115,15 @@ class SliceReceiver:
 
     def _digests(self) -> list[tuple[Slice, bytes]]:
         by_sender: dict[int, list[Slice]] = {}
-        for turn in sorted(self._arrivals.turns):
-            for placed in self._arrivals.at(turn):
+        for sync_round in sorted(self._incoming.rounds):
+            for placed in self._incoming.at(sync_round):
                 by_sender.setdefault(placed.message.sender, []).extend(placed.message.slices)
-        said = []
+        digests = []
         for sender, slices in by_sender.items():
             rows = torch.zeros(len(slices), DIGEST_BYTES, dtype=torch.uint8)
-            self._link.receive(rows, sender, Topic(Kind.DIGESTS, self._window, 0)).wait()
-            said += [(each, row.numpy().tobytes()) for each, row in zip(slices, rows, strict=True)]
-        return said
+            self._link.receive(rows, sender, MessageTag(MessageKind.DIGESTS, self._buffer, 0)).wait()
+            digests += [(each, row.numpy().tobytes()) for each, row in zip(slices, rows, strict=True)]
+        return digests
 
     def _expect(self, state: str, call: str) -> None:
         if self._state != state:
@@ -117,7 +132,7 @@ class SliceReceiver:
     @contextmanager
     def _broken_on_error(self) -> Iterator[None]:
         try:
-            with self._link.leaving_if_lost():
+            with self._link.closing_on_loss():
                 yield
         except BaseException:
             self._state = "broken"
@@ -125,5 +140,5 @@ class SliceReceiver:
 
 
 def first_index(each: Slice) -> tuple[int, ...]:
-    """Of a slice's first element in its HF tensor."""
+    """Return the indices of a slice's first element in its HF tensor."""
     return tuple(each.start if dim == each.dim else 0 for dim in range(len(each.hf_shape)))

@@ -1,6 +1,6 @@
-"""A trainer rank's side of a weight sync: its own parts of the model go to every engine rank that needs them.
+"""Trainer side of a weight sync: each rank sends the slices that it holds to the engine ranks that need them.
 
-No piece is stored anywhere between the parameter and the memory from which it leaves.
+Slices are copied once, from the parameter into the staging buffer or the memory of the outgoing message.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.interface import Outlet
-from mcore_rl.weights.transports.link import Kind, Topic
-from mcore_rl.weights.transports.mapped import MappedOutlet, MappedWindow, Relay
-from mcore_rl.weights.transports.network import NetworkOutlet
-from mcore_rl.weights.transports.wires import Wires
+from mcore_rl.weights.transports.channels import Channels
+from mcore_rl.weights.transports.interface import MessageSender
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
+from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedSender, Relay
+from mcore_rl.weights.transports.network import NetworkSender
 from mcore_rl.weights.verify import DIGEST_BYTES, digest
 
 Span = Callable[[str], AbstractContextManager[None]]
@@ -30,123 +30,129 @@ def untimed(name: str) -> AbstractContextManager[None]:
 
 
 class WeightSender:
-    """Sends updates. `mapped`: the windows that this rank maps, by number; `wires`: by which the others are reached.
+    """Sends the weight updates of one trainer rank.
 
-    One object for all updates of a link; after an error a new link is needed, for all.
+    `mapped`: the staging buffers that this rank maps, by number. `channels` reach all others. One object serves all
+    updates of a connection; after an error all processes must connect again.
     """
 
-    def __init__(self, plan: SyncPlan, rank: int, wires: Wires, mapped: Mapping[int, MappedWindow]) -> None:
+    def __init__(self, plan: SyncPlan, rank: int, channels: Channels, mapped: Mapping[int, MappedBuffer]) -> None:
         self._plan = plan
         self._rank = rank
-        self._link = link = wires.link
-        self._wires = wires
+        self._link = link = channels.link
+        self._channels = channels
         self._mapped = mapped
         self._places: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
-        self._num_turns = plan.num_turns
-        self._departures = {turn: sorted(messages, key=lambda each: each.receiver)
-                            for turn, messages in plan.departures(rank).items()}  # fmt: skip
-        targets = {message.receiver for messages in self._departures.values() for message in messages}
-        self._outlets: dict[int, Outlet] = {
-            window: MappedOutlet(link, mapped[window], rank) for window in targets & mapped.keys()
+        """Views of the outgoing memory by round. They stay the same for all updates."""
+        self._num_rounds = plan.num_rounds
+        self._outgoing = {sync_round: sorted(messages, key=lambda each: each.receiver)
+                          for sync_round, messages in plan.outgoing(rank).items()}  # fmt: skip
+        targets = {message.receiver for messages in self._outgoing.values() for message in messages}
+        self._senders: dict[int, MessageSender] = {
+            number: MappedSender(link, mapped[number], rank) for number in targets & mapped.keys()
         }
-        for wire in wires.all:
-            away = {window for window in targets - mapped.keys() if wires.of(window) is wire}
-            departures = {turn: [each for each in messages if each.receiver in away]
-                          for turn, messages in self._departures.items()}  # fmt: skip
-            self._outlets |= dict.fromkeys(away, NetworkOutlet(wire, plan.topology, departures, plan.num_slots))
-        homes = sorted(number for number, window in mapped.items() if window.window.home == rank)
-        self._relays = [Relay(link, wires.of(number), mapped[number]) for number in homes]
+        for channel in channels.all:
+            remote = {number for number in targets - mapped.keys() if channels.of(number) is channel}
+            outgoing = {sync_round: [each for each in messages if each.receiver in remote]
+                        for sync_round, messages in self._outgoing.items()}  # fmt: skip
+            self._senders |= dict.fromkeys(remote, NetworkSender(channel, plan.topology, outgoing, plan.num_slots))
+        owned = sorted(number for number, each in mapped.items() if each.buffer.owner == rank)
+        self._relays = [Relay(link, channels.of(number), mapped[number]) for number in owned]
 
-    def greet(self) -> None:
-        """Once, before the first update.
+    def handshake(self) -> None:
+        """Connect to all peers. Call once, before the first update.
 
         Raises: PeerLostError.
         """
-        arrivals = {number: window.arrivals for number, window in self._mapped.items()}
-        self._link.greet(self._plan.peers_of_trainer(self._rank, self._departures, arrivals))
+        incoming = {number: each.incoming for number, each in self._mapped.items()}
+        self._link.handshake(self._plan.peers_of_trainer(self._rank, self._outgoing, incoming))
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], span: Span = untimed) -> npt.NDArray[np.int64]:
-        """One update, to the end; returns the bytes that this rank has sent into each window.
+        """Send one complete update. Returns the bytes that this rank sent to each staging buffer.
 
         tensors: this rank's parameters by canonical mcore name.
-        Raises: PeerLostError; WeightSyncError where a tensor is not what the plan says.
+        Raises: PeerLostError; WeightSyncError for a missing tensor or a shape that differs from the plan.
         """
-        with self._link.leaving_if_lost():
+        with self._link.closing_on_loss():
             return self._send_update(tensors, span)
 
     def _send_update(self, tensors: Mapping[str, torch.Tensor], span: Span) -> npt.NDArray[np.int64]:
-        sent = np.zeros(len(self._plan.topology.windows), np.int64)
-        for outlet in self._outlets.values():
-            outlet.begin()
+        sent = np.zeros(len(self._plan.topology.buffers), np.int64)
+        for sender in self._senders.values():
+            sender.begin()
         for relay in self._relays:
             relay.begin()
-        behind = self._plan.num_slots - 1  # what is relayed comes while the next turns are packed
-        for turn in range(self._num_turns + behind):
+        # A relay completes a round `delay` rounds after it posted the receives, so that relayed messages arrive while
+        # this rank packs the next rounds.
+        delay = self._plan.num_slots - 1
+        for sync_round in range(self._num_rounds + delay):
             for relay in self._relays:
-                relay.open(turn)
+                relay.post_receives(sync_round)
             with span("send bucket"):
-                for message in self._send(turn, tensors):
+                for message in self._send(sync_round, tensors):
                     sent[message.receiver] += message.num_bytes
-            for wire in self._wires.all:
-                wire.launch()
+            for channel in self._channels.all:
+                channel.launch()
             for relay in self._relays:
-                relay.close(turn - behind)
-        for outlet in self._outlets.values():
-            outlet.flush()
+                relay.complete(sync_round - delay)
+        for sender in self._senders.values():
+            sender.flush()
         self._link.flush()
         return sent
 
     @torch.no_grad()
     def send_digests(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What this rank holds now, slice by slice, to the engine ranks that were sent it.
+        """Send digests of this rank's current slices to the engine ranks that received the slices.
 
         Raises: PeerLostError.
         """
-        with self._link.leaving_if_lost():
+        with self._link.closing_on_loss():
             self._send_digests(tensors)
 
     def _send_digests(self, tensors: Mapping[str, torch.Tensor]) -> None:
         topology = self._plan.topology
         slices: dict[int, list[Slice]] = {}
-        for turn in sorted(self._departures):
-            for message in self._departures[turn]:
+        for sync_round in sorted(self._outgoing):
+            for message in self._outgoing[sync_round]:
                 slices.setdefault(message.receiver, []).extend(message.slices)
-        digests = {window: torch.empty(len(rows), DIGEST_BYTES, dtype=torch.uint8) for window, rows in slices.items()}
-        places = [(each, digests[window][row]) for window, rows in slices.items() for row, each in enumerate(rows)]
+        digests = {number: torch.empty(len(rows), DIGEST_BYTES, dtype=torch.uint8) for number, rows in slices.items()}
+        places = [(each, digests[number][row]) for number, rows in slices.items() for row, each in enumerate(rows)]
         for each, place in sorted(places, key=lambda pair: pair[0].mcore_name):
-            held = digest(part_of(each, tensors, each.shape).to(each.dtype))
-            place.copy_(torch.frombuffer(bytearray(held), dtype=torch.uint8))
-        sending = [
-            self._link.send(digests[window], topology.member(reader), Topic(Kind.DIGESTS, window, 0))
-            for window in slices
-            for reader in topology.windows[window].readers
+            computed = digest(part_of(each, tensors, each.shape).to(each.dtype))
+            place.copy_(torch.frombuffer(bytearray(computed), dtype=torch.uint8))
+        pending = [
+            self._link.send(digests[number], topology.member(reader), MessageTag(MessageKind.DIGESTS, number, 0))
+            for number in slices
+            for reader in topology.buffers[number].readers
         ]
-        for pending in sending:
-            pending.wait()
+        for transfer in pending:
+            transfer.wait()
 
-    def _send(self, turn: int, tensors: Mapping[str, torch.Tensor]) -> Sequence[Message]:
-        messages = self._departures.get(turn, [])
-        opened = [self._outlets[message.receiver].open(turn, message) for message in messages]
-        if turn not in self._places:
-            places = [pair for message, memory in zip(messages, opened, strict=True) for pair in views(message, memory)]
-            # Tensor by tensor: one under an adapter is merged when it is asked for.
-            self._places[turn] = sorted(places, key=lambda pair: pair[0].mcore_name)
-        for each, place in self._places[turn]:
+    def _send(self, sync_round: int, tensors: Mapping[str, torch.Tensor]) -> Sequence[Message]:
+        messages = self._outgoing.get(sync_round, [])
+        acquired = [self._senders[message.receiver].acquire(sync_round, message) for message in messages]
+        if sync_round not in self._places:
+            places = [
+                pair for message, memory in zip(messages, acquired, strict=True) for pair in views(message, memory)
+            ]
+            # Sorted by tensor: a LoRA adapter is merged into its tensor on access, once per consecutive use.
+            self._places[sync_round] = sorted(places, key=lambda pair: pair[0].mcore_name)
+        for each, place in self._places[sync_round]:
             place.copy_(part_of(each, tensors, place.shape))
         for message in messages:
-            self._outlets[message.receiver].send(turn, message)
+            self._senders[message.receiver].send(sync_round, message)
         return messages
 
 
 def part_of(each: Slice, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-    """A slice as its trainer rank holds it, a view; `shape` is the slice's.
+    """Return a view of a slice in this rank's tensors. `shape` is the slice's shape.
 
-    Raises: WeightSyncError where that is not what the plan says.
+    Raises: WeightSyncError for a missing tensor or a shape that differs from the plan.
     """
     tensor = tensors.get(each.mcore_name)
     if tensor is None:
-        raise WeightSyncError(f"this rank has no {each.mcore_name}, of which it is to send {each.hf_name}")
+        raise WeightSyncError(f"this rank has no {each.mcore_name}, which contains its slice of {each.hf_name}")
     part = tensor
     if each.hf_shape and part.dim() > each.dim and each.local_start + each.length <= part.shape[each.dim]:
         part = part.narrow(each.dim, each.local_start, each.length)

@@ -1,4 +1,7 @@
-"""The plan of a weight sync that all its processes share: each computes its own part, and all parts fit together."""
+"""Plan of a weight sync. All processes share it; each computes only its own messages.
+
+A sync consists of rounds. In each round every engine receives one bucket.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
-from mcore_rl.weights.slices.needs import Needs
-from mcore_rl.weights.slices.routes import Places
+from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
@@ -22,35 +25,36 @@ from model_converters.mapping.table import BoundRow, bind
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A message, and where it begins in the slot of its window, in bytes."""
+class PlacedMessage:
+    """A message and its offset in a slot of the staging buffer, in bytes."""
 
     message: Message
     offset: int
 
 
 @dataclass
-class Arrivals:
-    """What arrives in a window, by turn; `slot_bytes` hold the fullest turn."""
+class IncomingMessages:
+    """Messages to one staging buffer by round. `slot_bytes` is the size of the largest round."""
 
-    turns: dict[int, list[Placed]] = field(default_factory=dict)
+    rounds: dict[int, list[PlacedMessage]] = field(default_factory=dict)
     slot_bytes: int = 0
 
-    def at(self, turn: int) -> list[Placed]:
-        return self.turns.get(turn, [])
+    def at(self, sync_round: int) -> list[PlacedMessage]:
+        return self.rounds.get(sync_round, [])
 
     @property
     def num_bytes(self) -> int:
-        """Of all messages."""
-        return sum(each.message.num_bytes for placed in self.turns.values() for each in placed)
+        """Bytes of all messages."""
+        return sum(each.message.num_bytes for placed in self.rounds.values() for each in placed)
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Picklable. A window's slots hold `bucket_bytes` each, and `num_slots` of them are under way at a time.
+    """Plan of a weight sync, picklable.
 
-    At one turn different engines get different buckets: a bucket holds neighbouring layers, and with them the ranks of
-    one pipeline stage would send to all engines while the others wait.
+    Each staging buffer has `num_slots` slots of `bucket_bytes`. Slot `sync_round % num_slots` holds the messages of a
+    round, so up to `num_slots` rounds are in flight. Messages are addressed to staging buffers: `Message.receiver` is
+    the number of a buffer in `topology.buffers`.
     """
 
     hf_config: dict[str, Any]
@@ -66,71 +70,77 @@ class SyncPlan:
         return bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, self.dtype)
 
     @cached_property
-    def num_turns(self) -> int:
-        """As many as buckets."""
-        return 1 + max((bucket for bucket, _ in Needs(self.rows, self.engine_layout).chunks(self.bucket_bytes)))
+    def num_rounds(self) -> int:
+        """Number of rounds, which is the number of buckets."""
+        return 1 + max((bucket for bucket, _ in ShardMap(self.rows, self.engine_layout).pieces(self.bucket_bytes)))
 
     @cached_property
     def num_tensors(self) -> int:
-        """HF tensors of which engines take anything."""
-        return len({name for bound in Needs(self.rows, self.engine_layout).rows for name in bound.hf})
+        """Number of HF tensors that engines load."""
+        return len({name for bound in ShardMap(self.rows, self.engine_layout).rows for name in bound.hf})
 
-    def arrivals(self, windows: Collection[int]) -> dict[int, Arrivals]:
-        """Everything that comes into these windows.
+    def incoming(self, buffers: Collection[int]) -> dict[int, IncomingMessages]:
+        """Return all messages to these staging buffers.
 
         Raises: LayoutError.
         """
-        found = {window: Arrivals() for window in windows}
-        for message in received_by(windows, *self._arguments()):
-            arrivals = found[message.receiver]
-            placed = arrivals.turns.setdefault(self._turn(message), [])
+        found = {buffer: IncomingMessages() for buffer in buffers}
+        for message in received_by(buffers, *self._arguments()):
+            incoming = found[message.receiver]
+            placed = incoming.rounds.setdefault(self._round_of(message), [])
             offset = placed[-1].offset + placed[-1].message.num_bytes if placed else 0
-            placed.append(Placed(message, offset))
-            arrivals.slot_bytes = max(arrivals.slot_bytes, offset + message.num_bytes)
+            placed.append(PlacedMessage(message, offset))
+            incoming.slot_bytes = max(incoming.slot_bytes, offset + message.num_bytes)
         return found
 
-    def departures(self, rank: int) -> dict[int, list[Message]]:
-        """Everything that a trainer rank sends, by turn.
+    def outgoing(self, rank: int) -> dict[int, list[Message]]:
+        """Return all messages from a trainer rank, by round.
 
         Raises: LayoutError.
         """
-        turns: dict[int, list[Message]] = {}
+        rounds: dict[int, list[Message]] = {}
         for message in sent_by(rank, *self._arguments()):
-            turns.setdefault(self._turn(message), []).append(message)
-        return turns
+            rounds.setdefault(self._round_of(message), []).append(message)
+        return rounds
 
-    def peers_of_reader(self, window: int, arrivals: Arrivals) -> set[int]:
-        """Trainer ranks to which a reader of the window speaks."""
-        writers, home = self.topology.windows[window].writers, self.topology.windows[window].home
-        senders = {placed.message.sender for placed in chain.from_iterable(arrivals.turns.values())}
-        return {rank if home is None or rank in writers else home for rank in senders}
+    def peers_of_reader(self, buffer: int, incoming: IncomingMessages) -> set[int]:
+        """Return the trainer ranks that a reader of the staging buffer exchanges messages with."""
+        writers, owner = self.topology.buffers[buffer].writers, self.topology.buffers[buffer].owner
+        senders = {placed.message.sender for placed in chain.from_iterable(incoming.rounds.values())}
+        return {rank if owner is None or rank in writers else owner for rank in senders}
 
     def peers_of_trainer(
-        self, rank: int, departures: Mapping[int, Sequence[Message]], arrivals: Mapping[int, Arrivals]
+        self, rank: int, outgoing: Mapping[int, Sequence[Message]], incoming: Mapping[int, IncomingMessages]
     ) -> set[int]:
-        """Members of the transfer group to which a trainer rank speaks; `arrivals`: of the windows that it maps."""
+        """Return the members of the transfer group that a trainer rank exchanges messages with.
+
+        `incoming`: messages to the staging buffers that this rank maps.
+        """
         peers = set()
-        for number in {message.receiver for message in chain.from_iterable(departures.values())}:
-            window = self.topology.windows[number]
-            if window.home is None or rank in window.writers:
-                peers |= {self.topology.member(reader) for reader in window.readers}
+        for number in {message.receiver for message in chain.from_iterable(outgoing.values())}:
+            buffer = self.topology.buffers[number]
+            if buffer.owner is None or rank in buffer.writers:
+                peers |= {self.topology.member(reader) for reader in buffer.readers}
             else:
-                peers.add(window.home)
-        for number, of_window in arrivals.items():
-            window = self.topology.windows[number]
-            if window.home == rank:
-                senders = {placed.message.sender for placed in chain.from_iterable(of_window.turns.values())}
-                relayed = senders - set(window.writers)
+                peers.add(buffer.owner)
+        for number, of_buffer in incoming.items():
+            buffer = self.topology.buffers[number]
+            if buffer.owner == rank:
+                senders = {placed.message.sender for placed in chain.from_iterable(of_buffer.rounds.values())}
+                relayed = senders - set(buffer.writers)
                 peers |= relayed
-                peers |= {self.topology.member(reader) for reader in window.readers if relayed}
+                peers |= {self.topology.member(reader) for reader in buffer.readers if relayed}
         return peers
 
-    def _arguments(self) -> tuple[Placement, Needs, Places, int]:
+    def _arguments(self) -> tuple[Placement, ShardMap, RankLocations, int]:
+        # The locations are of staging buffers instead of engine ranks: engines that share a buffer receive once.
         rows = self.rows
-        needs = Needs(rows, self.engine_layout)
-        return Placement(rows, self.train_layout), needs, self.topology.places, self.bucket_bytes
+        shard_map = ShardMap(rows, self.engine_layout)
+        return Placement(rows, self.train_layout), shard_map, self.topology.locations, self.bucket_bytes
 
-    def _turn(self, message: Message) -> int:
+    def _round_of(self, message: Message) -> int:
+        # In one round different engines receive different buckets. A bucket holds neighbouring layers: with the same
+        # bucket for all, the ranks of one pipeline stage would send to every engine while the other stages wait.
         size = self.engine_layout.num_ranks
-        group, num_groups = message.receiver // size, len(self.topology.windows) // size
-        return (message.bucket - group * self.num_turns // num_groups) % self.num_turns
+        group, num_groups = message.receiver // size, len(self.topology.buffers) // size
+        return (message.bucket - group * self.num_rounds // num_groups) % self.num_rounds

@@ -1,7 +1,7 @@
-"""Certificates: what trainer ranks hold against what an engine computes with, slice by slice.
+"""Verification of weights: the trainer's tensors against the tensors that an engine's kernels use.
 
-Both sides digest the slices of the plan: a trainer rank what it would send, from its parameters; an engine rank the
-same indices of the tensors that its kernels read.
+Both sides compute digests of the planned slices: a trainer rank of the slices that it sends, from its parameters; an
+engine rank of the same indices of the tensors that its kernels read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Slice
-from mcore_rl.weights.slices.needs import Box
+from mcore_rl.weights.slices.shard_map import Box
 
 DIGEST_BYTES = 16
 MAX_NAMED = 8
 _BLOCK_ELEMENTS = 1 << 22
-"""Elements normalised at a time, so that a digest needs little memory."""
+"""Elements normalised at a time, which bounds the memory of a digest."""
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Digest of shape, dtype and every element; equal for equal tensors on any device and with any strides."""
+    """Compute a digest of shape, dtype and all elements. It does not depend on device and strides."""
     found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=DIGEST_BYTES)
     for block in tensor.detach().reshape(-1).split(_BLOCK_ELEMENTS):
-        # -0.0 becomes 0.0: engines whose weights can only be read through a product cannot tell them apart.
+        # Replace -0.0 by 0.0: weights that can only be read back through a product lose the sign of zero.
         block = block + 0 if block.is_floating_point() else block
         found.update(block.cpu().contiguous().view(torch.uint8).numpy())
     return found.digest()
@@ -34,7 +34,10 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 @dataclass
 class Comparison:
-    """HF names of what is not the trainer's: `missing` was sent and is not held, `unknown` the other way round."""
+    """HF names of tensors that differ from the trainer's.
+
+    `differing`: other values. `missing`: sent, but not found in the engine. `unknown`: in the engine, but never sent.
+    """
 
     differing: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
@@ -42,17 +45,21 @@ class Comparison:
 
 
 def compare(
-    said: Sequence[tuple[Slice, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
+    expected: Sequence[tuple[Slice, bytes]], held: Iterable[tuple[str, torch.Tensor]], boxes: Mapping[str, Box]
 ) -> Comparison:
-    """`said`: slices with their digests on trainer ranks. `held`: what an engine rank has of HF tensors, some perhaps
-    several times (a tied tensor is); `boxes`: which part of each tensor that is, by name."""
+    """Compare an engine rank's tensors with the trainer's digests.
+
+    expected: slices with the digests that the trainer ranks computed.
+    held: the engine rank's parts of HF tensors. A tied tensor occurs several times.
+    boxes: the part of each tensor that this rank keeps, by name.
+    """
     by_name: dict[str, list[tuple[Slice, bytes]]] = {}
-    for each, expected in said:
-        by_name.setdefault(each.hf_name, []).append((each, expected))
+    for each, expected_digest in expected:
+        by_name.setdefault(each.hf_name, []).append((each, expected_digest))
     found, seen = Comparison(), set()
     for name, tensor in held:
         if not tensor.numel():
-            continue  # a rank of which the vocabulary has no rows
+            continue  # this rank's share of the vocabulary is padding only
         seen.add(name)
         if name not in by_name:
             found.unknown.add(name)
@@ -66,11 +73,11 @@ def _equal(tensor: torch.Tensor, box: Box, slices: Sequence[tuple[Slice, bytes]]
     start, size = box
     if tuple(tensor.shape) != tuple(size):
         return False
-    for each, expected in slices:
+    for each, expected_digest in slices:
         part = tensor
         if each.hf_shape:
             part = tensor.narrow(each.dim, each.start - start[each.dim], each.length)
-        if digest(part) != expected:
+        if digest(part) != expected_digest:
             return False
     return True
 
@@ -81,7 +88,7 @@ def _some(names: set[str]) -> str:
 
 
 def require_equal(ranks: Sequence[Comparison], engine_name: str) -> None:
-    """`ranks`: what each rank of an engine found.
+    """Check the comparisons of all ranks of an engine.
 
     Raises: WeightSyncError naming tensors that differ, are missing, or are unknown to the trainer.
     """
@@ -93,3 +100,23 @@ def require_equal(ranks: Sequence[Comparison], engine_name: str) -> None:
     messages = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
     if messages:
         raise WeightSyncError(f"weights of {engine_name} are not the trainer's: {'; '.join(messages)}")
+
+
+def require_planned(recorded: Mapping[str, Box], planned: Mapping[str, Box], rank: int) -> None:
+    """Check that an engine rank keeps the parts of tensors that the plan sends to it.
+
+    The plan is computed without an engine (slices/shard_map.py); `recorded` was observed while the engine's own weight
+    loaders ran.
+
+    Raises: WeightSyncError naming the first tensors that differ.
+    """
+    names = sorted(name for name in planned.keys() | recorded.keys() if planned.get(name) != recorded.get(name))
+    if names:
+        both = (f"{name}: {_text(recorded.get(name))}, planned {_text(planned.get(name))}" for name in names[:4])
+        raise WeightSyncError(
+            f"engine rank {rank} keeps other parts of {len(names)} tensors than planned: {'; '.join(both)}"
+        )
+
+
+def _text(box: Box | None) -> str:
+    return "nothing" if box is None else f"{list(box[1])} from {list(box[0])}"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from mcore_rl.weights.connection import Connection, TrainerEnd
+from mcore_rl.weights.connection import Connection, TrainerSetup
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.link import Meeting, open_store
+from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
@@ -62,9 +62,9 @@ class HFTrainer:
 
     def connect(self) -> None:
         """Before the first update, and after one that broke."""
-        self.ends = [TrainerEnd(self.plan, rank) for rank in range(LAYOUT.world_size)]
-        segments = {number: name for end in self.ends for number, name in end.make_windows().items()}
-        meeting = Meeting("127.0.0.1", self._meetings.port, next(self._generations))
+        self.ends = [TrainerSetup(self.plan, rank) for rank in range(LAYOUT.world_size)]
+        segments = {number: name for end in self.ends for number, name in end.create_buffers().items()}
+        meeting = Rendezvous("127.0.0.1", self._meetings.port, next(self._generations))
         connection = Connection(self.plan, meeting, segments, TIMEOUT_SECONDS)
         try:
             connecting = [self._pool.submit(end.connect, connection) for end in self.ends]
@@ -86,16 +86,16 @@ class HFTrainer:
     def publish(self, version: int) -> None:
         with self.sending():
             self._engine.call("receiver.begin_update")
-            self.receive(range(self.plan.num_turns))
+            self.receive(range(self.plan.num_rounds))
             self._engine.call("receiver.finish_update", version)
 
-    def receive(self, turns: range) -> None:
-        """What comes at these turns, which each rank of the engine acknowledges."""
-        arrivals = self.plan.arrivals(range(len(self.plan.topology.windows)))
-        planned = [[sum(placed.message.num_bytes for placed in of_window.at(turn)) for of_window in arrivals.values()]
-                   for turn in turns]  # fmt: skip
-        for turn, num_bytes in zip(turns, planned, strict=True):
-            assert self._engine.call("receiver.receive_bucket", turn) == num_bytes
+    def receive(self, rounds: range) -> None:
+        """Receive these rounds. Each rank of the engine acknowledges the planned bytes."""
+        incoming = self.plan.incoming(range(len(self.plan.topology.buffers))).values()
+        planned = [[sum(placed.message.num_bytes for placed in messages.at(sync_round)) for messages in incoming]
+                   for sync_round in rounds]  # fmt: skip
+        for sync_round, num_bytes in zip(rounds, planned, strict=True):
+            assert self._engine.call("receiver.receive_bucket", sync_round) == num_bytes
 
     def certify(self) -> int:
         """Compares what the ranks hold with what the engine computes with; returns how many tensors.
@@ -118,7 +118,7 @@ class HFTrainer:
 
     def overwrite_windows(self) -> None:
         for end in self.ends:
-            for segment in end._made.values():
+            for segment in end._segments.values():
                 segment.memory.fill_(63)
 
     def _on_ranks(self, method: Callable[[WeightSender, Tensors], Any]) -> list[Future[Any]]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from mcore_rl.engines.sglang import cpu
 cpu.prepare()
 from sglang.srt.managers.scheduler import Scheduler
-cpu.mend()
+cpu.patch()
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 check_signatures()
 run_batch = Scheduler.run_batch
@@ -41,7 +41,7 @@ def test_what_is_not_as_in_the_release_is_named() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([SGLANG, "-c", CHANGED], env=environment, capture_output=True, text=True, check=False)
     not_called, too_few, lacking = done.stdout.splitlines()[-3:]
-    is_not = "sglang.Scheduler.run_batch is not that of SGLang's release"
+    is_not = "sglang.Scheduler.run_batch differs from SGLang's release"
     assert not_called == f"{is_not} (too many positional arguments)"
     assert too_few == f"{is_not} (missing a required argument: 'pp_proxy')"
     assert lacking.startswith("SGLang's scheduler lacks output_streamer.send_to_detokenizer.send_output (")

@@ -250,7 +250,7 @@ def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
     engine: RemoteEngine, whole: dict[str, Completion]
 ) -> None:
     request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
-    with pytest.raises(DataError, match=f"has {TOKENS} tokens of {TOKENS} already"):
+    with pytest.raises(DataError, match=f"already has {TOKENS} of {TOKENS} tokens"):
         engine.call("submit", [replace(request, partial=whole[request.request_id])])
     engine.call("submit", [request])
     engine.call(steps, 4)
@@ -276,7 +276,7 @@ def test_ids_of_what_runs_together_differ_and_may_come_again(engine: RemoteEngin
 def _publish(trainer: HFTrainer, version: int, recompute: bool) -> None:
     with trainer.sending():
         trainer._engine.call("receiver.begin_update")
-        trainer.receive(range(trainer.plan.num_turns))
+        trainer.receive(range(trainer.plan.num_rounds))
         trainer._engine.call(partial(_finish_update, version=version, recompute=recompute))
 
 

@@ -93,8 +93,8 @@ def test_an_update_after_one_that_broke_on_both_ranks_is_whole(two_ranks: Any) -
     """Each call gets its own answers: vLLM leaves those of the ranks after the first that failed to the next call."""
     engine, model = two_ranks
     trainer = HFTrainer(model(8), engine, TINY_BUCKET, 2)
-    num_turns = trainer.plan.num_turns
-    for received in (1, num_turns // 2, num_turns - 1):
+    num_rounds = trainer.plan.num_rounds
+    for received in (1, num_rounds // 2, num_rounds - 1):
         check_mended(engine, trainer, received)
 
 
@@ -131,7 +131,7 @@ def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
         trainer.receive(range(3))
         engine.call(_fail_on, ranks, "no such layer")
         with pytest.raises(WorkerDiedError) as caught:
-            trainer.receive(range(3, trainer.plan.num_turns))  # the first of them may bring a rank nothing
+            trainer.receive(range(3, trainer.plan.num_rounds))  # the first of them may bring a rank nothing
     assert f"the engine, {named} failed in `receive_bucket`" in str(caught.value)
     assert str(caught.value).endswith("LookupError: no such layer")
     engine.call(_fail_on, [], "")

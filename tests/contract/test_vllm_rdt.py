@@ -19,7 +19,7 @@ from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
-from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.transports.topology import VLLM_RDT
 from mcore_rl.weights.whole import WholeTensors
 from tests.contract.engines import RemoteEngine, start_engine
@@ -52,7 +52,7 @@ def sources(trainer: HFTrainer) -> list[Any]:
     from mcore_rl.engines.vllm.rdt_producer import HeldTensors
 
     sync = Sync(trainer.plan.rows, LAYOUT, None, None, 0)  # type: ignore[arg-type]
-    rows = Needs(trainer.plan.rows, trainer.plan.engine_layout).rows
+    rows = ShardMap(trainer.plan.rows, trainer.plan.engine_layout).rows
 
     def source(rank: int) -> HeldTensors:
         whole = WholeTensors(rows, LAYOUT, rank, _never)

@@ -161,7 +161,7 @@ def test_one_wrong_element_in_the_engine_is_found_and_named(
 
 def places_to_break(trainer: HFTrainer) -> list[int]:
     """Before the first bucket, in the embedding, within a layer and between two, before and after the last bucket."""
-    num_buckets = trainer.plan.num_turns
+    num_buckets = trainer.plan.num_rounds
     return [0, 1, *range(4, num_buckets - 1, max(1, num_buckets // 5)), num_buckets - 1, num_buckets]
 
 

@@ -15,5 +15,5 @@ def synced_slices(actor: Any) -> list[Slice]:
     here = Endpoint(this_host(), "127.0.0.1")
     topology = Topology((here,) * actor.layout.world_size, (here,), 1)
     plan = actor.sync_plan(EngineLayout(), topology, 1 << 14, 2)
-    messages = [message for turn in plan.departures(actor.rank).values() for message in turn]
+    messages = [message for sync_round in plan.outgoing(actor.rank).values() for message in sync_round]
     return [each for message in messages for each in message.slices]

@@ -23,7 +23,7 @@ SGLANG_MLP_ROWS = 32
 
 RDT = "vllm_rdt"
 VOCABULARY_PADDING = 64
-"""Rows of which vLLM makes a vocabulary a multiple; as weights.slices.needs has it, which this room may not import."""
+"""vLLM pads vocabularies to a multiple of it. Copied from weights.slices.shard_map: config must not import weights."""
 SGLANG_VERSION = "0.5.23"
 """Whose internals are used: no other one will do."""
 

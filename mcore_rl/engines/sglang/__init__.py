@@ -1,1 +1,1 @@
-"""The door to SGLang, which lives in an environment of its own: `rank` runs there, everything else here."""
+"""SGLang engine. SGLang has an environment of its own: `rank` and what it imports run there, everything else here."""

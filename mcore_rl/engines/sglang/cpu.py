@@ -1,7 +1,7 @@
-"""What SGLang 0.5.23 lacks on a CPU, beside the CPU build of torch (in SGLang's environment).
+"""Workarounds for SGLang 0.5.23 on CPU, with the CPU build of torch (runs in SGLang's environment).
 
-Its wheel imports two packages that are built for CUDA: sgl_kernel, of which it needs a few names, and torchvision,
-whose operators it only mentions. `prepare` comes before sglang is imported, `mend` after.
+SGLang's wheel imports two packages that are built for CUDA: sgl_kernel, of which it needs a few names, and torchvision,
+whose operators it only references. Call `prepare` before importing sglang, and `patch` after.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _declared: list[torch.library.Library] = []
-"""Declarations last as long as their library."""
+"""Keeps the libraries alive: a declaration is removed with its library."""
 
 
 def prepare() -> None:
@@ -28,24 +28,24 @@ def prepare() -> None:
         _declared.append(library)
 
 
-def mend() -> None:
+def patch() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
-    common._cuda_host_register = lambda *_, **__: None  # the cache of experts lies in plain memory
+    common._cuda_host_register = lambda *_, **__: None  # the cache of experts is in pageable memory
 
 
 class _Kernels(ModuleType):
-    """Stands for sgl_kernel. It lacks convert_weight_packed, by which SGLang knows that there are no AMX kernels."""
+    """Stand-in for sgl_kernel. It lacks convert_weight_packed, so SGLang does not use AMX kernels."""
 
     __version__ = "0"
-    __path__: MutableSequence[str] = []  # noqa: RUF012  (as every package has it)
+    __path__: MutableSequence[str] = []  # noqa: RUF012  (an attribute of every package)
 
     def __getattr__(self, name: str) -> Any:
         if not name.endswith("_cpu"):
             raise AttributeError(name)
 
         def missing(*_: Any, **__: Any) -> None:
-            raise NotImplementedError(f"SGLang's kernel {name} is not there on this CPU")
+            raise NotImplementedError(f"SGLang's kernel {name} is not available on this CPU")
 
         return missing
 
@@ -53,7 +53,7 @@ class _Kernels(ModuleType):
     def assign_req_to_token_pool_cpu(
         rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor, *_: Any
     ) -> None:
-        """table[rows[i], starts[i]:ends[i]] are the next of `slots`, request after request."""
+        """Write `slots` to table[rows[i], starts[i]:ends[i]], request after request."""
         lengths = (ends - starts).tolist()
         places = zip(rows.tolist(), starts.tolist(), slots.split([*lengths, len(slots) - sum(lengths)]), strict=False)
         for row, start, of_row in places:

@@ -13,7 +13,7 @@ from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.sglang.processes import RankProcesses
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
-from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.weights.engine_config import engine_overrides
@@ -49,7 +49,7 @@ class SglangEngine(SteppedEngine):
             overrides=engine_overrides(model_dir, load_weights=load_weights),
             rank=0,
             num_ranks=rollout_config.tp,
-            meeting="",
+            init_method="",
             dtype=dtype,
             load_weights=load_weights,
             context_tokens=rollout_config.max_prompt_tokens + rollout_config.max_response_tokens,
@@ -60,7 +60,7 @@ class SglangEngine(SteppedEngine):
             seed=seed,
         )
         self._ranks = RankProcesses(settings, name, timeout_seconds, hosts)
-        self.receiver = RanksReceiver(self._ranks, self._forget_prefixes)
+        self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
         self._asleep: set[str] = set()
 
     @property
@@ -77,7 +77,7 @@ class SglangEngine(SteppedEngine):
             raise RuntimeError(f"{self.num_running} requests run: the engine cannot sleep")
         if "weights" in self._asleep:
             return 0
-        self._forget_prefixes(recompute=False)
+        self._reset_prefix_cache(recompute=False)
         released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
         return released
@@ -95,30 +95,30 @@ class SglangEngine(SteppedEngine):
     def _require_ready(self) -> None:
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
-        self.receiver.require_whole()
+        self.receiver.require_complete()
 
-    def _forget_prefixes(self, *, recompute: bool) -> None:
+    def _reset_prefix_cache(self, *, recompute: bool) -> None:
         """As VllmEngine's.
 
         Raises: WeightSyncError when SGLang keeps its cache all the same.
         """
         while not self.num_running and not self._settled():
             self._ranks.call("step")  # what has ended or was aborted leaves with the step after
-        if all(self._ranks.call("forget_prefixes", recompute)):
+        if all(self._ranks.call("reset_prefix_cache", recompute)):
             return
         if recompute or not self.num_running:
             raise WeightSyncError("SGLang kept its prefix cache, which belongs to the previous weights")
         # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
-        self._submit_unbegun_again()
+        self._resubmit_unstarted()
 
     def _settled(self) -> bool:
         return bool(self._ranks.call("is_idle")[0])
 
-    def _add(self, added: Mapping[str, Running]) -> None:
+    def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         requests = [self._new(engine_id, entry) for engine_id, entry in added.items()]
         self._ranks.call("add", requests)
 
-    def _new(self, engine_id: str, entry: Running) -> NewRequest:
+    def _new(self, engine_id: str, entry: ActiveRequest) -> NewRequest:
         sampling = entry.request.sampling
         return NewRequest(
             engine_id=engine_id,
@@ -132,9 +132,9 @@ class SglangEngine(SteppedEngine):
             salt=f"version {self.weight_version}",
         )
 
-    def _pass(self) -> list[Output]:
+    def _run_step(self) -> list[StepOutput]:
         return [
-            Output(each.engine_id, each.token_ids, each.logp, each.finish_reason)
+            StepOutput(each.engine_id, each.token_ids, each.logp, each.finish_reason)
             for each in self._ranks.call("step")[0]
             if each.engine_id in self._running  # one that was aborted takes part in a step after it
         ]

@@ -1,4 +1,4 @@
-"""The ranks of an engine on a host that does not lead it: they take their commands from the leader."""
+"""Ranks of an SGLang engine on a host other than its first. They receive commands from the first host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.processes.tree import new_mark
 def follow(
     model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
 ) -> None:
-    """As engines.vllm.follower.follow. What a rank needs to know the leader tells it."""
+    """See engines.vllm.follower.follow. The ranks receive their settings from the first host."""
     address = f"{hosts.address}:{hosts.commands_port}"
     mark = new_mark()
     ranks = [start_rank(rank, config.tp, address, hosts.key, mark) for rank in hosts.ranks(config.tp)]

@@ -1,7 +1,7 @@
-"""What SGLang computes with, as parts of HF tensors (in SGLang's environment).
+"""Weights that SGLang's kernels use, as parts of HF tensors (runs in SGLang's environment).
 
-On CPU, where AMX does not pack them, its parameters are plain: queries, keys and values one after the other, gates
-before ups; the dimension inside an MLP is padded with zeros to a multiple of 32 per rank.
+On CPUs without AMX its parameters are not packed: queries, keys and values are concatenated, and so are gate and up
+projections. The inner dimension of an MLP is padded with zeros to a multiple of 32 per rank.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.slices.needs import Box
+from mcore_rl.weights.slices.shard_map import Box
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""HF modules inside SGLang's fused ones, in the order of their rows."""
+"""HF modules in SGLang's fused modules, in the order of their rows."""
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Gate, up and down of an expert, as most families call them, and as Mixtral does."""
+"""Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
 Held = tuple[str, torch.Tensor]
 
 
 @torch.no_grad()
 def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[Held]:
-    """`boxes`: which part of each HF tensor this rank should have.
+    """Yield the parts of HF tensors that this rank holds. `boxes`: the part of each tensor that it should hold.
 
-    Raises: WeightSyncError for a module whose layout is not known here, and for padding that is not zero.
+    Raises: WeightSyncError for a module whose layout is unknown, and for padding that is not zero.
     """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -47,7 +47,7 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[H
 
 
 def vocabulary_padding(model: torch.nn.Module) -> list[str]:
-    """Modules of which this rank's part is all behind the end of the vocabulary."""
+    """Return the vocabulary modules whose part on this rank is padding only."""
     return [
         name
         for name, module in model.named_modules()
@@ -60,7 +60,7 @@ def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) 
     for dim, length in enumerate(size):
         if tensor.shape[dim] > length:
             if tensor.narrow(dim, length, tensor.shape[dim] - length).any():
-                raise WeightSyncError(f"{name}: SGLang computes with padding that is not zero")
+                raise WeightSyncError(f"{name}: SGLang's padding is not zero")
             tensor = tensor.narrow(dim, 0, length)
     return tensor
 
@@ -68,7 +68,7 @@ def _without_padding(name: str, tensor: torch.Tensor, boxes: Mapping[str, Box]) 
 def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Iterator[Held]:
     method = getattr(module, "quant_method", None)
     if getattr(module, "use_intel_amx_backend", False):
-        raise WeightSyncError(f"{name}: packed for AMX, which cannot be read back")
+        raise WeightSyncError(f"{name}: weights packed for AMX cannot be read back; set weights.verify_every to 0")
     if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
         if module.shard_indices.num_org_elements:
             yield f"{name}.weight", module.weight[: module.shard_indices.num_org_elements]
@@ -81,7 +81,9 @@ def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Itera
             if parameter is not None:
                 yield f"{name}.{key}", parameter
     else:
-        raise WeightSyncError(f"{name}: the layout of {type(method).__name__} is not known")
+        raise WeightSyncError(
+            f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"
+        )
 
 
 def _linear(module: LinearBase, name: str) -> Iterator[Held]:
@@ -95,7 +97,7 @@ def _linear(module: LinearBase, name: str) -> Iterator[Held]:
 
 
 def _rows(module: LinearBase) -> list[int]:
-    """Of each HF module inside."""
+    """Return the rows of each HF module in a fused module."""
     if isinstance(module, QKVParallelLinear):
         key_rows = module.num_kv_heads * module.head_size
         return [module.num_heads * module.head_size, key_rows, module.num_kv_heads * module.v_head_size]
@@ -109,7 +111,7 @@ def _rows(module: LinearBase) -> list[int]:
 
 def _experts(module: FusedMoE, name: str, parts: tuple[str, str, str]) -> Iterator[Held]:
     if module.moe_ep_size > 1:
-        raise WeightSyncError(f"{name}: experts over ranks are not read back")
+        raise WeightSyncError(f"{name}: experts divided over ranks cannot be read back; set weights.verify_every to 0")
     padded = module.w13_weight.shape[1] // 2
     gate, up, down = parts
     for expert, (rows, columns) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):

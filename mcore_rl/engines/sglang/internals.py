@@ -1,5 +1,8 @@
-"""The names and signatures within SGLang that engines.sglang uses (in SGLang's environment). The version is exact, but
-another build of it, or a patch, would otherwise show in the middle of a run, or never."""
+"""Check of SGLang's internal names and signatures that engines.sglang uses (runs in SGLang's environment).
+
+The required version is exact, but a different build or a patched one would otherwise fail in the middle of a run, or
+silently do something else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 Call = tuple[Callable[..., Any], int, tuple[str, ...]]
-"""What is called with so many arguments by place (`self` among them), and these by name."""
+"""A callable, its number of positional arguments (including `self`), and its keyword arguments."""
 
 CALLS: tuple[Call, ...] = (
     (ServerArgs.resolve_once, 1, ()),
@@ -68,9 +71,9 @@ REPLACED: tuple[Call, ...] = (
     (Sampler._sample_from_probs, 5, ()),
     (SamplingBatchInfo.from_schedule_batch, 2, ()),
 )
-"""By functions of ours: SGLang calls them so."""
+"""SGLang's functions that are replaced, with the arguments that SGLang passes to them."""
 
-OF_A_SCHEDULER = (
+SCHEDULER_ATTRIBUTES = (
     "output_streamer.send_to_detokenizer.send_output",
     "ipc_channels.send_to_tokenizer.send_output",
     "schedule_stream",
@@ -83,23 +86,23 @@ OF_A_SCHEDULER = (
     "tp_worker.model_runner.model",
     "tp_worker.model_runner.sampler",
 )
-"""Attributes that are read, or overwritten: to set one that is not there would do nothing, silently."""
+"""Attributes that are read or overwritten. Setting a missing one would silently have no effect."""
 
 
 def check_signatures() -> None:
-    """Raises: RuntimeError naming what cannot be called as it is here."""
+    """Raise RuntimeError naming a function with another signature."""
     for function, by_place, by_name in (*CALLS, *REPLACED):
         try:
             inspect.signature(function).bind(*range(by_place), **dict.fromkeys(by_name))
         except TypeError as error:
             name = f"{function.__module__}.{function.__qualname__}"
-            raise RuntimeError(f"{name} is not that of SGLang's release ({error})") from None
+            raise RuntimeError(f"{name} differs from SGLang's release ({error})") from None
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Raises: RuntimeError naming an attribute that it lacks."""
-    for path in OF_A_SCHEDULER:
+    """Raise RuntimeError naming an attribute that the scheduler lacks."""
+    for path in SCHEDULER_ATTRIBUTES:
         try:
             attrgetter(path)(scheduler)
         except AttributeError as error:
-            raise RuntimeError(f"SGLang's scheduler lacks {path} ({error}): it is not that of the release") from None
+            raise RuntimeError(f"SGLang's scheduler lacks {path} ({error}): it differs from SGLang's release") from None

@@ -27,7 +27,7 @@ import psutil
 from mcore_rl.config.rules.available import SGLANG_PYTHON, sglang_python
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE
-from mcore_rl.engines.sglang.settings import RankSettings, send_at_once
+from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.processes.tree import kill_tree, marked, new_mark
 
@@ -80,7 +80,7 @@ class RankProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, settings: RankSettings) -> list[Connection]:
-        address, meeting, key = self._meet()
+        address, init_method, key = self._meet()
         with self._listener(address, settings.num_ranks, key) as listener:
             for rank in self._hosts.ranks(settings.num_ranks):
                 self._processes.append(start_rank(rank, settings.num_ranks, address, key, self._mark))
@@ -93,10 +93,10 @@ class RankProcesses:
                     self._require_alive("start")
                     continue
                 if self._hosts.num > 1:
-                    send_at_once(pipe)
+                    disable_nagle(pipe)
                 pipes[pipe.recv()] = pipe
         for rank, pipe in pipes.items():
-            pipe.send(replace(settings, rank=rank, meeting=meeting))
+            pipe.send(replace(settings, rank=rank, init_method=init_method))
         return [pipes[rank] for rank in range(settings.num_ranks)]
 
     def _meet(self) -> tuple[str, str, bytes]:

@@ -1,6 +1,8 @@
-"""A rank of an SGLang engine: `python -m mcore_rl.engines.sglang.rank SOCKET|HOST:PORT RANK`, started by
-engines.sglang.processes with the interpreter of SGLang's environment. It answers (method, arguments) with ("ok",
-result), ("refused", (type, text)) of an error of ours, or ("error", text)."""
+"""Process of an SGLang rank: `python -m mcore_rl.engines.sglang.rank SOCKET|HOST:PORT RANK`.
+
+engines.sglang.processes starts it with the interpreter of SGLang's environment. It receives (method, arguments) and
+replies ("ok", result), ("refused", (type, text)) for a McoreRLError, or ("error", text) for any other exception.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import time
 import traceback
 from multiprocessing.connection import Client, Connection
 
-from mcore_rl.engines.sglang.settings import RankSettings, send_at_once
+from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
 from mcore_rl.errors import McoreRLError
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
@@ -21,23 +23,23 @@ _TRACE_LINES = 12
 
 
 def main(address: str, rank: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of the parent
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent, however it ends
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
-    with _meet(address, key) as pipe:
+    with _connect(address, key) as pipe:
         pipe.send(rank)
         settings: RankSettings = pipe.recv()
         try:
             from mcore_rl.engines.sglang import cpu
 
             cpu.prepare()
-            import sglang.srt.managers.scheduler  # noqa: F401  (all that `mend` changes)
+            import sglang.srt.managers.scheduler  # noqa: F401  (the modules that `patch` changes)
 
-            cpu.mend()
+            cpu.patch()
             from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
             scheduler = SteppedScheduler(settings)
         except Exception as error:
-            pipe.send(("error", _told(error)))
+            pipe.send(("error", _traceback_text(error)))
             return
         pipe.send(("ok", scheduler.vocab_size))
         while True:
@@ -50,12 +52,14 @@ def main(address: str, rank: int) -> None:
             except McoreRLError as error:
                 pipe.send(("refused", (type(error), str(error))))
             except Exception as error:
-                pipe.send(("error", _told(error)))
+                pipe.send(("error", _traceback_text(error)))
 
 
-def _meet(address: str, key: bytes) -> Connection:
-    """Where the engine is on another host it may not have come yet; whoever waits for the run has a deadline, and this
-    process ends with its parent."""
+def _connect(address: str, key: bytes) -> Connection:
+    """Connect to the engine. Retries forever if it is on another host, where it may start later than this rank.
+
+    No deadline is needed here: the caller that starts the engine has one, and this process dies with its parent.
+    """
     if address.startswith("/"):
         return Client(address, family="AF_UNIX", authkey=key)
     host, _, port = address.rpartition(":")
@@ -65,14 +69,14 @@ def _meet(address: str, key: bytes) -> Connection:
         except ConnectionRefusedError:
             time.sleep(0.5)
             continue
-        send_at_once(pipe)
+        disable_nagle(pipe)
         return pipe
 
 
-def _told(error: Exception) -> str:
+def _traceback_text(error: Exception) -> str:
     return "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACE_LINES:])
 
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-    os._exit(0)  # threads of SGLang would keep it
+    os._exit(0)  # SGLang's threads would keep the process alive

@@ -1,7 +1,7 @@
-"""SGLang's side of router replay (in its environment): which experts its layers chose for every token of a request.
+"""Router replay with SGLang: the experts that its layers chose for every token (runs in SGLang's environment).
 
-SGLang 0.5.23 keeps them beside its KV cache, and hands them over when a request ends. Of one that runs they are read
-from the same place.
+SGLang 0.5.23 keeps them next to its KV cache and returns them when a request ends. For a running request they are read
+from the same cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
 
 class Routing:
-    """Of the requests of `scheduler` (SGLang's)."""
+    """Experts of the requests of SGLang's `scheduler`."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -28,7 +28,7 @@ class Routing:
         self._ended: dict[str, np.ndarray] = {}
 
     def keep(self, outputs: Sequence[Any]) -> None:
-        """Of requests that a step has ended."""
+        """Keep the experts of requests that finished in this step, until the next step."""
         self._ended = {}
         for output in outputs:
             for engine_id, experts in zip(output.rids, output.routed_experts or (), strict=False):
@@ -36,8 +36,11 @@ class Routing:
                     self._ended[engine_id] = self._rows(experts)
 
     def of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """[tokens, layers with experts, k] of every token but the last; of what ended in the last step, and of what
-        runs. Absent: those whose tokens no pass has computed, or not all."""
+        """Return the experts of all tokens except the last, for requests that are running or finished in the last step.
+
+        Requests that are waiting are absent: not all their tokens are computed.
+        Shapes: [tokens, layers with experts, k].
+        """
         running = {request.rid: request for request in self._scheduler.collect_inflight_reqs()}
         known = {i: self._ended[i] for i in engine_ids if i in self._ended}
         for engine_id in engine_ids:
@@ -49,6 +52,6 @@ class Routing:
         return known
 
     def _rows(self, experts: torch.Tensor) -> np.ndarray:
-        """Without layers that have no experts."""
+        """Drop the layers without experts."""
         rows: np.ndarray = experts[:, self._layers].numpy().astype(self._dtype)
         return rows

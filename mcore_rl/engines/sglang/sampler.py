@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's sampler, drawing as engines.noise says (in SGLang's environment)."""
+"""Sampler for SGLang 0.5.23 with the noise of engines.noise (runs in SGLang's environment)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from mcore_rl.engines.noise import draw_tokens, places
+from mcore_rl.engines.noise import noise_keys, sample_tokens
 
 
 class SeededSampler(Sampler):
-    """Draws from what top-p and top-k leave, and leaves in `probs` the probabilities that it drew from: SGLang reports
-    their logarithms. Greedy rows, which SGLang asks for as top-k 1, keep all of theirs."""
+    """Samples after top-k and top-p truncation.
+
+    The truncated probabilities are written to `probs`, because SGLang reports the logarithms of `probs`. Greedy rows,
+    which SGLang represents by top-k 1, keep the untruncated probabilities.
+    """
 
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
@@ -24,14 +27,14 @@ class SeededSampler(Sampler):
         if not simple_sampling_case:
             kept = _truncated(probs, sampling_info)
             probs.copy_(torch.where(greedy[:, None], probs, kept / kept.sum(-1, keepdim=True)))
-        # SGLang counts the place of the token that was read, we that of the one to be drawn.
-        at = places(sampling_info.sampling_seed.tolist(), (positions.cpu().numpy() + 1).astype(np.int64))
-        drawn = draw_tokens(probs, at.to(probs.device, non_blocking=True))
+        # SGLang's position is the last token that was read; noise_keys needs the position of the token to sample.
+        at = noise_keys(sampling_info.sampling_seed.tolist(), (positions.cpu().numpy() + 1).astype(np.int64))
+        drawn = sample_tokens(probs, at.to(probs.device, non_blocking=True))
         return torch.where(greedy, probs.argmax(-1), drawn).to(torch.int32), None
 
 
 def _truncated(probs: torch.Tensor, info: Any) -> torch.Tensor:
-    """`probs`, zero where top-k leaves a token out, or top-p, of what top-k leaves."""
+    """Zero the probabilities of tokens outside top-k, then of tokens outside top-p of the rest."""
     ordered, index = probs.sort(dim=-1, descending=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ordered = ordered.masked_fill(rank[None] >= info.top_ks[:, None], 0.0)
@@ -41,7 +44,7 @@ def _truncated(probs: torch.Tensor, info: Any) -> torch.Tensor:
 
 
 def with_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
-    """SamplingBatchInfo.from_schedule_batch, which carries seeds along but fills them in deterministic mode only."""
+    """Wrap SamplingBatchInfo.from_schedule_batch, which fills its seeds only in deterministic mode."""
 
     def from_schedule_batch(batch: Any, vocab_size: int) -> Any:
         info = original(batch, vocab_size)
@@ -53,6 +56,9 @@ def with_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(runner: Any) -> None:
-    """Into a model runner. Not register_sampler_backend: on CPU the option that would choose it is overwritten."""
+    """Install the sampler in a model runner.
+
+    register_sampler_backend does not work: on CPU SGLang overwrites the option that would select it.
+    """
     SamplingBatchInfo.from_schedule_batch = with_seeds(SamplingBatchInfo.from_schedule_batch)
     runner.sampler = SeededSampler()

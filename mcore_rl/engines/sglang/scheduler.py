@@ -28,7 +28,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
-from mcore_rl.engines.sglang.settings import NewRequest, Progress, RankSettings
+from mcore_rl.engines.sglang.settings import NewRequest, RankOutput, RankSettings
 from mcore_rl.engines.sglang.weights import RankWeights
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -43,7 +43,7 @@ SPARE_TOKENS = 6
 the last token of a response that goes on, may come to its last six (tp_worker.py, scheduler.py)."""
 
 
-class _Kept:
+class _OutputCollector:
     """In the place of a socket: what the scheduler sends stays here."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class SteppedScheduler:
 
     def __init__(self, settings: RankSettings) -> None:
         check_signatures()
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.meeting
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = settings.init_method
         arguments = ServerArgs(**_server_arguments(settings))
         arguments.resolve_once()
         arguments.check_server_args()
@@ -77,7 +77,7 @@ class SteppedScheduler:
             for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
                 path.unlink(missing_ok=True)
         check_scheduler(self._scheduler)
-        self._kept = _Kept()
+        self._kept = _OutputCollector()
         self._scheduler.output_streamer.send_to_detokenizer = self._kept
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._kept.send_output
         self._scheduler.schedule_stream.synchronize = lambda: None
@@ -103,8 +103,8 @@ class SteppedScheduler:
     def begin_update(self) -> None:
         self._weights.begin()
 
-    def receive_bucket(self, turn: int) -> int:
-        return self._weights.receive(turn)
+    def receive_bucket(self, sync_round: int) -> int:
+        return self._weights.receive(sync_round)
 
     def finish_update(self) -> None:
         self._weights.finish()
@@ -112,7 +112,7 @@ class SteppedScheduler:
     def compare_weights(self) -> Comparison:
         return self._weights.compare()
 
-    def forget_prefixes(self, recompute: bool) -> bool:
+    def reset_prefix_cache(self, recompute: bool) -> bool:
         """Whether the cache is empty now. With `recompute` what runs computes it anew; else it is emptied only when
         nothing runs."""
         if recompute:
@@ -187,7 +187,7 @@ class SteppedScheduler:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
     @torch.inference_mode()
-    def step(self) -> list[Progress]:
+    def step(self) -> list[RankOutput]:
         """One batch: the body of Scheduler.event_loop_normal."""
         scheduler = self._scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
@@ -209,10 +209,10 @@ class SteppedScheduler:
         return self._routing.of(engine_ids)
 
 
-def _progress(output: Any) -> list[Progress]:
+def _progress(output: Any) -> list[RankOutput]:
     rows = zip(output.rids, output.output_ids, output.output_token_logprobs_val, output.finished_reasons, strict=True)
     return [
-        Progress(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
+        RankOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
         for engine_id, ids, logp, reason in rows
     ]
 

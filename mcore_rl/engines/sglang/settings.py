@@ -1,4 +1,4 @@
-"""What a rank is told when it starts, and what it says of a step: the values that go between the two environments."""
+"""Values that are exchanged with the ranks in SGLang's environment: settings, requests and the outputs of a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankSettings:
-    """`overrides`: fields of config.json with other values than `model` has; the ranks meet at the
-    url `meeting`. Units: kv_cache_bytes of this rank."""
+    """Settings of one rank.
+
+    overrides: fields of config.json that replace those of `model`.
+    init_method: URL at which the ranks create their process group.
+    kv_cache_bytes: size of this rank's KV cache.
+    """
 
     model: str
     overrides: dict[str, Any]
     rank: int
     num_ranks: int
-    meeting: str
+    init_method: str
     dtype: str
     load_weights: bool
     context_tokens: int
@@ -31,7 +35,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request as a rank takes it. `salt`: prefixes are shared by requests with the same one only."""
+    """Request for a rank. Requests share cached prefixes only if their `salt` is equal."""
 
     engine_id: str
     token_ids: list[int]
@@ -45,8 +49,8 @@ class NewRequest:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a step added to a request. `finish_reason` as Completion's, None while it goes on."""
+class RankOutput:
+    """Tokens that a step added to a request. `finish_reason`: see Completion; None while the request is running."""
 
     engine_id: str
     token_ids: list[int]
@@ -54,7 +58,7 @@ class Progress:
     finish_reason: str | None
 
 
-def send_at_once(pipe: Connection) -> None:
-    """Over TCP, which else keeps the second half of a long message until the first has been acknowledged."""
+def disable_nagle(pipe: Connection) -> None:
+    """Set TCP_NODELAY: otherwise TCP delays the second half of a long message until the first is acknowledged."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as duplicate:
         duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -15,9 +15,8 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Box, Needs
-from mcore_rl.weights.slices.recorded import require_planned
-from mcore_rl.weights.verify import Comparison, compare
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.verify import Comparison, compare, require_planned
 
 Indices = tuple[int, ...]
 
@@ -43,11 +42,11 @@ class RankWeights:
         if self._layout != plan.engine_layout:
             raise WeightSyncError(f"the engine is {self._layout}, and the plan of weights is of {plan.engine_layout}")
         self._receiver = connect_engine_rank(connection, first_rank + self._rank)
-        needs = Needs(plan.rows, self._layout)
-        self._boxes = needs.boxes(self._rank)
+        shard_map = ShardMap(plan.rows, self._layout)
+        self._boxes = shard_map.boxes(self._rank)
         brought = [
             TensorSpec(name, bound.dtype, shape)
-            for bound in needs.rows
+            for bound in shard_map.rows
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
         ]
         kept = self._record(brought)
@@ -63,8 +62,8 @@ class RankWeights:
         DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
 
     @torch.no_grad()
-    def receive(self, turn: int) -> int:
-        return self._receiver.receive(turn, self._put)
+    def receive(self, sync_round: int) -> int:
+        return self._receiver.receive(sync_round, self._put)
 
     def finish(self) -> None:
         """Raises: WeightSyncError when something that this rank keeps has not come."""

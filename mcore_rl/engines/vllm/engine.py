@@ -16,7 +16,7 @@ from mcore_rl.config.names import role_key
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
-from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, ray_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
@@ -68,7 +68,7 @@ class VllmEngine(SteppedEngine):
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
         self._ranks.call("unlink_queues")
         unlink_queues()
-        self.receiver = RanksReceiver(self._ranks, self._forget_prefixes)
+        self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
         if not torch.cuda.is_available():
             self._ranks.call("prepare_cpu_worker")
             if capture_routing:
@@ -97,7 +97,7 @@ class VllmEngine(SteppedEngine):
                 self._engine.sleep(level=1 if keep_weights else 2)
             released = sum(self._ranks.call("free_device_bytes")) - free
         else:
-            self._forget_prefixes()
+            self._reset_prefix_cache()
             # Between a sync and the next generation weights are awake alone: a checkpoint then sends them to sleep.
             released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
@@ -120,7 +120,7 @@ class VllmEngine(SteppedEngine):
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _forget_prefixes(self, *, recompute: bool = False) -> None:
+    def _reset_prefix_cache(self, *, recompute: bool = False) -> None:
         """What was computed with earlier weights is not reused for requests that come from now on; with `recompute`
         also running ones compute it anew, else those that have begun go on with what they have.
 
@@ -131,7 +131,7 @@ class VllmEngine(SteppedEngine):
         if recompute or not self.num_running:
             raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
         # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
-        self._submit_unbegun_again()
+        self._resubmit_unstarted()
 
     @property
     def _scheduler(self) -> Any:
@@ -140,9 +140,9 @@ class VllmEngine(SteppedEngine):
     def _require_ready(self) -> None:
         if self._asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
-        self.receiver.require_whole()
+        self.receiver.require_complete()
 
-    def _add(self, added: Mapping[str, Running]) -> None:
+    def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
         for engine_id, entry in added.items():
@@ -166,7 +166,7 @@ class VllmEngine(SteppedEngine):
                 )
             )
 
-    def _pass(self) -> list[Output]:
+    def _run_step(self) -> list[StepOutput]:
         with self._ranks.waiting("execute_model"):
             outputs = self._core.get_output().outputs
         if torch.cuda.is_available():
@@ -174,7 +174,7 @@ class VllmEngine(SteppedEngine):
                 if output.routed_experts is not None:
                     self._routed[output.request_id].append(output.routed_experts)
         return [
-            Output(
+            StepOutput(
                 output.request_id,
                 list(output.new_token_ids),
                 [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist(),

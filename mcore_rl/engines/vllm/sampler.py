@@ -15,9 +15,9 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mcore_rl.engines.noise import draw_tokens, places
+from mcore_rl.engines.noise import noise_keys, sample_tokens
 
-_places: torch.Tensor | None = None
+_noise_keys: torch.Tensor | None = None
 """Of the rows of the pass that is sampled."""
 
 _upstream_pass = GPUModelRunner._sample
@@ -25,16 +25,16 @@ _upstream_pass = GPUModelRunner._sample
 
 def _sample_pass(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
     """GPUModelRunner._sample, which says whose rows they are. Greedy requests have no seed, and need none."""
-    global _places
+    global _noise_keys
     batch = self.input_batch
     seeds = [0] * batch.num_reqs
     for row, generator in batch.generators.items():
         seeds[row] = generator.initial_seed()
-    _places = places(seeds, self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy())
+    _noise_keys = noise_keys(seeds, self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy())
     try:
         return _upstream_pass(self, logits, spec_decode_metadata)
     finally:
-        _places = None
+        _noise_keys = None
 
 
 _upstream_draw = TopKTopPSampler.forward_native
@@ -48,10 +48,10 @@ def _draw(
     p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """TopKTopPSampler.forward_*. Shapes: logits [rows, V] -> tokens [rows], and what logprobs_mode asks for."""
-    if _places is None:  # a pass that only measures memory
+    if _noise_keys is None:  # a pass that only measures memory
         return _upstream_draw(self, logits, generators, k, p)
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-    return draw_tokens(logp.exp(), _places.to(logp.device, non_blocking=True)), logp
+    return sample_tokens(logp.exp(), _noise_keys.to(logp.device, non_blocking=True)), logp
 
 
 _upstream_bookkeeping = CPUModelRunner._bookkeeping_sync

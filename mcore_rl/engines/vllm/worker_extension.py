@@ -26,13 +26,12 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Box, Needs
-from mcore_rl.weights.slices.recorded import require_planned
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
 from mcore_rl.weights.transports.cuda_ipc import device_uuid
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
 from mcore_rl.weights.transports.topology import Endpoint
-from mcore_rl.weights.verify import Comparison, compare
+from mcore_rl.weights.verify import Comparison, compare, require_planned
 
 
 class WeightReceiverExtension(RankMethods, RoutingExtension):
@@ -77,11 +76,11 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         if layout != plan.engine_layout:
             raise WeightSyncError(f"the engine is {layout}, and the plan of weights is of {plan.engine_layout}")
         self._slice_receiver = connect_engine_rank(connection, first_rank + self.rank)
-        needs = Needs(plan.rows, layout)
-        self._boxes = needs.boxes(self.rank)
+        shard_map = ShardMap(plan.rows, layout)
+        self._boxes = shard_map.boxes(self.rank)
         brought = [
             TensorSpec(name, bound.dtype, shape)
-            for bound in needs.rows
+            for bound in shard_map.rows
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
         ]
         with self._engine_context():
@@ -111,13 +110,13 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         with self._engine_context():
             self._loader.begin()
 
-    def receive_bucket(self, turn: int) -> int:
+    def receive_bucket(self, sync_round: int) -> int:
         """Loads what comes at a turn of the plan; returns its bytes."""
         if self._pulls:
             self.update_weights({})
             return self._slice_receiver.num_bytes
         with self._engine_context():
-            return self._slice_receiver.receive(turn, self._loader.put)
+            return self._slice_receiver.receive(sync_round, self._loader.put)
 
     def finish_update(self) -> None:
         """Raises: WeightSyncError when something that this rank keeps has not come."""

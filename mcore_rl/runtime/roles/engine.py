@@ -227,7 +227,7 @@ class EngineProcess(RunProcess):
     def connect(self, connection: Connection, engine: int) -> None:
         with self.spans.span("connect weights"):
             self.loop.between_steps(lambda: self.receiver.connect(connection, engine))
-        self._num_turns = connection.plan.num_turns
+        self._num_rounds = connection.plan.num_rounds
 
     @ray.method(concurrency_group="engine")
     def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
@@ -236,7 +236,7 @@ class EngineProcess(RunProcess):
             receiver = self.receiver
             assert isinstance(receiver, RanksReceiver)
             self.loop.between_steps(lambda: receiver.pull_from(payload, engine, num_engines))
-        self._num_turns = 1
+        self._num_rounds = 1
 
     @ray.method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
@@ -247,10 +247,10 @@ class EngineProcess(RunProcess):
     def _receive_update(self, version: int, recompute: bool) -> list[int]:
         self.receiver.begin_update()
         totals = [0]
-        for turn in range(self._num_turns):
+        for sync_round in range(self._num_rounds):
             with self.spans.span("receive bucket"):
-                received = self.receiver.receive_bucket(turn)
-            totals = received if turn == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
+                received = self.receiver.receive_bucket(sync_round)
+            totals = received if sync_round == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version, recompute=recompute)
         return totals

@@ -122,35 +122,35 @@ class TrainerProcess(TrainedRankProcess):
         """The same on every rank."""
         return self.actor.sync_plan(engine, topology, bucket_bytes, num_slots)
 
-    def make_windows(self, plan: SyncPlan) -> dict[int, str]:
-        """Begins to connect; names of the shared memory that this rank has made, by window."""
-        from mcore_rl.weights.connection import TrainerEnd
+    def create_buffers(self, plan: SyncPlan) -> dict[int, str]:
+        """Create the staging buffers that this rank owns. Returns their names by buffer number."""
+        from mcore_rl.weights.connection import TrainerSetup
 
-        self._end = TrainerEnd(plan, self.actor.rank)
-        return self._end.make_windows()
+        self._setup = TrainerSetup(plan, self.actor.rank)
+        return self._setup.create_buffers()
 
     def connect_weights(self, connection: Connection) -> None:
         """Collective over all processes of the sync."""
         with self.spans.span("connect weights"):
-            self._sender = self._end.connect(connection)
+            self._sender = self._setup.connect(connection)
 
     @ray.method(concurrency_group="watch")
-    def unlink_windows(self) -> None:
-        """At once, even while this rank waits for others to connect."""
-        self._end.unlink()
+    def unlink_buffers(self) -> None:
+        """Remove the names of the staging buffers, even while this rank waits in `connect_weights`."""
+        self._setup.unlink()
 
     def send_weights(self) -> npt.NDArray[np.int64]:
-        """One update; bytes that this rank sent into each window."""
+        """Send one update. Returns the bytes that this rank sent to each staging buffer."""
         return self._sender.send(self.actor.tensors(), self.spans.span)
 
     def open_producer(self, plan: SyncPlan, timeout_seconds: float) -> dict[str, Any]:
         """For engines that pull (weights.transport=vllm_rdt); what they are told. Collective over all ranks."""
         from mcore_rl.engines.vllm.rdt_producer import HeldTensors, Producer
         from mcore_rl.megatron.roles.shards import gather_shards
-        from mcore_rl.weights.slices.needs import Needs
+        from mcore_rl.weights.slices.shard_map import ShardMap
         from mcore_rl.weights.whole import WholeTensors
 
-        rows, topology = Needs(plan.rows, plan.engine_layout).rows, plan.topology
+        rows, topology = ShardMap(plan.rows, plan.engine_layout).rows, plan.topology
         self._producer = Producer(
             HeldTensors(WholeTensors(rows, plan.train_layout, self.actor.rank, gather_shards), self.actor.tensors),
             self.actor.rank,

@@ -1,9 +1,9 @@
-"""Own slices: every engine rank gets what it needs of each HF tensor, from a trainer rank that has it, and no more.
+"""Slices of a weight sync: every engine rank receives exactly the part of each HF tensor that it keeps.
 
-    needs = Needs(rows, EngineLayout(tp=2))                  # what each rank of an engine takes of each tensor
-    router = Router(Placement(rows, layout), needs, places)  # which trainer rank sends it
-    for bucket, chunk in needs.chunks(bucket_bytes):
-        for route in router.routes(chunk): ...               # the same in every process
+    shard_map = ShardMap(rows, EngineLayout(tp=2))                       # the part of each tensor that a rank keeps
+    router = SliceRouter(Placement(rows, layout), shard_map, locations)  # the trainer rank that sends it
+    for bucket, piece in shard_map.pieces(bucket_bytes):
+        for route in router.routes(piece): ...                           # identical in every process
 
-Pure functions of the two layouts and of where the ranks run; nothing here moves a byte.
+Pure functions of both layouts and of the hosts and devices of the ranks. Nothing in this folder moves data.
 """

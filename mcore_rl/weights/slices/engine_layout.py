@@ -1,4 +1,4 @@
-"""Where a rank of an inference engine sits, and which layers its stage holds."""
+"""Parallel layout of an inference engine: rank coordinates and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from model_converters.errors import LayoutError
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Sizes of the parallel axes of one engine, in vLLM's rank order: rank = tp + TP * (pp + PP * dp).
+    """Sizes of an engine's parallel axes in vLLM's rank order: rank = tp + TP * (pp + PP * dp).
 
-    dp is attention data parallelism: its ranks hold the same attention, and share the experts, which all ranks of a
-    stage divide: whole experts with `expert_parallel`, else slices of each. Source: vllm.distributed.parallel_state,
-    FusedMoEParallelConfig (0.32).
+    dp is attention data parallelism: its ranks hold the same attention weights. The experts are divided among all
+    ranks of a stage: whole experts with `expert_parallel`, otherwise slices of every expert.
 
+    Source: vllm.distributed.parallel_state, FusedMoEParallelConfig (0.32).
     Raises: LayoutError.
     """
 
@@ -29,12 +29,12 @@ class EngineLayout:
             if getattr(self, name) < 1:
                 raise LayoutError(f"the engine's {name} is {getattr(self, name)}; it must be at least 1")
         if self.expert_parallel and self.tp > 1 and self.dp > 1:
-            # vLLM then shards the tokens between the tp ranks, and shared experts are whole on each.
-            raise LayoutError("an engine with expert parallelism and attention data parallelism has tp 1 here")
+            # vLLM then divides the tokens among the tp ranks and keeps shared experts whole on each of them.
+            raise LayoutError("an engine with expert_parallel and attention data parallelism must have tp=1")
 
     @property
     def num_ranks(self) -> int:
-        """Of one engine."""
+        """Ranks of one engine."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -43,11 +43,11 @@ class EngineLayout:
         return self.tp * self.dp
 
     def rank(self, tp: int, pp: int, dp: int) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         return tp + self.tp * (pp + self.pp * dp)
 
     def stage_layers(self, num_layers: int) -> list[range]:
-        """Layers of every stage: what does not divide goes to the stages before the last, one layer each.
+        """Return the layers of every stage. The remainder goes to the stages before the last, one layer each.
 
         Source: vllm.distributed.utils.get_pp_indices (0.32), without VLLM_PP_LAYER_PARTITION.
         Raises: LayoutError for a stage without layers.

@@ -1,7 +1,7 @@
-"""One rank's part of a sync: its messages, bucket by bucket, and where each slice lies in them.
+"""Messages of a weight sync: one per bucket, sender and receiver, with the offset of every slice.
 
-Sender and receiver compute the same messages without a word to each other. A message holds all that one trainer rank
-sends one engine rank of a bucket: slices one behind the other, each packed row by row.
+Sender and receiver compute the same messages independently; no metadata is exchanged. A message contains all slices of
+a bucket that one trainer rank sends to one engine rank. The slices follow each other, each packed in row-major order.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from math import prod
 import numpy as np
 import torch
 
-from mcore_rl.weights.slices.needs import Needs, Ranks
-from mcore_rl.weights.slices.routes import Places, Route, Router
+from mcore_rl.weights.slices.routes import RankLocations, Route, SliceRouter
+from mcore_rl.weights.slices.shard_map import IntArray, ShardMap
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.transforms import Shape
 
 ALIGNMENT_BYTES = 64
-"""Of every slice: a cache line, and a multiple of every element size."""
+"""Alignment of slices in a message: one cache line, a multiple of every element size."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -28,8 +28,11 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Indices `start : start + length` along `dim` of the HF tensor `hf_name`, whole along the others; the sender's
-    tensor `mcore_name` has them from `local_start`. `offset` counts bytes in the message."""
+    """Indices `start : start + length` along `dim` of the HF tensor `hf_name`, complete along all other dims.
+
+    The sender has them in its tensor `mcore_name` from index `local_start` on. `offset` is the position in the
+    message, in bytes.
+    """
 
     hf_name: str
     hf_shape: Shape
@@ -53,13 +56,13 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """Offset of what comes behind it."""
+        """Offset of the next slice, in bytes."""
         return self.offset + aligned(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """From a trainer rank to an engine rank (counted through all engines), in bucket `bucket`."""
+    """Slices of one bucket from trainer rank `sender` to engine rank `receiver` (counted through all engines)."""
 
     bucket: int
     receiver: int
@@ -68,12 +71,12 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """With what aligns the slices."""
+        """Size including the alignment of the slices."""
         return self.slices[-1].end
 
 
 def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, torch.Tensor]]:
-    """Every slice with its place in the message's bytes."""
+    """Return each slice with a view of its bytes in `memory`, in the slice's dtype and shape."""
     return [
         (each, memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape))
         for each in message.slices
@@ -81,43 +84,47 @@ def views(message: Message, memory: torch.Tensor) -> list[tuple[Slice, torch.Ten
 
 
 _Slices = dict[tuple[int, int, int], list[Slice]]
-"""By bucket, receiver and sender."""
+"""Slices by (bucket, receiver, sender)."""
 
 
 def received_by(
-    receivers: Collection[int], placement: Placement, needs: Needs, places: Places, bucket_bytes: int
+    receivers: Collection[int], placement: Placement, shard_map: ShardMap, locations: RankLocations, bucket_bytes: int
 ) -> list[Message]:
-    """Everything that these engine ranks get, in the order of the buckets; of one bucket by receiver, then sender.
+    """Return all messages to these engine ranks, sorted by bucket, receiver and sender.
 
     Raises: LayoutError.
     """
-    wanted, router = np.array(sorted(receivers)), Router(placement, needs, places)
+    wanted, router = np.array(sorted(receivers)), SliceRouter(placement, shard_map, locations)
     slices: _Slices = {}
-    for bucket, chunk in needs.chunks(bucket_bytes):
-        for route in router.routes(chunk):
+    for bucket, piece in shard_map.pieces(bucket_bytes):
+        for route in router.routes(piece):
             _append(slices, bucket, route, np.flatnonzero(np.isin(route.receivers, wanted)))
     return _messages(slices)
 
 
-def sent_by(trainer_rank: int, placement: Placement, needs: Needs, places: Places, bucket_bytes: int) -> list[Message]:
-    """Everything that a trainer rank sends, in the order of the buckets; of one bucket by receiver.
+def sent_by(
+    trainer_rank: int, placement: Placement, shard_map: ShardMap, locations: RankLocations, bucket_bytes: int
+) -> list[Message]:
+    """Return all messages from a trainer rank, sorted by bucket and receiver.
 
     Raises: LayoutError.
     """
-    router = Router(placement, needs, places)
+    router = SliceRouter(placement, shard_map, locations)
     slices: _Slices = {}
-    for bucket, chunk in needs.chunks(bucket_bytes):
-        for route in router.routes(chunk):
+    for bucket, piece in shard_map.pieces(bucket_bytes):
+        # Route every piece, including those that this rank does not send: the router balances the holders by
+        # the bytes of all earlier pieces, so skipping one would give a result that differs from other processes.
+        for route in router.routes(piece):
             if trainer_rank in route.holding.ranks:
                 _append(slices, bucket, route, np.flatnonzero(route.senders == trainer_rank))
     return _messages(slices)
 
 
-def _append(slices: _Slices, bucket: int, route: Route, receivers: Ranks) -> None:
-    bound = route.chunk.bound
+def _append(slices: _Slices, bucket: int, route: Route, receivers: IntArray) -> None:
+    bound = route.piece.bound
     for at in receivers.tolist():
         message = slices.setdefault((bucket, int(route.receivers[at]), int(route.senders[at])), [])
-        for part, start, length, local_start in route.shares(int(route.shards[at])):
+        for part, start, length, local_start in route.overlaps(int(route.shards[at])):
             shape = bound.row.shapes[part]
             message.append(
                 Slice(

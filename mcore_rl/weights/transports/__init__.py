@@ -1,1 +1,1 @@
-"""Ways by which buckets of weights reach engines; each owns the order of writing and reading."""
+"""Transports that move messages of weights from trainer ranks to engine ranks. Each defines its own flow control."""

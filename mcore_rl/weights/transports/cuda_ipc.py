@@ -1,6 +1,7 @@
-"""Memory of a GPU that processes share: what arrives in it never passes through the host. Not run on a GPU yet.
+"""GPU memory that several processes map through CUDA IPC. Its contents never pass through the host.
 
-The memory must be cudaMalloc's own: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it has no handle.
+Not run on a GPU yet. The memory must come from cudaMalloc: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it has
+no IPC handle.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from mcore_rl.errors import WeightSyncError
 
 _DEVICE = 6
-"""Place of the device's number among the arguments of rebuild_cuda_tensor (torch 2.13)."""
+"""Position of the device number among the arguments of rebuild_cuda_tensor (torch 2.13)."""
 
 
 class DeviceSegment:
-    """One mapping of a piece of a GPU's memory in this process: `memory` are its bytes, others attach by `name`."""
+    """GPU memory mapped in this process. `memory` contains its bytes; other processes attach by `name`."""
 
     def __init__(self, name: str, memory: torch.Tensor) -> None:
         self.name = name
@@ -25,30 +26,31 @@ class DeviceSegment:
 
     @classmethod
     def create(cls, num_bytes: int) -> DeviceSegment:
-        """On this process's GPU; the memory lives as long as the object."""
+        """Allocate memory on this process's GPU. It lives as long as the object."""
         memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
         _, arguments = reduce_tensor(memory)
         return cls(pickle.dumps((device_uuid(), arguments)).hex(), memory)
 
     @classmethod
     def attach(cls, name: str) -> DeviceSegment:
-        """Maps the memory of another process of this run; once, for all updates.
+        """Map the memory of another process of this run. Call once for all updates.
 
-        Raises: WeightSyncError where this process does not see its GPU.
+        Raises: WeightSyncError if its GPU is not visible to this process.
         """
-        uuid, arguments = pickle.loads(bytes.fromhex(name))  # of a rank of this run, by way of the driver
+        uuid, arguments = pickle.loads(bytes.fromhex(name))  # trusted: made by a rank of this run, passed on by Ray
         numbers = [n for n in range(torch.cuda.device_count()) if device_uuid(n) == uuid]
         if not numbers:
-            raise WeightSyncError(f"a window of weights is on {uuid}, which this process does not see")
+            raise WeightSyncError(f"a staging buffer of weights is on {uuid}, which is not visible to this process")
+        # The same GPU may have another number in this process (CUDA_VISIBLE_DEVICES).
         here = (*arguments[:_DEVICE], numbers[0], *arguments[_DEVICE + 1 :])
         return cls(name, rebuild_cuda_tensor(*here))
 
     def unlink(self) -> None:
-        """It has no name that could be left behind."""
+        """Do nothing: an IPC handle leaves no name behind."""
 
 
 def device_uuid(number: int | None = None) -> str:
-    """Of this process's GPU, or of another one that it sees; "" without one."""
+    """Return the UUID of this process's GPU, or of visible GPU `number`; "" without CUDA."""
     if not torch.cuda.is_available():
         return ""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device() if number is None else number).uuid}"

@@ -1,4 +1,4 @@
-"""Which processes share memory."""
+"""Host identity: whether two processes share memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Host:
-    """`memory` is the same for two processes exactly when they see one /dev/shm: two Ray nodes of one machine do, two
-    containers on it may not."""
+    """Host of a process. `memory` is equal for two processes exactly when they mount the same /dev/shm.
+
+    Two Ray nodes on one machine share it; two containers on one machine may not.
+    """
 
     name: str
     memory: tuple[str, int]
 
 
 def this_host() -> Host:
-    """The host of the calling process."""
+    """Return the host of the calling process."""
     return Host(socket.gethostname(), (BOOT_ID.read_text().strip(), os.stat(SHARED_MEMORY).st_dev))

@@ -1,5 +1,8 @@
-"""The two ends of a way by which weights travel, whatever it is made of. Each owns the order of writing and reading: a
-slot is filled, read and filled again, `num_slots` turns later."""
+"""Protocols of the transports: channels, and the sending and receiving end of weight messages.
+
+Both ends agree on when a slot of a staging buffer may be written: it is filled, read, and filled again `num_slots`
+rounds later.
+"""
 
 from __future__ import annotations
 
@@ -8,73 +11,81 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.transports.link import Topic
+from mcore_rl.weights.transports.link import MessageTag
 
 
-class Waiting(Protocol):
-    """A message under way, or about to be."""
+class Transfer(Protocol):
+    """A send or receive that is in flight, or queued for the next launch."""
 
     @property
     def memory(self) -> torch.Tensor: ...
 
     def wait(self) -> None:
-        """Until it is through. Raises: PeerLostError naming the peer that is gone, or silent for the group's time."""
+        """Block until the transfer is complete.
+
+        Raises: PeerLostError naming a peer that died or did not answer within the timeout.
+        """
 
 
-class Wire(Protocol):
-    """Carries packed messages point to point, in memory of `device`: over gloo (Link), or NCCL."""
+class Channel(Protocol):
+    """Point-to-point transfers of memory on `device`: gloo (Link) or NCCL (NcclChannel)."""
 
     device: torch.device
 
-    def send(self, memory: torch.Tensor, peer: int, topic: Topic) -> Waiting: ...
+    def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Transfer: ...
 
-    def receive(self, memory: torch.Tensor, peer: int, topic: Topic) -> Waiting: ...
+    def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> Transfer: ...
 
     def launch(self) -> None:
-        """All that this process sends and receives in a turn has been asked for: it goes now, if it has not yet. Every
-        process launches turns in their order."""
+        """Start all queued transfers of a round. Every process launches the rounds in the same order."""
 
 
-class Arrived(NamedTuple):
-    """A message, and the bytes that came."""
+class ReceivedMessage(NamedTuple):
+    """A message and its bytes."""
 
     message: Message
     memory: torch.Tensor
 
 
-class Outlet(Protocol):
-    """A trainer rank's end."""
+class MessageSender(Protocol):
+    """Sending end of messages, on a trainer rank."""
 
     def begin(self) -> None:
-        """Before an update."""
+        """Prepare for an update."""
 
-    def open(self, turn: int, message: Message) -> torch.Tensor:
-        """The bytes into which the message is to be packed, once they are free.
+    def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
+        """Block until the message's memory may be written, and return it.
 
         Raises: PeerLostError.
         """
 
-    def send(self, turn: int, message: Message) -> None:
-        """Lets go of what was packed."""
+    def send(self, sync_round: int, message: Message) -> None:
+        """Send the message, which the caller has packed into the acquired memory."""
 
     def flush(self) -> None:
-        """Waits until everything has left. Raises: PeerLostError."""
+        """Block until all messages are sent.
 
-
-class Inlet(Protocol):
-    """An engine rank's end."""
-
-    def begin(self) -> None:
-        """Lets senders fill the first slots."""
-
-    def take(self, turn: int) -> list[Arrived]:
-        """Waits for everything of a turn.
-
-        Raises: PeerLostError; WeightSyncError for other bytes than planned.
+        Raises: PeerLostError.
         """
 
-    def release(self, turn: int) -> None:
-        """What came at this turn has been read; its slot is filled again."""
+
+class MessageReceiver(Protocol):
+    """Receiving end of messages, on an engine rank."""
+
+    def begin(self) -> None:
+        """Allow the senders to fill the first slots."""
+
+    def receive(self, sync_round: int) -> list[ReceivedMessage]:
+        """Block until all messages of a round have arrived, and return them.
+
+        Raises: PeerLostError; WeightSyncError if a sender wrote another number of bytes than planned.
+        """
+
+    def release(self, sync_round: int) -> None:
+        """Allow the senders to overwrite the slot of this round, which the caller has read."""
 
     def finish(self) -> None:
-        """Waits until what this end has said was heard. Raises: PeerLostError."""
+        """Block until all acknowledgements are delivered.
+
+        Raises: PeerLostError.
+        """

@@ -1,7 +1,21 @@
-"""What the processes of a weight sync say to each other: a group of their own beside those of trainer and engine.
+"""Transfer group of a weight sync: point-to-point messages over gloo, in host memory.
 
-Point to point over gloo, in host memory. A send ends only once its receive was posted: nobody is overrun. Pairs
-that will have anything to say connect first (`greet`).
+The group is separate from the process groups of trainer and engine. Its members are all trainer ranks, then all engine
+ranks. It carries control messages (one int64 each), digests, and weights that no shared memory or NCCL carries.
+
+A gloo send completes only after its receive was posted, so no receiver is overrun. Pairs of members that exchange
+messages connect before the first update (`handshake`).
+
+Messages of round r of one staging buffer, whose slots are reused every `num_slots` rounds:
+
+    reader -> writer    FREE(r)            the reader has read round r - num_slots
+    writer -> reader    READY(r)           the writer's messages are in the slot
+    reader -> owner     FREE_TO_RELAY(r)   as FREE, for messages of trainer ranks that do not map the buffer
+    sender -> owner     WEIGHTS(r)         such a message; the owner receives it into the slot
+    owner  -> reader    RELAYED(r)         all relayed messages are in the slot
+
+Without a shared buffer only WEIGHTS(r) is sent, from each sender to the reader. See transports/mapped_buffers.py and
+transports/network.py.
 """
 
 from __future__ import annotations
@@ -23,44 +37,47 @@ import torch.distributed as dist
 from mcore_rl.errors import PeerLostError
 
 
-class Kind(enum.IntEnum):
-    """Of messages: each has a tag of its own per turn."""
+class MessageKind(enum.IntEnum):
+    """Kind of a message. Kinds have different tags, so messages of one round can overtake each other."""
 
     WEIGHTS = 0
     READY = 1
-    """What I have written into the window is there."""
+    """A writer has written its messages into the staging buffer. Value: their bytes."""
     RELAYED = 2
-    """What others have sent to me is in the window."""
+    """The owner has written the messages that it relays into the staging buffer. Value: their bytes."""
     FREE = 3
     """The slot may be written."""
     FREE_TO_RELAY = 4
+    """The slot may be written by the relay. Distinct from FREE because the owner may also be a writer."""
     DIGESTS = 5
-    GREETING = 6
-    NOTHING = 7
-    """Is never sent."""
+    HANDSHAKE = 6
+    UNUSED = 7
+    """Never sent. `Link` waits for it in order to close its connections."""
 
 
-class Topic(NamedTuple):
-    """What a message is about: the two sides of one name it alike, and no other under way does."""
+class MessageTag(NamedTuple):
+    """Identifies a message. Sender and receiver use the same tag; no two messages in flight between them share one."""
 
-    kind: Kind
-    window: int
-    turn: int
+    kind: MessageKind
+    buffer: int
+    sync_round: int
 
     @property
-    def tag(self) -> int:
-        return (self.turn * MOST_WINDOWS + self.window) * len(Kind) + self.kind
+    def value(self) -> int:
+        return (self.sync_round * MAX_BUFFERS + self.buffer) * len(MessageKind) + self.kind
 
 
-MOST_WINDOWS = 1 << 14
-MOST_TURNS = (1 << 31) // (MOST_WINDOWS * len(Kind))
-"""Of a sync: a tag is a positive number of 32 bits."""
+MAX_BUFFERS = 1 << 14
+MAX_ROUNDS = (1 << 31) // (MAX_BUFFERS * len(MessageKind))
+"""Maximum rounds per sync: a gloo tag is a non-negative 32-bit integer."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the members of a group meet: a store, which outlives them, and a name in it that no other group has had: a
-    second group of a name would find the addresses of the first."""
+class Rendezvous:
+    """Address of the store at which the members of a transfer group connect.
+
+    `generation` must be new for every group: with the prefix of an earlier group the members would find its addresses.
+    """
 
     host: str
     port: int
@@ -68,8 +85,10 @@ class Meeting:
 
 
 def open_store(address: str) -> dist.TCPStore:
-    """For members to meet at. It listens at that very address, at a port of its own: torch (2.13) would listen on every
-    network of the host, and a store takes orders from whoever connects."""
+    """Start a store that listens only at `address`, on a free port.
+
+    torch (2.13) would listen on all interfaces, and a TCPStore accepts commands from any client.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
@@ -77,35 +96,38 @@ def open_store(address: str) -> dist.TCPStore:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A message under way."""
+class GlooTransfer:
+    """A send or receive in flight."""
 
     work: dist.Work
     memory: torch.Tensor
-    """Kept until it is through."""
-    lost: AbstractContextManager[None]
+    """Kept alive until the transfer is complete."""
+    on_error: AbstractContextManager[None]
 
     def wait(self) -> None:
-        """Raises: PeerLostError naming the peer that is gone, or silent for the group's time."""
-        with self.lost:
+        """Block until the transfer is complete.
+
+        Raises: PeerLostError naming a peer that died or did not answer within the timeout.
+        """
+        with self.on_error:
             self.work.wait()
 
 
 @dataclass(frozen=True)
-class Lost(AbstractContextManager[None]):
-    """gloo's errors become those of a peer."""
+class PeerLostOnError(AbstractContextManager[None]):
+    """Converts a RuntimeError of gloo or NCCL into a PeerLostError that names the peer."""
 
     peer: str
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            # Without the line in gloo's sources, and its advice.
-            said = re.sub(r"^[[]\S+[]] ", "", str(error).splitlines()[0]).partition(". This is")[0]
-            raise PeerLostError(f"{self.peer}: {said}") from None
+            # Drop gloo's source location ("[file:line] ") and its generic advice ("This is ...").
+            reason = re.sub(r"^[[]\S+[]] ", "", str(error).splitlines()[0]).partition(". This is")[0]
+            raise PeerLostError(f"{self.peer}: {reason}") from None
 
 
 class Link:
-    """This process's end, and a Wire. `name` says who a member is."""
+    """This process's end of the transfer group, and a Channel. `name` returns the name of a member for messages."""
 
     device = torch.device("cpu")
 
@@ -113,16 +135,17 @@ class Link:
         self._group = group
         self._member = member
         self._name = name
-        self._sent: list[Pending] = []
+        self._sent: list[GlooTransfer] = []
+        """Control messages that are not known to be delivered."""
         self._peers: list[int] = []
-        # The end of a group that has lost a member may wait for ever for a thread of gloo's (torch 2.13), which then
-        # has nothing to do but the dead connection: a group stays until its process ends.
+        # Never destroy the group: after the loss of a member the destructor can block forever on a gloo thread that
+        # waits for the dead connection (torch 2.13). Other than memory the extra reference costs nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     @classmethod
     def connect(
         cls,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         member: int,
         num_members: int,
         address: str,
@@ -130,77 +153,85 @@ class Link:
         timeout_seconds: float,
         name: Callable[[int], str],
     ) -> Link:
-        """Collective over all members. `address` is this process's own.
+        """Join the transfer group as number `member`. `address`: at which the others reach this process.
 
-        Raises: PeerLostError when not all come.
+        Collective: all members.
+        Raises: PeerLostError if a member is missing.
         """
         timeout = timedelta(seconds=timeout_seconds)
         options = dist.ProcessGroupGloo._Options()
+        # lazy_init: pairs connect at their first message. Connecting all pairs would cost members squared.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         options._timeout, options._threads = timeout, 2
         try:
-            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-            prefixed = dist.PrefixStore(f"weights/{meeting.generation}", store)
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+            prefixed = dist.PrefixStore(f"weights/{rendezvous.generation}", store)
             return cls(dist.ProcessGroupGloo(prefixed, member, num_members, options), member, name)
         except RuntimeError as error:
-            where = f"{meeting.host}:{meeting.port}"
-            raise PeerLostError(f"the {num_members} processes of a sync did not meet at {where}: {error}") from None
+            where = f"{rendezvous.host}:{rendezvous.port}"
+            raise PeerLostError(
+                f"the {num_members} processes of a weight sync did not connect at {where}: {error}"
+            ) from None
 
-    def greet(self, peers: Collection[int]) -> None:
-        """Connects to all with whom there will be anything to say; each of them greets this process.
+    def handshake(self, peers: Collection[int]) -> None:
+        """Connect to all peers of this process. Each of them calls `handshake` with this process among its peers.
 
         Raises: PeerLostError.
         """
         self._peers = sorted(peers)
-        # gloo connects a pair when both want to, and waits: all go through the pairs in one order, so that none waits
-        # for another in a ring.
+        # A lazy gloo pair connects when both sides use it, and blocks until then. All members go through their pairs
+        # in one global order, so that no ring of members waits for each other.
         for peer in sorted(peers, key=lambda peer: (min(peer, self._member), max(peer, self._member))):
-            topic = Topic(Kind.GREETING, 0, 0)
-            coming = self.receive(torch.zeros(1, dtype=torch.int64), peer, topic)
-            self.tell(self._member, peer, topic)
-            coming.wait()
+            tag = MessageTag(MessageKind.HANDSHAKE, 0, 0)
+            pending = self.receive(torch.zeros(1, dtype=torch.int64), peer, tag)
+            self.send_control(self._member, peer, tag)
+            pending.wait()
         self.flush()
 
-    def send(self, memory: torch.Tensor, peer: int, topic: Topic) -> Pending:
-        with self._lost(peer):
-            return Pending(self._group.send([memory], peer, topic.tag), memory, self._lost(peer))
+    def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> GlooTransfer:
+        with self._on_error(peer):
+            return GlooTransfer(self._group.send([memory], peer, tag.value), memory, self._on_error(peer))
 
-    def receive(self, memory: torch.Tensor, peer: int, topic: Topic) -> Pending:
-        with self._lost(peer):
-            return Pending(self._group.recv([memory], peer, topic.tag), memory, self._lost(peer))
+    def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> GlooTransfer:
+        with self._on_error(peer):
+            return GlooTransfer(self._group.recv([memory], peer, tag.value), memory, self._on_error(peer))
 
     def launch(self) -> None:
-        """Messages go when they are sent."""
+        """Do nothing: transfers start when `send` or `receive` is called."""
 
-    def tell(self, number: int, peer: int, topic: Topic) -> None:
-        """Sends a number, and goes on."""
-        self._sent.append(self.send(torch.tensor([number]), peer, topic))
+    def send_control(self, number: int, peer: int, tag: MessageTag) -> None:
+        """Send a control message without waiting for its delivery; `flush` waits."""
+        self._sent.append(self.send(torch.tensor([number]), peer, tag))
 
-    def _lost(self, peer: int) -> AbstractContextManager[None]:
-        return Lost(self._name(peer))
+    def _on_error(self, peer: int) -> AbstractContextManager[None]:
+        return PeerLostOnError(self._name(peer))
 
     @contextmanager
-    def leaving_if_lost(self) -> Iterator[None]:
-        """Where a peer is lost inside, those who wait for this process learn at once that it is lost to them too, and
-        not after the group's time. Nothing can be said afterwards."""
+    def closing_on_loss(self) -> Iterator[None]:
+        """Close all connections if a peer is lost inside the block. The link cannot be used afterwards.
+
+        Peers that wait for this process then fail at once instead of after the timeout.
+        """
         try:
             yield
         except PeerLostError:
-            self._leave()
+            self._close()
             raise
 
-    def _leave(self) -> None:
-        """gloo closes all connections of a group where a wait ends without its message, and on no other demand."""
+    def _close(self) -> None:
+        # gloo has no call to close a group's connections. It closes all of them when a wait times out, so wait 1 ms
+        # for a message that is never sent.
         for peer in self._peers:
             try:
-                nothing = self._group.recv([torch.zeros(1)], peer, Topic(Kind.NOTHING, 0, 0).tag)
-                nothing.wait(timedelta(milliseconds=1))
+                never_sent = self._group.recv([torch.zeros(1)], peer, MessageTag(MessageKind.UNUSED, 0, 0).value)
+                never_sent.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
-                    return  # the others' connections were gone already
+                    return
+                # Any other error: the connection to this peer is closed already, so try the next one.
 
     def flush(self) -> None:
-        """Waits until all that was told has been heard.
+        """Block until all control messages are delivered.
 
         Raises: PeerLostError.
         """
@@ -209,37 +240,41 @@ class Link:
             pending.wait()
 
 
-class Ears:
-    """Numbers that peers will tell: `words[turn]` are who and what about. Each is listened for `ahead` turns before its
-    own, since a word to one who listens goes one way, and any other three."""
+class PostedReceives:
+    """Pre-posted receives for control messages. messages[sync_round]: peer and tag of each expected message.
 
-    def __init__(self, link: Link, words: Mapping[int, Sequence[tuple[int, Topic]]], ahead: int) -> None:
+    Receives are posted up to `ahead` rounds before their message is due. If the receive is posted first, gloo sends
+    one message; otherwise three (the sender's notification, the receiver's answer, and the message itself).
+    """
+
+    def __init__(self, link: Link, messages: Mapping[int, Sequence[tuple[int, MessageTag]]], ahead: int) -> None:
         self._link = link
-        self._words = words
+        self._messages = messages
         self._ahead = ahead
-        self._turns: Iterator[int] = iter(())
-        self._open: dict[int, list[Pending]] = {}
+        self._unposted: Iterator[int] = iter(())
+        """Rounds of this update whose receives are not posted yet."""
+        self._posted: dict[int, list[GlooTransfer]] = {}
 
     def begin(self) -> None:
-        """Listens for the first words of an update."""
-        self._turns = iter(sorted(self._words))
-        for turn in islice(self._turns, self._ahead + 1):
-            self._listen(turn)
+        """Post the receives for the first rounds of an update."""
+        self._unposted = iter(sorted(self._messages))
+        for sync_round in islice(self._unposted, self._ahead + 1):
+            self._post(sync_round)
 
-    def hear(self, turn: int) -> list[int]:
-        """Waits for the words of a turn.
+    def wait(self, sync_round: int) -> list[int]:
+        """Block until all messages of a round have arrived. Returns their values.
 
         Raises: PeerLostError.
         """
-        pending = self._open.pop(turn, [])
+        pending = self._posted.pop(sync_round, [])
         for each in pending:
             each.wait()
-        following = next(self._turns, None) if pending else None
+        following = next(self._unposted, None) if pending else None
         if following is not None:
-            self._listen(following)
+            self._post(following)
         return [int(each.memory) for each in pending]
 
-    def _listen(self, turn: int) -> None:
-        self._open[turn] = [
-            self._link.receive(torch.zeros(1, dtype=torch.int64), peer, topic) for peer, topic in self._words[turn]
+    def _post(self, sync_round: int) -> None:
+        self._posted[sync_round] = [
+            self._link.receive(torch.zeros(1, dtype=torch.int64), peer, tag) for peer, tag in self._messages[sync_round]
         ]

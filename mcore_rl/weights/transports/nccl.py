@@ -1,8 +1,9 @@
-"""Weights between GPUs of different processes, by NCCL. Not run on a GPU yet.
+"""Channel between GPUs of different processes, through NCCL. Not run on a GPU yet.
 
-NCCL knows no tags: what two processes exchange, both must name in one order, which is that of turns and, within a turn,
-of windows. All that a process sends and receives in a turn goes at once: single messages would each occupy a part of
-the GPU until their peer is ready, and enough of them on two GPUs would leave no room for those that they wait for.
+NCCL has no tags: two processes must issue their messages to each other in the same order, which is by round and, within
+a round, by staging buffer. All sends and receives of a process in one round are launched as one group. Separate calls
+would each occupy a part of the GPU until their peer is ready; enough of them on two GPUs leave no room for the calls
+that they wait for.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import PeerLostError
-from mcore_rl.weights.transports.link import Lost, Meeting, Topic
+from mcore_rl.weights.transports.link import MessageTag, PeerLostOnError, Rendezvous
 
 
 @dataclass
-class Ticket:
-    """A message that goes with the next launch, or is under way."""
+class NcclTransfer:
+    """A send or receive that is queued for the next launch, or in flight."""
 
     memory: torch.Tensor
     timeout: timedelta
-    lost: AbstractContextManager[None]
+    on_error: AbstractContextManager[None]
     work: dist.Work | None = field(default=None, init=False)
 
     def wait(self) -> None:
-        """As Pending.wait. With a timeout torch waits on the host too; without one it would for ever, on the GPU."""
-        assert self.work is not None, "a message was waited for before the launch that it goes with"
-        with self.lost:
+        """Block until the transfer is complete (see GlooTransfer.wait)."""
+        assert self.work is not None, "wait() was called before launch()"
+        # With a timeout torch waits on the host. Without one only the GPU would wait, and forever.
+        with self.on_error:
             self.work.wait(self.timeout)
 
 
-class NcclWire:
-    """A Wire; `ranks` are the members' numbers in the group."""
+class NcclChannel:
+    """Channel over NCCL. `ranks`: rank in the NCCL group by member number of the transfer group."""
 
     def __init__(
         self,
@@ -52,21 +54,22 @@ class NcclWire:
         self._ranks = ranks
         self._timeout = timedelta(seconds=timeout_seconds)
         self._name = name
-        self._asked: list[tuple[Callable[[list[torch.Tensor], int, int], dist.Work], int, Ticket]] = []
+        self._queued: list[tuple[Callable[[list[torch.Tensor], int, int], dist.Work], int, NcclTransfer]] = []
 
     @classmethod
     def connect(
         cls,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         member: int,
         members: Sequence[int],
         *,
         timeout_seconds: float,
         name: Callable[[int], str],
-    ) -> NcclWire:
-        """Collective over `members`, each of which has a GPU of its own.
+    ) -> NcclChannel:
+        """Create the NCCL group of `members`, each of which has its own GPU.
 
-        Raises: PeerLostError when not all come.
+        Collective: `members`.
+        Raises: PeerLostError if a member is missing.
         """
         timeout = timedelta(seconds=timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device())
@@ -74,45 +77,48 @@ class NcclWire:
         options._timeout = timeout
         rank = members.index(member)
         try:
-            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
-            prefixed = dist.PrefixStore(f"weights/{meeting.generation}/nccl", store)
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+            prefixed = dist.PrefixStore(f"weights/{rendezvous.generation}/nccl", store)
             backend = dist.ProcessGroupNCCL(prefixed, rank, len(members), options)
             group = dist.ProcessGroup(prefixed, rank, len(members))
             group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-            # The first thing that a group does makes its communicator, and takes all members.
+            # The first operation of a group creates its communicator, and all members must take part in it.
             group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
         except RuntimeError as error:
-            raise PeerLostError(f"the {len(members)} GPUs of a sync did not meet by NCCL: {error}") from None
+            raise PeerLostError(f"the {len(members)} GPUs of a sync did not connect through NCCL: {error}") from None
         ranks = {each: number for number, each in enumerate(members)}
         return cls(group, ranks, device, timeout_seconds=timeout_seconds, name=name)
 
-    def send(self, memory: torch.Tensor, peer: int, topic: Topic) -> Ticket:
-        return self._ask(self._group.send, memory, peer, topic)
+    def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> NcclTransfer:
+        return self._queue(self._group.send, memory, peer, tag)
 
-    def receive(self, memory: torch.Tensor, peer: int, topic: Topic) -> Ticket:
-        return self._ask(self._group.recv, memory, peer, topic)
+    def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> NcclTransfer:
+        return self._queue(self._group.recv, memory, peer, tag)
 
     def launch(self) -> None:
-        """Raises: PeerLostError."""
-        asked, self._asked = self._asked, []
-        if not asked:
-            return
-        with Lost(", ".join(dict.fromkeys(self._name(peer) for _, peer, _ in asked))):
-            self._group._start_coalescing(self.device)
-            for operation, peer, ticket in asked:
-                operation([ticket.memory], self._ranks[peer], 0)
-            work = self._group._end_coalescing(self.device)
-        for _, _, ticket in asked:
-            ticket.work = work
+        """Start all queued transfers as one NCCL group.
 
-    def _ask(
+        Raises: PeerLostError.
+        """
+        queued, self._queued = self._queued, []
+        if not queued:
+            return
+        with PeerLostOnError(", ".join(dict.fromkeys(self._name(peer) for _, peer, _ in queued))):
+            self._group._start_coalescing(self.device)
+            for operation, peer, transfer in queued:
+                operation([transfer.memory], self._ranks[peer], 0)
+            work = self._group._end_coalescing(self.device)
+        for _, _, transfer in queued:
+            transfer.work = work
+
+    def _queue(
         self,
         operation: Callable[[list[torch.Tensor], int, int], dist.Work],
         memory: torch.Tensor,
         peer: int,
-        topic: Topic,
-    ) -> Ticket:
-        """`topic` says nothing here: the order does."""
-        ticket = Ticket(memory, self._timeout, Lost(self._name(peer)))
-        self._asked.append((operation, peer, ticket))
-        return ticket
+        tag: MessageTag,
+    ) -> NcclTransfer:
+        # The tag is unused: NCCL matches messages by their order.
+        transfer = NcclTransfer(memory, self._timeout, PeerLostOnError(self._name(peer)))
+        self._queued.append((operation, peer, transfer))
+        return transfer

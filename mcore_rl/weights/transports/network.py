@@ -1,4 +1,8 @@
-"""Weights by way of the network: messages travel packed, from trainer ranks to whoever owns the memory of a window."""
+"""Transport over the network: packed messages from trainer ranks to the process that owns the memory of a buffer.
+
+That process is the engine rank itself, or, for a buffer that other trainer ranks map, the buffer's owner.
+No control messages are needed: a send completes only with its receive.
+"""
 
 from __future__ import annotations
 
@@ -8,102 +12,110 @@ from functools import cached_property
 import torch
 
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.sync_plan import Arrivals
-from mcore_rl.weights.transports.interface import Arrived, Waiting, Wire
-from mcore_rl.weights.transports.link import Kind, Topic
+from mcore_rl.weights.sync_plan import IncomingMessages
+from mcore_rl.weights.transports.interface import Channel, ReceivedMessage, Transfer
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.topology import Topology
 
 
-class NetworkOutlet:
-    """An Outlet to the windows that this trainer rank does not map and reaches by `wire`. `departures`: its messages to
-    them, by turn."""
+class NetworkSender:
+    """MessageSender for all buffers that this trainer rank does not map and reaches through `channel`.
+
+    `outgoing`: its messages to them, by round.
+    """
 
     def __init__(
-        self, wire: Wire, topology: Topology, departures: Mapping[int, Sequence[Message]], num_slots: int
+        self, channel: Channel, topology: Topology, outgoing: Mapping[int, Sequence[Message]], num_slots: int
     ) -> None:
-        self._wire = wire
+        self._channel = channel
         self._topology = topology
         self._num_slots = num_slots
         self._offsets: dict[tuple[int, int], int] = {}
-        self._under_way: dict[int, list[Waiting]] = {}
-        self._opened: dict[int, torch.Tensor] = {}
+        """Offset in a slot by (round, receiver), in bytes."""
+        self._pending: dict[int, list[Transfer]] = {}
+        self._acquired: dict[int, torch.Tensor] = {}
+        """Memory of the current round by receiver."""
         self._slot_bytes = 0
-        for turn, messages in departures.items():
+        for sync_round, messages in outgoing.items():
             used = 0
             for message in messages:
-                self._offsets[turn, message.receiver] = used
+                self._offsets[sync_round, message.receiver] = used
                 used += message.num_bytes
             self._slot_bytes = max(self._slot_bytes, used)
 
     @cached_property
     def _staging(self) -> torch.Tensor:
-        return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._wire.device)
+        return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._channel.device)
 
     def begin(self) -> None:
-        """Nothing is heard here: a send ends with its receive."""
+        """Do nothing: there is no flow control besides the sends themselves."""
 
-    def open(self, turn: int, message: Message) -> torch.Tensor:
-        self._wait_for([earlier for earlier in self._under_way if earlier <= turn - self._num_slots])
-        start = turn % self._num_slots * self._slot_bytes + self._offsets[turn, message.receiver]
+    def acquire(self, sync_round: int, message: Message) -> torch.Tensor:
+        # The slot's earlier round must have left this process.
+        self._wait_for([earlier for earlier in self._pending if earlier <= sync_round - self._num_slots])
+        start = sync_round % self._num_slots * self._slot_bytes + self._offsets[sync_round, message.receiver]
         memory = self._staging[start : start + message.num_bytes]
-        self._opened[message.receiver] = memory
+        self._acquired[message.receiver] = memory
         return memory
 
-    def send(self, turn: int, message: Message) -> None:
-        window = self._topology.windows[message.receiver]
-        target = self._topology.member(window.readers[0]) if window.home is None else window.home
-        topic = Topic(Kind.WEIGHTS, message.receiver, turn)
-        pending = self._wire.send(self._opened.pop(message.receiver), target, topic)
-        self._under_way.setdefault(turn, []).append(pending)
+    def send(self, sync_round: int, message: Message) -> None:
+        buffer = self._topology.buffers[message.receiver]
+        target = self._topology.member(buffer.readers[0]) if buffer.owner is None else buffer.owner
+        tag = MessageTag(MessageKind.WEIGHTS, message.receiver, sync_round)
+        pending = self._channel.send(self._acquired.pop(message.receiver), target, tag)
+        self._pending.setdefault(sync_round, []).append(pending)
 
     def flush(self) -> None:
-        self._wait_for(sorted(self._under_way))
+        self._wait_for(sorted(self._pending))
 
-    def _wait_for(self, turns: Sequence[int]) -> None:
-        for turn in turns:
-            for pending in self._under_way.pop(turn):
+    def _wait_for(self, rounds: Sequence[int]) -> None:
+        for sync_round in rounds:
+            for pending in self._pending.pop(sync_round):
                 pending.wait()
 
 
-class NetworkInlet:
-    """An Inlet of an engine rank whose memory no trainer rank shares."""
+class NetworkReceiver:
+    """MessageReceiver of an engine rank that shares no memory with trainer ranks."""
 
-    def __init__(self, wire: Wire, window: int, arrivals: Arrivals, num_turns: int, num_slots: int) -> None:
-        self._wire = wire
-        self._window = window
-        self._arrivals = arrivals
-        self._num_turns = num_turns
+    def __init__(
+        self, channel: Channel, buffer: int, incoming: IncomingMessages, num_rounds: int, num_slots: int
+    ) -> None:
+        self._channel = channel
+        self._buffer = buffer
+        self._incoming = incoming
+        self._num_rounds = num_rounds
         self._num_slots = num_slots
-        self._coming: dict[int, list[Waiting]] = {}
+        self._pending: dict[int, list[Transfer]] = {}
 
     @cached_property
     def _slots(self) -> torch.Tensor:
-        shape = self._num_slots, self._arrivals.slot_bytes
-        return torch.zeros(shape, dtype=torch.uint8, device=self._wire.device)
+        shape = self._num_slots, self._incoming.slot_bytes
+        return torch.zeros(shape, dtype=torch.uint8, device=self._channel.device)
 
     def begin(self) -> None:
-        for turn in range(self._num_slots):
-            self._receive(turn)
+        for sync_round in range(self._num_slots):
+            self._post(sync_round)
 
-    def take(self, turn: int) -> list[Arrived]:
-        arrived = []
-        for placed, pending in zip(self._arrivals.at(turn), self._coming.pop(turn), strict=True):
+    def receive(self, sync_round: int) -> list[ReceivedMessage]:
+        received = []
+        for placed, pending in zip(self._incoming.at(sync_round), self._pending.pop(sync_round), strict=True):
             pending.wait()
-            arrived.append(Arrived(placed.message, pending.memory))
-        return arrived
+            received.append(ReceivedMessage(placed.message, pending.memory))
+        return received
 
-    def release(self, turn: int) -> None:
-        self._receive(turn + self._num_slots)
+    def release(self, sync_round: int) -> None:
+        # Posting the receive for the slot's next round is what allows its senders to proceed.
+        self._post(sync_round + self._num_slots)
 
     def finish(self) -> None:
-        """Nothing is said here: a send ends with its receive."""
+        """Do nothing: no acknowledgements are sent."""
 
-    def _receive(self, turn: int) -> None:
-        if turn >= self._num_turns:
+    def _post(self, sync_round: int) -> None:
+        if sync_round >= self._num_rounds:
             return
-        topic, slot = Topic(Kind.WEIGHTS, self._window, turn), self._slots[turn % self._num_slots]
-        self._coming[turn] = [
-            self._wire.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, topic)
-            for placed in self._arrivals.at(turn)
+        tag, slot = MessageTag(MessageKind.WEIGHTS, self._buffer, sync_round), self._slots[sync_round % self._num_slots]
+        self._pending[sync_round] = [
+            self._channel.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, tag)
+            for placed in self._incoming.at(sync_round)
         ]
-        self._wire.launch()
+        self._channel.launch()

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: a window that trainer ranks write and engine ranks read."""
+"""Shared host memory for staging buffers: trainer ranks write it, engine ranks read it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class SharedSegment:
-    """One mapping of a shared segment in this process; `memory` are its bytes.
+    """Shared memory segment, mapped in this process. `memory` contains its bytes.
 
-    The creator makes the file, everybody attaches by name, then anyone calls unlink(): from there on the memory lives
-    only in the mappings, and nothing is left in /dev/shm whichever process is killed.
+    One process creates the file, the others attach by name, then the name is unlinked: from then on the memory lives
+    only in the mappings, and nothing remains in /dev/shm even if processes are killed.
     """
 
     def __init__(self, name: str, memory: mmap.mmap, descriptor: int) -> None:
@@ -32,9 +32,9 @@ class SharedSegment:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedSegment:
-        """Makes the segment, with every page present.
+        """Create a segment with all pages present.
 
-        Raises: ConfigError when the shared memory of this machine is too small.
+        Raises: ConfigError if the shared memory of this machine is too small.
         """
         remove_stale()
         needed, available = max(num_bytes, mmap.PAGESIZE), _available_bytes()
@@ -47,9 +47,9 @@ class SharedSegment:
         path = SHARED_MEMORY / name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Held while this process lives: how remove_stale() knows the dead, in other pid namespaces too.
+            # Locked while this process lives: remove_stale() detects dead creators by it, also in other pid namespaces.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Without the reservation a full /dev/shm is a SIGBUS in the middle of a copy.
+            # Without this reservation a full /dev/shm causes a SIGBUS in the middle of a copy.
             os.posix_fallocate(descriptor, 0, needed)
         except OSError:
             os.close(descriptor)
@@ -59,25 +59,25 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str) -> SharedSegment:
-        """Maps an existing segment.
+        """Map an existing segment.
 
-        Raises: WeightSyncError when it is gone.
+        Raises: WeightSyncError if it does not exist any more.
         """
         try:
             descriptor = os.open(SHARED_MEMORY / name, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             raise WeightSyncError(
-                f"shared weight buckets {name} are gone: created on another host, or unlinked too early"
+                f"shared memory {name} of the weight sync is gone: created on another host, or unlinked too early"
             ) from None
         return cls(name, _map(descriptor), descriptor)
 
     def unlink(self) -> None:
-        """Removes the name; call once all have attached. Calling again is harmless."""
+        """Remove the name. Call after all processes have attached; further calls do nothing."""
         with contextlib.suppress(FileNotFoundError):
             (SHARED_MEMORY / self.name).unlink()
 
     def close(self) -> None:
-        """Drops this process's mapping once no tensor refers to it any more."""
+        """Drop this process's mapping. It is unmapped when no tensor refers to it any more."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -85,7 +85,7 @@ class SharedSegment:
 
 
 def remove_stale() -> list[str]:
-    """Removes segments whose creators died before all had attached; returns their names."""
+    """Remove segments whose creators died before they were unlinked. Returns their names."""
     removed = []
     for path in SHARED_MEMORY.glob(f"{PREFIX}_*_*"):
         pid = path.name.split("_")[-2]
@@ -95,7 +95,7 @@ def remove_stale() -> list[str]:
 
 
 def _unlock(path: Path) -> bool:
-    """Unlinks the file unless a living process of another pid namespace holds its lock."""
+    """Unlink the file unless a living process of another pid namespace holds its lock."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -108,12 +108,14 @@ def _unlock(path: Path) -> bool:
 
 
 def _available_bytes() -> int:
-    """What can be reserved without another process being killed for it: the kernel hands out pages of a file system in
-    memory until memory itself is gone, whatever the limit of that file system says."""
+    """Return the bytes that can be reserved without the kernel killing a process for memory.
+
+    The free space of a tmpfs is not enough: its limit may exceed the memory that is available.
+    """
     disk = os.statvfs(SHARED_MEMORY)
     return min(disk.f_bavail * disk.f_frsize, psutil.virtual_memory().available)
 
 
 def _map(descriptor: int) -> mmap.mmap:
-    # Populated now: a page fault in the first copy costs ten times the copy.
+    # MAP_POPULATE: page faults would make the first copy ten times slower.
     return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

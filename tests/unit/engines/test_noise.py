@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.engines.noise import _CACHED, draw_tokens, log_uniform, places
+from mcore_rl.engines.noise import _CHUNK_ELEMENTS, log_uniform, noise_keys, sample_tokens
 
 MASK = 2**64 - 1
 
@@ -18,24 +18,29 @@ def test_tokens_follow_the_distribution() -> None:
     probabilities = (torch.randn(16, generator=torch.Generator().manual_seed(0)) * 2).softmax(-1)
     expected, count = probabilities.double() * 200_000, np.arange(200_000)
     for seeds, positions in ((count, np.full_like(count, 9)), (np.full_like(count, 9), count)):
-        drawn = draw_tokens(probabilities.expand(len(count), -1), places(seeds.tolist(), positions))
+        drawn = sample_tokens(probabilities.expand(len(count), -1), noise_keys(seeds.tolist(), positions))
         observed = drawn.bincount(minlength=16)
         assert float(((observed - expected) ** 2 / expected).sum()) < 37.7
 
 
-@pytest.mark.parametrize("columns", [300, _CACHED // 7])
+@pytest.mark.parametrize("columns", [300, _CHUNK_ELEMENTS // 7])
 def test_a_row_depends_on_its_own_seed_and_place_only(columns: int) -> None:
     rng = np.random.default_rng(1)
     probabilities = torch.from_numpy(rng.dirichlet(np.full(columns, 0.1), 40)).float()
     seeds, positions = rng.integers(0, 2**31, 40), rng.integers(0, 5000, 40)
-    together = draw_tokens(probabilities, places(seeds.tolist(), positions))
+    together = sample_tokens(probabilities, noise_keys(seeds.tolist(), positions))
     order = rng.permutation(40)
-    assert draw_tokens(probabilities[order], places(seeds[order].tolist(), positions[order])).equal(together[order])
+    assert sample_tokens(probabilities[order], noise_keys(seeds[order].tolist(), positions[order])).equal(
+        together[order]
+    )
     for i in range(0, 40, 9):
-        assert int(draw_tokens(probabilities[i : i + 1], places([int(seeds[i])], positions[i : i + 1]))) == together[i]
-    assert draw_tokens(probabilities, places(seeds.tolist(), positions + 1)).ne(together).float().mean() > 0.5
-    assert draw_tokens(probabilities, places((seeds + 1).tolist(), positions)).ne(together).float().mean() > 0.5
-    assert draw_tokens(probabilities * 3, places(seeds.tolist(), positions)).equal(together)
+        assert (
+            int(sample_tokens(probabilities[i : i + 1], noise_keys([int(seeds[i])], positions[i : i + 1])))
+            == together[i]
+        )
+    assert sample_tokens(probabilities, noise_keys(seeds.tolist(), positions + 1)).ne(together).float().mean() > 0.5
+    assert sample_tokens(probabilities, noise_keys((seeds + 1).tolist(), positions)).ne(together).float().mean() > 0.5
+    assert sample_tokens(probabilities * 3, noise_keys(seeds.tolist(), positions)).equal(together)
 
 
 @pytest.mark.parametrize("columns", [7, 96, 5000])
@@ -49,7 +54,7 @@ def test_the_hash_is_splitmix64(columns: int) -> None:
 
     weyl, of_rows = 0x9E3779B97F4A7C15, [(0, 0), (1, 17), (2**64 - 1, 2**31), (2**31 - 1, 40960)]
     seeds, positions = zip(*of_rows, strict=True)
-    found = log_uniform(places(seeds, np.array(positions)), columns)
+    found = log_uniform(noise_keys(seeds, np.array(positions)), columns)
     for (seed, position), row in zip(of_rows, found.tolist(), strict=True):
         state = mix((mix(seed) + position * weyl) & MASK)
         for token in (0, 3, columns - 1):
@@ -60,18 +65,18 @@ def test_the_hash_is_splitmix64(columns: int) -> None:
 def test_what_truncation_leaves_out_is_never_drawn() -> None:
     probabilities = torch.randn(3000, 9, generator=torch.Generator().manual_seed(4)).softmax(-1)
     probabilities[:, ::3] = 0.0
-    drawn = draw_tokens(probabilities, places(range(3000), np.zeros(3000, np.int64)))
+    drawn = sample_tokens(probabilities, noise_keys(range(3000), np.zeros(3000, np.int64)))
     assert (drawn % 3 != 0).all()
 
 
 def test_noise_of_neighbours_is_not_alike() -> None:
     """Seeds, places and tokens that follow each other: correlations of 100,000 pairs, five standard errors."""
-    times = -log_uniform(places(range(1000), np.full(1000, 3)), 101).numpy()
-    later = -log_uniform(places(range(1000), np.full(1000, 4)), 101).numpy()
+    times = -log_uniform(noise_keys(range(1000), np.full(1000, 3)), 101).numpy()
+    later = -log_uniform(noise_keys(range(1000), np.full(1000, 4)), 101).numpy()
     for first, second in [(times[:, :-1], times[:, 1:]), (times[:-1], times[1:]), (times, later)]:
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 5 / np.sqrt(first.size)
     assert abs(times.mean() - 1) < 0.02
 
 
 def test_nothing_is_drawn_for_no_rows() -> None:
-    assert draw_tokens(torch.empty(0, 5), places([], np.empty(0, np.int64))).tolist() == []
+    assert sample_tokens(torch.empty(0, 5), noise_keys([], np.empty(0, np.int64))).tolist() == []

@@ -26,29 +26,29 @@ class Ranks:
             return self.loaded
         return [[], []]
 
-    def forget_prefixes(self, *, recompute: bool) -> None:
-        self.call(f"forget_prefixes {recompute}")
+    def reset_prefix_cache(self, *, recompute: bool) -> None:
+        self.call(f"reset_prefix_cache {recompute}")
 
 
 def receiver_of(ranks: Ranks) -> RanksReceiver:
-    return RanksReceiver(ranks, ranks.forget_prefixes)  # type: ignore[arg-type]
+    return RanksReceiver(ranks, ranks.reset_prefix_cache)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "forget_prefixes False"])
+@pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"])
 def test_an_engine_with_half_an_update_is_usable_after_a_whole_one_only(fails: str) -> None:
     ranks = Ranks()
     receiver = receiver_of(ranks)
-    receiver.require_whole()
+    receiver.require_complete()
     ranks.fails = fails
     with pytest.raises(WeightSyncError, match=fails):
         update(receiver, 1)
-    for use in (receiver.require_whole, receiver.compare):
+    for use in (receiver.require_complete, receiver.compare):
         with pytest.raises(WeightSyncError, match="the update after version 0"):
             use()
     assert receiver.version == 0
     ranks.fails = None
     update(receiver, 2)
-    receiver.require_whole()
+    receiver.require_complete()
     assert receiver.version == 2
 
 
@@ -62,7 +62,7 @@ def test_what_was_computed_with_earlier_weights_is_forgotten_once_the_new_ones_a
     ranks = Ranks()
     receiver = receiver_of(ranks)
     update(receiver, 1)
-    assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "forget_prefixes False"]
+    assert ranks.calls == ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"]
     receiver.begin_update()
     receiver.finish_update(2, recompute=True)
-    assert ranks.calls[-1] == "forget_prefixes True"
+    assert ranks.calls[-1] == "reset_prefix_cache True"

@@ -101,5 +101,5 @@ def test_a_token_that_no_pass_routed_is_an_error_and_not_a_guess() -> None:
 
 def test_rows_without_a_slot_are_refused() -> None:
     cache = RoutingCache(2, BLOCK, num_layers=1, topk=TOPK, num_experts=8)
-    with pytest.raises(ValueError, match="3 rows were routed, the pass has slots for 2"):
+    with pytest.raises(ValueError, match="3 rows were routed, but the pass has slots for 2"):
         cache.write(0, torch.tensor([4, 5]), torch.zeros(3, TOPK, dtype=torch.int32))

@@ -24,15 +24,15 @@ KEY = b"k" * 32
 SETTINGS = RankSettings("model", {}, 0, 4, "", "float32", True, 8, 1, None, 1, False, 1)
 RANK = """
 import sys
-from mcore_rl.engines.sglang.rank import _meet
+from mcore_rl.engines.sglang.rank import _connect
 address, rank, key = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
-pipe = _meet(address, key)
+pipe = _connect(address, key)
 pipe.send(rank)
 settings = pipe.recv()
 pipe.send(("ok", 96))
 while True:
     method, arguments = pipe.recv()
-    pipe.send(("ok", (settings.rank, settings.meeting, method, *arguments)))
+    pipe.send(("ok", (settings.rank, settings.init_method, method, *arguments)))
 """
 """Speaks as a rank does, without SGLang."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 
 VOCABULARY = 50
 
@@ -28,10 +28,10 @@ class FakeEngine(SteppedEngine):
 
     def _require_ready(self) -> None: ...
 
-    def _add(self, added: dict[str, Running]) -> None:  # type: ignore[override]
+    def _add(self, added: dict[str, ActiveRequest]) -> None:  # type: ignore[override]
         self.added += [entry.request.request_id for entry in added.values()]
 
-    def _pass(self) -> list[Output]:
+    def _run_step(self) -> list[StepOutput]:
         self.before_pass()
         self.num_passes += 1
         outputs = []
@@ -39,7 +39,7 @@ class FakeEngine(SteppedEngine):
             token = (entry.request.seed + len(entry.token_ids)) % VOCABULARY
             last = len(entry.token_ids) + 1 == entry.request.sampling.max_response_tokens
             reason = "stop" if token == 0 else "length" if last else None
-            outputs.append(Output(engine_id, [token], [-float(token)], reason))
+            outputs.append(StepOutput(engine_id, [token], [-float(token)], reason))
         return outputs
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:

@@ -71,7 +71,7 @@ class _Call:
 
 class _Trainers:
     def __init__(self, processes: Processes) -> None:
-        self.handles = [SimpleNamespace(unlink_windows=SimpleNamespace(remote=lambda: None))]
+        self.handles = [SimpleNamespace(unlink_buffers=SimpleNamespace(remote=lambda: None))]
         self.watch = SimpleNamespace(get=list)
 
         self._told = processes.told_trainers

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
-from mcore_rl.weights.slices.needs import Needs
-from mcore_rl.weights.slices.routes import Places
+from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.shard_map import ShardMap
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.plan import load_plan
@@ -24,15 +24,15 @@ class Sync:
 
     rows: list[BoundRow]
     layout: TrainLayout
-    needs: Needs
-    places: Places
+    shard_map: ShardMap
+    locations: RankLocations
     bucket_bytes: int
 
     def sent_by(self, rank: int) -> list[Message]:
-        return sent_by(rank, self.placement, self.needs, self.places, self.bucket_bytes)
+        return sent_by(rank, self.placement, self.shard_map, self.locations, self.bucket_bytes)
 
     def received_by(self, rank: int) -> list[Message]:
-        return received_by([rank], self.placement, self.needs, self.places, self.bucket_bytes)
+        return received_by([rank], self.placement, self.shard_map, self.locations, self.bucket_bytes)
 
     @property
     def placement(self) -> Placement:
@@ -40,7 +40,7 @@ class Sync:
 
     @property
     def num_engine_ranks(self) -> int:
-        return len(self.places.engine_hosts)
+        return len(self.locations.engine_hosts)
 
 
 def trainer_tensors(sync: Sync, rank: int, checkpoint: Tensors) -> Tensors:
@@ -73,16 +73,16 @@ def pack(message: Message, tensors: Tensors) -> torch.Tensor:
 
 def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """By engine rank: HF name -> (values, how often each element has come), in the shape of the whole tensor."""
-    wire: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
+    channel: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
     for rank in range(sync.layout.world_size):
         tensors = trainer_tensors(sync, rank, checkpoint)
         for message in sync.sent_by(rank):
-            wire[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
+            channel[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
     ranks = []
     for rank in range(sync.num_engine_ranks):
         arrived: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for message in sync.received_by(rank):
-            sent, memory = wire.pop((message.bucket, message.sender, message.receiver))
+            sent, memory = channel.pop((message.bucket, message.sender, message.receiver))
             assert sent == message
             for each in message.slices:
                 empty = torch.full(each.hf_shape, torch.nan), torch.zeros(each.hf_shape, dtype=torch.int64)
@@ -93,5 +93,5 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Ten
                 values[place] = part.float()
                 counts[place] += 1
         ranks.append(arrived)
-    assert wire == {}, "sent, and taken by nobody"
+    assert channel == {}, "sent, and taken by nobody"
     return ranks

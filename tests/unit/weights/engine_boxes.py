@@ -1,5 +1,7 @@
-"""What a rank of vLLM holds of an HF tensor, told from the tensor's name: the oracle of mcore_rl.weights.slices.needs,
-which has it from the weight table."""
+"""Part of an HF tensor that a vLLM rank keeps, derived from the tensor's name.
+
+An independent oracle for mcore_rl.weights.slices.shard_map, which derives it from the weight table.
+"""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mcore_rl.errors import PeerLostError
-from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
+from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Meeting
+from mcore_rl.weights.transports.link import Rendezvous
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.delivery import Sync, trainer_tensors
@@ -55,14 +55,14 @@ def process(pipe: Pipe, member: int, victim: int, kind: signal.Signals, share: f
     """One member of the sync; the victim gets its signal once it has done `share` of the update."""
     num_trainers = len(PLAN.topology.trainers)
     if member < num_trainers:
-        end = TrainerEnd(PLAN, member)
-        pipe.send(end.make_windows())
+        end = TrainerSetup(PLAN, member)
+        pipe.send(end.create_buffers())
         sender = end.connect(pipe.recv())
-        work = sum(len(message.slices) for of_turn in PLAN.departures(member).values() for message in of_turn)
+        work = sum(len(message.slices) for of_round in PLAN.outgoing(member).values() for message in of_round)
     else:
         pipe.send({})
         receiver = connect_engine_rank(pipe.recv(), member - num_trainers)
-        work = receiver.num_turns
+        work = receiver.num_rounds
 
     def at(done: int) -> None:
         if member == victim and done >= int(share * (work - 1)):
@@ -77,9 +77,9 @@ def process(pipe: Pipe, member: int, victim: int, kind: signal.Signals, share: f
             sender.send(Counted(trainer_tensors(sync, member, random_checkpoint(PLAN.rows, 1)), at))
         else:
             receiver.begin()
-            for turn in range(receiver.num_turns):
-                at(turn)
-                receiver.receive(turn, lambda *_: None)
+            for sync_round in range(receiver.num_rounds):
+                at(sync_round)
+                receiver.receive(sync_round, lambda *_: None)
             receiver.finish()
         pipe.send("done")
     except PeerLostError as error:
@@ -116,7 +116,7 @@ def test_all_others_end_and_the_lost_one_is_named(kind: signal.Signals, victim: 
         segments = {number: name for member, (_, pipe) in enumerate(members)
                     for number, name in heard(member, pipe, 60).items()}  # fmt: skip
         for _, pipe in members:
-            pipe.send(Connection(PLAN, Meeting("127.0.0.1", meetings.port, 0), segments, TIMEOUT_SECONDS[kind]))
+            pipe.send(Connection(PLAN, Rendezvous("127.0.0.1", meetings.port, 0), segments, TIMEOUT_SECONDS[kind]))
         for member, (_, pipe) in enumerate(members):
             assert heard(member, pipe, 60) == "connected"
         for _, pipe in members:

@@ -11,8 +11,8 @@ from mcore_rl.errors import PeerLostError
 from mcore_rl.weights import connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.link import Kind, Topic
-from mcore_rl.weights.transports.nccl import NcclWire
+from mcore_rl.weights.transports.link import MessageKind, MessageTag
+from mcore_rl.weights.transports.nccl import NcclChannel
 from mcore_rl.weights.transports.shared_memory import SharedSegment
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
@@ -41,12 +41,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
     """Host memory stands for that of GPUs; the streams of each sync that connects."""
     made: list[Gpus] = []
 
-    def connect(meeting: Any, member: int, members: Any, *, timeout_seconds: float, name: Any) -> NcclWire:
+    def connect(rendezvous: Any, member: int, members: Any, *, timeout_seconds: float, name: Any) -> NcclChannel:
         ranks = {each: number for number, each in enumerate(members)}
         group: Any = Group(made[-1], ranks[member])
-        return NcclWire(group, ranks, torch.device("cpu"), timeout_seconds=timeout_seconds, name=name)
+        return NcclChannel(group, ranks, torch.device("cpu"), timeout_seconds=timeout_seconds, name=name)
 
-    monkeypatch.setattr(NcclWire, "connect", connect)
+    monkeypatch.setattr(NcclChannel, "connect", connect)
     monkeypatch.setitem(connection.SEGMENTS, True, SharedSegment)
     return made
 
@@ -55,7 +55,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
 @pytest.mark.parametrize("case", CASES)
 def test_three_updates_arrive_bit_by_bit(gpus: list[Gpus], case: str, num_slots: int) -> None:
     plan = plan_of(case, num_slots)
-    assert plan.num_turns > 3
+    assert plan.num_rounds > 3
     gpus.append(Gpus(len(plan.topology.gpu_members)))
     with connected(plan, store()) as processes:
         for seed in range(3):
@@ -73,7 +73,7 @@ def test_all_that_a_process_does_in_a_turn_is_one_launch(gpus: list[Gpus]) -> No
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines", "size", "windows", "members"),
+    ("trainers", "engines", "size", "buffers", "members"),
     [
         ("A0 A1", "B0 B1", 2, {0, 1}, (0, 1, 2, 3)),
         ("A0 B0", "A0 B0", 2, {0, 1}, (0, 1)),  # engine ranks on trainers' GPUs are in no group
@@ -86,18 +86,18 @@ def test_all_that_a_process_does_in_a_turn_is_one_launch(gpus: list[Gpus]) -> No
     ],
 )
 def test_who_speaks_by_nccl(
-    trainers: str, engines: str, size: int, windows: set[int], members: tuple[int, ...]
+    trainers: str, engines: str, size: int, buffers: set[int], members: tuple[int, ...]
 ) -> None:
     layout = EngineLayout(tp=size)
     topology = sync_plan(EXPERTS, TrainLayout(len(trainers.split())), layout, trainers, engines).topology
-    assert topology.gpu_windows == windows
+    assert topology.gpu_buffers == buffers
     assert topology.gpu_members == members
 
 
 def test_a_launch_that_hangs_names_the_peer() -> None:
     group: Any = Group(Gpus(2), 0)
-    wire = NcclWire(group, {0: 0, 5: 1}, torch.device("cpu"), timeout_seconds=0.1, name="member {}".format)
-    ticket = wire.send(torch.zeros(3), 5, Topic(Kind.WEIGHTS, 0, 0))
-    wire.launch()
+    channel = NcclChannel(group, {0: 0, 5: 1}, torch.device("cpu"), timeout_seconds=0.1, name="member {}".format)
+    transfer = channel.send(torch.zeros(3), 5, MessageTag(MessageKind.WEIGHTS, 0, 0))
+    channel.launch()
     with pytest.raises(PeerLostError, match="member 5: a launch hangs"):
-        ticket.wait()
+        transfer.wait()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Needs
-from mcore_rl.weights.slices.routes import Places
+from mcore_rl.weights.slices.routes import RankLocations
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
 from model_converters.errors import LayoutError
 from model_converters.families import family_for
@@ -59,12 +59,12 @@ def random_layouts(chance: random.Random, config: dict[str, Any]) -> tuple[Train
     return trainer, EngineLayout(engine_tp, dp, chance.choice((1, 1, 2, 3)), expert_parallel)
 
 
-def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: int) -> Places:
+def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: int) -> RankLocations:
     """Colocated, or hosts and devices at random, of which engines and trainers share some."""
     if chance.random() < 0.3:
         devices = [(rank // 2, rank) for rank in range(max(num_trainers, num_engine_ranks))]
-        return Places.of(devices[:num_trainers], devices[:num_engine_ranks])
-    return Places.of(*([(chance.randrange(4), -1) for _ in range(n)] for n in (num_trainers, num_engine_ranks)))
+        return RankLocations.of(devices[:num_trainers], devices[:num_engine_ranks])
+    return RankLocations.of(*([(chance.randrange(4), -1) for _ in range(n)] for n in (num_trainers, num_engine_ranks)))
 
 
 def samples() -> list[tuple[int, str]]:
@@ -79,19 +79,21 @@ def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
         try:
             trainer, engine = random_layouts(chance, config)
             Placement(rows, trainer)
-            needs = Needs(rows, engine)
+            shard_map = ShardMap(rows, engine)
         except LayoutError:
             continue
         if max(trainer.world_size, engine.num_ranks) > MOST_RANKS:
             continue
-        places = random_places(chance, trainer.world_size, engine.num_ranks * chance.choice((1, 2)))
-        return Sync(rows, trainer, needs, places, chance.choice((3_000, 20_000, 10**6))), random_checkpoint(rows, seed)
+        locations = random_places(chance, trainer.world_size, engine.num_ranks * chance.choice((1, 2)))
+        return Sync(rows, trainer, shard_map, locations, chance.choice((3_000, 20_000, 10**6))), random_checkpoint(
+            rows, seed
+        )
 
 
 @pytest.mark.parametrize(("seed", "model"), samples())
 def test_every_element_arrives_once_with_the_value_of_the_checkpoint(seed: int, model: str) -> None:
     sync, checkpoint = sync_of(seed, model)
-    layout = sync.needs.layout
+    layout = sync.shard_map.layout
     for rank, arrived in enumerate(delivered(sync, checkpoint)):
         for name, whole in checkpoint.items():
             part = box(name, tuple(whole.shape), MODELS[model], layout, rank % layout.num_ranks)
@@ -107,11 +109,11 @@ def test_every_element_arrives_once_with_the_value_of_the_checkpoint(seed: int, 
 @pytest.mark.parametrize(("seed", "model"), samples()[:12])
 def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
-    totals = count(sync.placement, sync.needs, sync.places, sync.bucket_bytes)
+    totals = count(sync.placement, sync.shard_map, sync.locations, sync.bucket_bytes)
     received = [[each for message in sync.received_by(rank) for each in message.slices]
                 for rank in range(sync.num_engine_ranks)]  # fmt: skip
     assert totals.received.tolist() == [sum(each.num_bytes for each in slices) for slices in received]
-    needed = totals.needed.tolist() * (sync.num_engine_ranks // sync.needs.layout.num_ranks)
+    needed = totals.needed.tolist() * (sync.num_engine_ranks // sync.shard_map.layout.num_ranks)
     assert totals.received.tolist() == needed
     in_bucket: Counter[tuple[int, int]] = Counter()
     away = crossing = 0
@@ -119,10 +121,10 @@ def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model:
         for message in sync.received_by(rank):
             num_bytes = sum(each.num_bytes for each in message.slices)
             in_bucket[rank, message.bucket] += num_bytes
-            sender, places = message.sender, sync.places
-            same = places.trainer_devices[sender] == places.engine_devices[rank] >= 0
+            sender, locations = message.sender, sync.locations
+            same = locations.trainer_devices[sender] == locations.engine_devices[rank] >= 0
             away += 0 if same else num_bytes
-            crossing += num_bytes if places.trainer_hosts[sender] != places.engine_hosts[rank] else 0
+            crossing += num_bytes if locations.trainer_hosts[sender] != locations.engine_hosts[rank] else 0
     assert max(in_bucket.values()) <= sync.bucket_bytes
     assert {bucket for _, bucket in in_bucket} == set(range(totals.buckets))
     assert int(totals.sent.sum()) == away
@@ -132,26 +134,26 @@ def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model:
 @pytest.mark.parametrize(("seed", "model"), samples()[:12])
 def test_a_rank_is_served_from_its_own_device_or_host_where_that_has_what_it_needs(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
-    places, placement = sync.places, sync.placement
+    locations, placement = sync.locations, sync.placement
     holders: dict[str, list[range]] = {}
-    for bound in sync.needs.rows:
+    for bound in sync.shard_map.rows:
         for holding in placement.holdings(bound):
             holders.setdefault(bound.mcore, []).append(holding.ranks)
     for rank in range(sync.num_engine_ranks):
         for message in sync.received_by(rank):
             for each in message.slices:
                 (ranks,) = [ranks for ranks in holders[each.mcore_name] if message.sender in ranks]
-                device, host = places.engine_devices[rank], places.engine_hosts[rank]
-                if device >= 0 and device in places.trainer_devices[ranks]:
-                    assert places.trainer_devices[message.sender] == device
-                elif host in places.trainer_hosts[ranks]:
-                    assert places.trainer_hosts[message.sender] == host
+                device, host = locations.engine_devices[rank], locations.engine_hosts[rank]
+                if device >= 0 and device in locations.trainer_devices[ranks]:
+                    assert locations.trainer_devices[message.sender] == device
+                elif host in locations.trainer_hosts[ranks]:
+                    assert locations.trainer_hosts[message.sender] == host
 
 
 def test_of_the_holders_on_a_host_the_one_on_the_same_device_serves() -> None:
     rows = rows_of(MODELS["tied"])
-    places = Places.of([(0, device) for device in range(4)], [(0, device) for device in reversed(range(4))])
-    sync = Sync(rows, TrainLayout(4), Needs(rows, EngineLayout()), places, 10**6)
+    locations = RankLocations.of([(0, device) for device in range(4)], [(0, device) for device in reversed(range(4))])
+    sync = Sync(rows, TrainLayout(4), ShardMap(rows, EngineLayout()), locations, 10**6)
     for rank in range(4):
         assert {message.sender for message in sync.received_by(rank)} == {3 - rank}
 
@@ -160,8 +162,8 @@ def test_holders_share_the_work_of_other_hosts() -> None:
     """Eight data-parallel holders of everything, three engines elsewhere: whatever the sizes of the tensors, nobody
     sends more than the largest tensor above the mean."""
     rows = rows_of(MODELS["latent"])
-    places = Places.of([(0, -1)] * 8, [(1, -1)] * 3)
-    totals = count(Placement(rows, TrainLayout(8)), Needs(rows, EngineLayout()), places, 10**6)
+    locations = RankLocations.of([(0, -1)] * 8, [(1, -1)] * 3)
+    totals = count(Placement(rows, TrainLayout(8)), ShardMap(rows, EngineLayout()), locations, 10**6)
     largest = max(4 * int(np.prod(shape)) for bound in rows for shape in bound.row.shapes)
     assert int(totals.sent.max()) <= totals.sent.mean() + 2 * largest  # gate and up are one row
     assert int(totals.sent.sum()) == 3 * int(totals.needed[0])
@@ -178,10 +180,10 @@ def test_holders_share_the_work_of_other_hosts() -> None:
 )
 def test_an_engine_that_cannot_be_is_refused_by_name(model: str, layout: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        Needs(rows_of(MODELS[model]), EngineLayout(**layout))
+        ShardMap(rows_of(MODELS[model]), EngineLayout(**layout))
 
 
 def test_a_bucket_below_one_row_is_refused() -> None:
     rows = rows_of(MODELS["tied"])
     with pytest.raises(LayoutError, match=r"one index of dim 0 of model\.embed_tokens\.weight exceeds 64 bytes"):
-        list(Needs(rows, EngineLayout()).chunks(64))
+        list(ShardMap(rows, EngineLayout()).pieces(64))

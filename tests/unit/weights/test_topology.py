@@ -7,40 +7,40 @@ import pytest
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.topology import Endpoint, Topology, Window
+from mcore_rl.weights.transports.topology import Endpoint, StagingBuffer, Topology
 
 
-def at(places: str) -> tuple[Endpoint, ...]:
+def at(locations: str) -> tuple[Endpoint, ...]:
     """`A0 A1 B`: a host, and the number of a GPU on it, for each process."""
     return tuple(
         Endpoint(Host(place[0], (place[0], 0)), "127.0.0.1", f"{place[0]} GPU {place[1:]}" if place[1:] else "")
-        for place in places.split()
+        for place in locations.split()
     )
 
 
-def windows(trainers: str, engines: str, size: int = 1, transport: str = "auto") -> list[Window]:
-    return Topology(at(trainers), at(engines), size, transport).windows
+def buffers(trainers: str, engines: str, size: int = 1, transport: str = "auto") -> list[StagingBuffer]:
+    return Topology(at(trainers), at(engines), size, transport).buffers
 
 
 def test_an_engine_rank_on_a_trainers_gpu_has_a_window_there() -> None:
-    assert windows("A0 A1 B0 B1", "A0 A1 B0 B1", 4) == [Window((i,), "cuda_ipc", (i,), i) for i in range(4)]
+    assert buffers("A0 A1 B0 B1", "A0 A1 B0 B1", 4) == [StagingBuffer((i,), "cuda_ipc", (i,), i) for i in range(4)]
 
 
 def test_a_gpu_has_a_window_for_each_of_its_engine_ranks_but_engines_alike_share() -> None:
-    assert windows("A0 A1", "A0 A1 A0 A1", 2) == [Window((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
+    assert buffers("A0 A1", "A0 A1 A0 A1", 2) == [StagingBuffer((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
 
 
 def test_other_gpus_of_a_host_are_reached_through_its_memory() -> None:
-    assert windows("A0 A1", "A2 A3", 2) == [
-        Window((0,), "shared_memory", (0, 1), 0),
-        Window((1,), "shared_memory", (0, 1), 1),
+    assert buffers("A0 A1", "A2 A3", 2) == [
+        StagingBuffer((0,), "shared_memory", (0, 1), 0),
+        StagingBuffer((1,), "shared_memory", (0, 1), 1),
     ]
-    assert windows("A0 A1", "A2 A3", 1) == [Window((0, 1), "shared_memory", (0, 1), 0)]
+    assert buffers("A0 A1", "A2 A3", 1) == [StagingBuffer((0, 1), "shared_memory", (0, 1), 0)]
 
 
 def test_hosts_without_trainers_are_reached_by_the_network() -> None:
-    assert windows("A0 A1", "B0 A0", 1) == [Window((0,)), Window((1,), "cuda_ipc", (0,), 0)]
-    assert windows("A A", "B B", 1) == [Window((0,)), Window((1,))]
+    assert buffers("A0 A1", "B0 A0", 1) == [StagingBuffer((0,)), StagingBuffer((1,), "cuda_ipc", (0,), 0)]
+    assert buffers("A A", "B B", 1) == [StagingBuffer((0,)), StagingBuffer((1,))]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_hosts_without_trainers_are_reached_by_the_network() -> None:
     ],
 )
 def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int, ...]) -> None:
-    (window,) = windows("A0 A1", "A0", transport=transport)
-    assert (window.kind, window.writers) == (kind, writers)
+    (buffer,) = buffers("A0 A1", "A0", transport=transport)
+    assert (buffer.kind, buffer.writers) == (kind, writers)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int
 )
 def test_what_is_not_shared_is_refused(trainers: str, engines: str, transport: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        windows(trainers, engines, transport=transport)
+        buffers(trainers, engines, transport=transport)
 
 
 def test_where_engines_pull_nothing_goes_from_gpu_to_gpu() -> None:
@@ -81,27 +81,27 @@ def test_where_engines_pull_nothing_goes_from_gpu_to_gpu() -> None:
 
 
 def test_senders_know_gpus_and_hosts() -> None:
-    places = Topology(at("A0 A1 B0"), at("A1 B0 C"), 1).places
-    assert places.trainer_hosts.tolist() == [0, 0, 1]
-    assert places.engine_hosts.tolist() == [0, 1, 2]
-    assert places.engine_devices[0] == places.trainer_devices[1]
-    assert places.engine_devices[1] == places.trainer_devices[2]
-    assert places.engine_devices[2] == -1
-    assert len(np.unique(places.trainer_devices)) == 3
+    locations = Topology(at("A0 A1 B0"), at("A1 B0 C"), 1).locations
+    assert locations.trainer_hosts.tolist() == [0, 0, 1]
+    assert locations.engine_hosts.tolist() == [0, 1, 2]
+    assert locations.engine_devices[0] == locations.trainer_devices[1]
+    assert locations.engine_devices[1] == locations.trainer_devices[2]
+    assert locations.engine_devices[2] == -1
+    assert len(np.unique(locations.trainer_devices)) == 3
 
 
 def test_engines_that_take_part_alone_keep_their_numbers_and_share_windows_among_them() -> None:
     topology = Topology(at("A B"), at("A B A B C C A B"), 2)
-    assert [window.readers for window in topology.windows] == [(0, 2, 6), (1, 3, 7), (4,), (5,)]
-    fewer = topology.only([1, 2, 3])
-    assert [window.readers for window in fewer.windows] == [(0, 4), (1, 5), (2,), (3,)]
+    assert [buffer.readers for buffer in topology.buffers] == [(0, 2, 6), (1, 3, 7), (4,), (5,)]
+    fewer = topology.for_engines([1, 2, 3])
+    assert [buffer.readers for buffer in fewer.buffers] == [(0, 4), (1, 5), (2,), (3,)]
     assert [fewer.name(member) for member in (1, 2, 4, 7)] == [
         "trainer rank 1 on B",
         "rollout engine 1, rank 0 on A",
         "rollout engine 2, rank 0 on C",
         "rollout engine 3, rank 1 on B",
     ]
-    assert topology.only(range(4)).windows == topology.windows
+    assert topology.for_engines(range(4)).buffers == topology.buffers
 
 
 def test_names_say_rank_and_host() -> None:

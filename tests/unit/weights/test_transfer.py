@@ -80,23 +80,23 @@ def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_three_updates_arrive_bit_by_bit(store: dist.TCPStore, case: str, num_slots: int) -> None:
     plan = sync_plan(*CASES[case], num_slots=num_slots)
-    assert plan.num_turns > 3
+    assert plan.num_rounds > 3
     with connected(plan, store, next(_generation)) as processes:
         for seed in range(3):
             checkpoint = checkpoint_of(plan, seed)
             taken, received, sent = update(processes, held_by(plan, checkpoint))
             check(plan, taken, checkpoint)
-            by_window = np.sum(sent, axis=0)
-            windows = plan.topology.windows
-            assert received == [by_window[plan.topology.window_of(rank)] for rank in range(len(received))]
-            assert len(by_window) == len(windows)
+            by_buffer = np.sum(sent, axis=0)
+            buffers = plan.topology.buffers
+            assert received == [by_buffer[plan.topology.buffer_of(rank)] for rank in range(len(received))]
+            assert len(by_buffer) == len(buffers)
 
 
 def test_ranks_on_the_same_host_share_windows_and_others_are_sent_to() -> None:
     described = {}
     for name, case in CASES.items():
-        windows = sync_plan(*case).topology.windows
-        described[name] = [(window.readers, window.writers, window.home) for window in windows]
+        buffers = sync_plan(*case).topology.buffers
+        described[name] = [(buffer.readers, buffer.writers, buffer.owner) for buffer in buffers]
     assert described["one host"] == [((0,), (0, 1), 0), ((1,), (0, 1), 1)]
     assert described["two engines read one window"] == [((0, 1), (0, 1), 0)]
     assert described["engine elsewhere"] == [((0,), (), None)]
@@ -107,7 +107,7 @@ def test_ranks_on_the_same_host_share_windows_and_others_are_sent_to() -> None:
 @pytest.mark.parametrize(("transport", "homes"), [("network", [None, None]), ("shared_memory", [0, 1])])
 def test_a_transport_that_is_asked_for_is_taken(store: dist.TCPStore, transport: str, homes: list[int | None]) -> None:
     plan = sync_plan(*CASES["one host"], transport=transport)
-    assert [window.home for window in plan.topology.windows] == homes
+    assert [buffer.owner for buffer in plan.topology.buffers] == homes
     with connected(plan, store, next(_generation)) as processes:
         checkpoint = checkpoint_of(plan, 4)
         check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
@@ -116,13 +116,13 @@ def test_a_transport_that_is_asked_for_is_taken(store: dist.TCPStore, transport:
 def test_shared_memory_that_is_not_there_is_refused() -> None:
     plan = sync_plan(*CASES["all kinds"], transport="shared_memory")
     with pytest.raises(ConfigError, match=r"weights\.transport=shared_memory: no trainer rank shares memory .* on D"):
-        _ = plan.topology.windows
+        _ = plan.topology.buffers
 
 
 def test_engines_begin_at_different_buckets() -> None:
     """Else the ranks of one pipeline stage would send to all engines while the others wait."""
     plan = sync_plan(DENSE, TrainLayout(2, pp=2), EngineLayout(), "AB", "CD", bucket_bytes=20_000)
-    senders = [{placed.message.sender for placed in plan.arrivals([window])[window].at(0)} for window in range(2)]
+    senders = [{placed.message.sender for placed in plan.incoming([buffer])[buffer].at(0)} for buffer in range(2)]
     assert senders == [{0}, {1}]
 
 
@@ -152,8 +152,8 @@ def certify(processes: Processes, held: list[Tensors]) -> list[list[tuple[Slice,
 
 def drained(receiver: SliceReceiver) -> None:
     receiver.begin()
-    for turn in range(receiver.num_turns):
-        receiver.receive(turn, ignore)
+    for sync_round in range(receiver.num_rounds):
+        receiver.receive(sync_round, ignore)
 
 
 def ignore(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ def test_turns_out_of_order_are_refused(store: dist.TCPStore) -> None:
         with pytest.raises(WeightSyncError, match="bucket 0: the receiver is attached"):
             receiver.receive(0, ignore)
         receiver.begin()
-        with pytest.raises(WeightSyncError, match="bucket 1 came where bucket 0 was due"):
+        with pytest.raises(WeightSyncError, match="received bucket 1 instead of bucket 0"):
             receiver.receive(1, ignore)
         with pytest.raises(WeightSyncError, match="broken"):
             receiver.finish()

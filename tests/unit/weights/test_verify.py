@@ -1,4 +1,4 @@
-"""Digests see every element, and comparisons name every tensor."""
+"""Digests depend on every element, and comparisons name every tensor that differs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Slice
-from mcore_rl.weights.verify import Comparison, compare, digest, require_equal
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.verify import Comparison, compare, digest, require_equal, require_planned
+from model_converters.families import family_for
+from model_converters.mapping.table import bind
+from tests.tiny_models import tiny_fields
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -61,3 +66,26 @@ def test_slices_are_compared_where_an_engine_rank_has_them() -> None:
         assert compare(said, [("w", changed), ("s", held["s"])], boxes) == Comparison({"w"})
     assert compare(said, [("w", whole[:, :4]), ("s", torch.tensor(3.0))], boxes) == Comparison({"w", "s"})
     assert compare(said, [("w", whole), ("x", whole)], boxes) == Comparison({"w"}, {"s"}, {"x"})
+
+
+QUERIES = "model.layers.1.self_attn.q_proj.weight"
+
+
+def planned(rank: int) -> dict[str, Box]:
+    """Parts of tensors that a rank of an engine with tp=2 keeps."""
+    config = tiny_fields("qwen3_moe")
+    return ShardMap(bind(family_for(config).rows(config), config, torch.float32), EngineLayout(tp=2)).boxes(rank)
+
+
+def test_require_planned_equal_boxes_passes() -> None:
+    for rank in range(2):
+        require_planned(planned(rank), planned(rank), rank)
+
+
+def test_require_planned_other_boxes_names_tensor_and_rank() -> None:
+    with pytest.raises(WeightSyncError, match=r"engine rank 1 keeps .*from \[0, 0\], planned .* from \[64, 0\]"):
+        require_planned(planned(0), planned(1), 1)
+    recorded = planned(0)
+    del recorded[QUERIES]
+    with pytest.raises(WeightSyncError, match=rf"rank 0 .* 1 tensors .*: {QUERIES}: nothing, planned \[32, 32\]"):
+        require_planned(recorded, planned(0), 0)

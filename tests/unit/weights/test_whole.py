@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.needs import Needs
+from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.whole import WholeTensors
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
@@ -60,7 +60,7 @@ def test_every_tensor_is_given_as_the_checkpoint_has_it(model: str, seed: int) -
     layout, rows = layout_of(model, seed)
     checkpoint = random_checkpoint(rows, seed)
     ranks = [trainer_tensors(sync_of(rows, layout), rank, checkpoint) for rank in range(layout.world_size)]
-    wanted = Needs(rows, EngineLayout()).rows
+    wanted = ShardMap(rows, EngineLayout()).rows
     given: set[str] = set()
     for rank, tensors in enumerate(ranks):
         whole = WholeTensors(wanted, layout, rank, gather_among(ranks, layout, rank))

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.weights.connection import Connection, TrainerEnd, connect_engine_rank
+from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import Host
-from mcore_rl.weights.transports.link import Meeting, open_store
+from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.weights.delivery import Tensors
@@ -63,11 +63,11 @@ class Processes:
 
 @contextmanager
 def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iterator[Processes]:
-    ends = [TrainerEnd(plan, rank) for rank in range(len(plan.topology.trainers))]
+    ends = [TrainerSetup(plan, rank) for rank in range(len(plan.topology.trainers))]
     try:
-        segments = {number: name for end in ends for number, name in end.make_windows().items()}
-        meeting = Meeting("127.0.0.1", store.port, generation)
-        connection = Connection(plan, meeting, segments, TIMEOUT_SECONDS)
+        segments = {number: name for end in ends for number, name in end.create_buffers().items()}
+        rendezvous = Rendezvous("127.0.0.1", store.port, generation)
+        connection = Connection(plan, rendezvous, segments, TIMEOUT_SECONDS)
         engine_ranks = range(len(plan.topology.engines))
         calls: list[Callable[[], Any]] = [partial(end.connect, connection) for end in ends]
         calls += [partial(connect_engine_rank, connection, rank) for rank in engine_ranks]
@@ -105,7 +105,7 @@ def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], 
                 taken[rank].setdefault(name, []).append((start, box.clone()))
 
         receiver.begin()
-        num_bytes = sum(receiver.receive(turn, put) for turn in range(receiver.num_turns))
+        num_bytes = sum(receiver.receive(sync_round, put) for sync_round in range(receiver.num_rounds))
         receiver.finish()
         return num_bytes
 

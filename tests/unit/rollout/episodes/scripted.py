@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import plain_decoder
-from mcore_rl.engines.stepped import Output, Running, SteppedEngine
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
@@ -66,18 +66,18 @@ class ScriptedEngine(SteppedEngine):
             text = self._say(self._tokenizer.decode(ids))
             self._parts[engine_id] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _pass(self) -> list[Output]:
+    def _run_step(self) -> list[StepOutput]:
         self.passing.set()
         self.go.wait(30)
         if self.fails is not None:
             raise self.fails
         return [self._token(engine_id, entry) for engine_id, entry in list(self._running.items())[: self.slots]]
 
-    def _token(self, engine_id: str, entry: Running) -> Output:
+    def _token(self, engine_id: str, entry: ActiveRequest) -> StepOutput:
         part, place = self._parts[engine_id], len(entry.token_ids)
         last = place + 1 == entry.request.sampling.max_response_tokens
         reason = "stop" if place + 1 == len(part) else "length" if last else None
-        return Output(engine_id, [part[place]], [-float(part[place])], reason)
+        return StepOutput(engine_id, [part[place]], [-float(part[place])], reason)
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self.cancelled += engine_ids

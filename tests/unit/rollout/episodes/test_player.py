@@ -121,7 +121,7 @@ def test_a_token_that_the_model_does_not_have_is_the_episodes_mistake(stage: Set
         await session.generate([10_000])
 
     (outcome,) = stage(lambda text: END, run).play()
-    assert "a token id is not below the model's" in str(outcome.error)
+    assert "a token id is outside the model's" in str(outcome.error)
 
 
 def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.engines.stepped import Output
+from mcore_rl.engines.stepped_engine import StepOutput
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.rollout.journal import Journal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
@@ -38,14 +38,14 @@ class VersionedEngine(FakeEngine):
         self.swaps, self.ran = swaps, list[tuple[int, list[str]]]()
         self.loop: EngineLoop
 
-    def _pass(self) -> list[Output]:
-        outputs, entries = super()._pass(), list(self._running.values())[: self.slots]
+    def _run_step(self) -> list[StepOutput]:
+        outputs, entries = super()._run_step(), list(self._running.values())[: self.slots]
         self.ran.append((self.weight_version, [entry.request.request_id for entry in entries]))
         found = []
         for output, entry in zip(outputs, entries, strict=True):
             drawn = token(entry.request.seed, len(entry.token_ids), self.weight_version)
             last = len(entry.token_ids) + 1 == entry.request.sampling.max_response_tokens
-            found.append(Output(output.engine_id, [drawn], [-float(drawn)], "length" if last else None))
+            found.append(StepOutput(output.engine_id, [drawn], [-float(drawn)], "length" if last else None))
         if self.num_passes in self.swaps:
             self.loop._soon(self.swap)
         return found

@@ -1,6 +1,7 @@
-"""What a rank of an inference engine takes of every HF tensor, computed from the weight table without an engine.
+"""Shard map: the part of every HF tensor that each rank of an inference engine keeps, computed from the weight table.
 
-A rank takes one run of indices of a tensor, along the dimension that the trainer divides too, and all of the others.
+A rank keeps one contiguous run of indices along the dimension that the trainer divides too, and all indices of the
+other dimensions. No engine is needed to compute this; the engine's own record is compared with it (verify.py).
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from model_converters.mapping.table import FINAL_NORM, BoundRow, Row
 from model_converters.mapping.transforms import GroupedQKV, Shape, Vocabulary
 
 VOCABULARY_PADDING = 64
-"""Rows that vLLM pads a vocabulary to a multiple of, before it divides it."""
+"""vLLM pads the number of vocabulary rows to a multiple of this before it divides them."""
 
-Ranks = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 Box = tuple[Shape, Shape]
-"""Indices of the first element of a part of a tensor, and the part's shape."""
+"""Part of a tensor: indices of its first element, and its shape."""
 
 
-class Nth(NamedTuple):
-    """Part `number` of `of` parts of something, the first being 0."""
+class Portion(NamedTuple):
+    """One of `total` equal portions; `number` counts from 0."""
 
     number: int
-    of: int
+    total: int
 
 
-WHOLE = Nth(0, 1)
+WHOLE = Portion(0, 1)
 
 
-class Need(NamedTuple):
-    """A run of indices of HF part `part`, along the row's dim."""
+class IndexRun(NamedTuple):
+    """Contiguous indices of HF tensor number `part` of a row, along the row's dim."""
 
     part: int
     start: int
@@ -46,53 +47,53 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Takers:
-    """The ranks of an engine that take a tensor, and which of `num_shards` shards each takes."""
+class Consumers:
+    """Ranks of an engine that keep a part of a tensor; ranks[i] keeps shard shards[i] of `num_shards`."""
 
-    ranks: Ranks
-    shards: Ranks
+    ranks: IntArray
+    shards: IntArray
     num_shards: int
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of what every taker needs of a row, which is cut where it exceeds a bucket."""
+class RowPiece:
+    """The same portion of every consumer's shard of a row. A row that exceeds a bucket is cut into several pieces."""
 
     bound: BoundRow
-    piece: Nth = WHOLE
+    portion: Portion = WHOLE
 
 
-class Needs:
-    """Answers, for one table and one layout of the engine, who takes what.
+class ShardMap:
+    """Assignment of tensor parts to the ranks of one engine, for one weight table and one engine layout.
 
-    Raises: LayoutError listing everything that the engine's ranks do not divide.
+    Raises: LayoutError listing all sizes that the engine's layout does not divide.
     """
 
     def __init__(self, rows: Sequence[BoundRow], layout: EngineLayout) -> None:
         self.layout = layout
         self.rows = [bound for bound in rows if not bound.row.copy_of_embedding and bound.row.place != "mtp"]
-        """Those of which an engine takes anything: it drafts with no multi-token prediction, and ties heads itself."""
+        """Rows that an engine loads. It has no multi-token prediction layers and ties its head to the embedding."""
         self._tied = any(bound.row.copy_of_embedding for bound in rows)
         num_layers = 1 + max((bound.layer for bound in self.rows if bound.layer is not None), default=-1)
         stages = layout.stage_layers(num_layers) if num_layers else []
         self._stage_of_layer = [stage for stage, layers in enumerate(stages) for _ in layers]
-        self._takers: dict[tuple[tuple[int, ...], str, int], Takers] = {}
+        self._consumers: dict[tuple[tuple[int, ...], str, int], Consumers] = {}
         self._check({id(bound.row): bound.row for bound in self.rows}.values())
 
-    def takers(self, bound: BoundRow) -> Takers:
-        """Who takes the tensors of this row; the same object for all rows that are dealt alike."""
+    def consumers(self, bound: BoundRow) -> Consumers:
+        """Return the consumers of a row; the same object for all rows with the same distribution."""
         owner = -1
         how = "whole" if bound.row.axis == "none" else "divided"
         if bound.expert is not None:
             how = "owned" if self.layout.expert_parallel else "experts"
             owner = self.owner(bound) if self.layout.expert_parallel else -1
         key = (self._stages(bound), how, owner)
-        if key not in self._takers:
-            self._takers[key] = self._deal(*key)
-        return self._takers[key]
+        if key not in self._consumers:
+            self._consumers[key] = self._assign(*key)
+        return self._consumers[key]
 
     def owner(self, bound: BoundRow) -> int:
-        """Expert-parallel rank that has the expert: the first ones have one more where they do not divide.
+        """Return the expert-parallel rank that has the expert. The remainder goes to the first ranks, one expert each.
 
         Source: vllm's determine_expert_map, "linear" (0.32).
         """
@@ -104,44 +105,46 @@ class Needs:
         return rest + (bound.expert - larger) // each
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """What a rank of the engine takes, by HF name."""
+        """Return the part of each HF tensor that a rank of the engine keeps, by name."""
         boxes = {}
         for bound in self.rows:
-            takers = self.takers(bound)
-            for shard in takers.shards[takers.ranks == rank].tolist():
-                for part, start, length in needs_of(bound.row, Nth(shard, takers.num_shards)):
+            consumers = self.consumers(bound)
+            for shard in consumers.shards[consumers.ranks == rank].tolist():
+                for part, start, length in runs_of(bound.row, Portion(shard, consumers.num_shards)):
                     shape, dim = bound.row.shapes[part], bound.row.dim
-                    first = tuple(start if axis == dim else 0 for axis in range(len(shape)))
+                    first = tuple(start if each == dim else 0 for each in range(len(shape)))
                     size = (*shape[:dim], length, *shape[dim + 1 :]) if shape else ()
                     boxes[bound.hf[part]] = (first, size)
         return boxes
 
-    def chunks(self, bucket_bytes: int) -> Iterator[tuple[int, Chunk]]:
-        """All chunks with their bucket, in the order in which they travel; of one bucket no rank takes more than
-        bucket_bytes.
+    def pieces(self, bucket_bytes: int) -> Iterator[tuple[int, RowPiece]]:
+        """Yield (bucket, piece) in the order of transfer. No rank receives more than `bucket_bytes` of one bucket.
 
-        Raises: LayoutError where one index of a tensor is larger than a bucket.
+        Raises: LayoutError if one index of a tensor is larger than a bucket.
         """
         bucket, used = 0, np.zeros(self.layout.num_ranks, np.int64)
         for bound in self._in_order():
-            takers = self.takers(bound)
-            num_pieces = _num_pieces(bound.row, takers.num_shards, bound.dtype.itemsize, bucket_bytes)
-            for piece in (Nth(number, num_pieces) for number in range(num_pieces)):
-                sizes = chunk_bytes(bound.row, piece, takers.num_shards, bound.dtype.itemsize)
-                taken = sizes[takers.shards]
-                if int((used[takers.ranks] + taken).max()) > bucket_bytes:
+            consumers = self.consumers(bound)
+            num_pieces = _num_pieces(bound.row, consumers.num_shards, bound.dtype.itemsize, bucket_bytes)
+            for portion in (Portion(number, num_pieces) for number in range(num_pieces)):
+                sizes = piece_bytes(bound.row, portion, consumers.num_shards, bound.dtype.itemsize)
+                taken = sizes[consumers.shards]
+                if int((used[consumers.ranks] + taken).max()) > bucket_bytes:
                     bucket, used = bucket + 1, np.zeros_like(used)
-                used[takers.ranks] += taken
-                yield bucket, Chunk(bound, piece)
+                used[consumers.ranks] += taken
+                yield bucket, RowPiece(bound, portion)
 
     def _in_order(self) -> list[BoundRow]:
-        """The first layer of every stage, tensor by tensor, then the second of each; of whole experts the first of
-        every owner comes first: no bucket is a few ranks' alone."""
-        turns, counts = [], dict.fromkeys((bound.group for bound in self.rows), 0)
+        """Interleave pipeline stages and expert owners so that every bucket has data for all ranks.
+
+        The first layer of each stage comes first, tensor by tensor, then the second layer of each. With expert
+        parallelism the first expert of every owner precedes the second ones.
+        """
+        keys, counts = [], dict.fromkeys((bound.group for bound in self.rows), 0)
         for bound in self.rows:
             counts[bound.group] += 1
-            turns.append((self._layer_of_stage(bound), self._expert_of_owner(bound), counts[bound.group]))
-        order = sorted(range(len(turns)), key=turns.__getitem__)
+            keys.append((self._layer_of_stage(bound), self._expert_of_owner(bound), counts[bound.group]))
+        order = sorted(range(len(keys)), key=keys.__getitem__)
         return [self.rows[index] for index in order]
 
     def _layer_of_stage(self, bound: BoundRow) -> int:
@@ -164,7 +167,7 @@ class Needs:
             return (last,)
         return (0, last) if self._tied and last else (0,)
 
-    def _deal(self, stages: tuple[int, ...], how: str, owner: int) -> Takers:
+    def _assign(self, stages: tuple[int, ...], how: str, owner: int) -> Consumers:
         layout = self.layout
         ranks, shards = [], []
         for stage in stages:
@@ -176,7 +179,7 @@ class Needs:
                     ranks.append(layout.rank(tp, stage, dp))
                     shards.append({"divided": tp, "experts": flat}.get(how, 0))
         num_shards = {"divided": layout.tp, "experts": layout.expert_ranks}.get(how, 1)
-        return Takers(np.array(ranks), np.array(shards), num_shards)
+        return Consumers(np.array(ranks), np.array(shards), num_shards)
 
     def _check(self, rows: Iterable[Row]) -> None:
         problems = set()
@@ -211,48 +214,48 @@ def _refusal(row: Row, num_shards: int) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
-def needs_of(row: Row, taker: Nth) -> tuple[Need, ...]:
-    """What a shard of an engine is made of; of every HF part one run at most."""
-    shard, num_shards = taker
+def runs_of(row: Row, engine_shard: Portion) -> tuple[IndexRun, ...]:
+    """Return the index runs of an engine shard: at most one per HF tensor of the row."""
+    shard, num_shards = engine_shard
     if not row.shapes[0]:
-        return (Need(0, 0, 1),)
+        return (IndexRun(0, 0, 1),)
     lengths = [shape[row.dim] for shape in row.shapes]
     if num_shards == 1:
-        return tuple(Need(part, 0, length) for part, length in enumerate(lengths))
+        return tuple(IndexRun(part, 0, length) for part, length in enumerate(lengths))
     if isinstance(row.transform, Vocabulary):
         each = _padded(lengths[0]) // num_shards
         real = min(lengths[0] - shard * each, each)
-        return (Need(0, shard * each, real),) if real > 0 else ()
-    needs = [Need(part, shard * length // num_shards, length // num_shards) for part, length in enumerate(lengths)]
+        return (IndexRun(0, shard * each, real),) if real > 0 else ()
+    runs = [IndexRun(part, shard * length // num_shards, length // num_shards) for part, length in enumerate(lengths)]
     if isinstance(row.transform, GroupedQKV) and num_shards > row.transform.num_groups:
-        # Fewer key-value heads than ranks: each has one whole, and num_shards / groups neighbours the same.
+        # Fewer key-value heads than ranks: num_shards / groups neighbouring ranks keep the same head.
         groups = row.transform.num_groups
         group = shard * groups // num_shards
-        needs[1:] = [Need(part, group * lengths[part] // groups, lengths[part] // groups) for part in (1, 2)]
-    return tuple(needs)
+        runs[1:] = [IndexRun(part, group * lengths[part] // groups, lengths[part] // groups) for part in (1, 2)]
+    return tuple(runs)
 
 
-def cut(need: Need, piece: Nth) -> Need:
-    """A piece of a run."""
-    first = need.length * piece.number // piece.of
-    end = need.length * (piece.number + 1) // piece.of
-    return Need(need.part, need.start + first, end - first)
+def cut(run: IndexRun, portion: Portion) -> IndexRun:
+    """Return a portion of a run."""
+    first = run.length * portion.number // portion.total
+    end = run.length * (portion.number + 1) // portion.total
+    return IndexRun(run.part, run.start + first, end - first)
 
 
 def index_bytes(row: Row, part: int, element_bytes: int) -> int:
-    """Bytes of one index of the row's dim of an HF part."""
+    """Return the bytes of one index along the row's dim of HF tensor number `part`."""
     shape = row.shapes[part]
     return prod(shape[: row.dim] + shape[row.dim + 1 :]) * element_bytes if shape else element_bytes
 
 
 @lru_cache(maxsize=1 << 16)
-def chunk_bytes(row: Row, piece: Nth, num_shards: int, element_bytes: int) -> Ranks:
-    """Bytes of a piece of a row, by shard of the engine."""
+def piece_bytes(row: Row, portion: Portion, num_shards: int, element_bytes: int) -> IntArray:
+    """Return the bytes of a portion of every engine shard of a row. Shapes: int64 [num_shards]."""
     return np.array(
         [
             sum(
-                cut(need, piece).length * index_bytes(row, need.part, element_bytes)
-                for need in needs_of(row, Nth(shard, num_shards))
+                cut(run, portion).length * index_bytes(row, run.part, element_bytes)
+                for run in runs_of(row, Portion(shard, num_shards))
             )
             for shard in range(num_shards)
         ]
@@ -261,13 +264,13 @@ def chunk_bytes(row: Row, piece: Nth, num_shards: int, element_bytes: int) -> Ra
 
 @lru_cache(maxsize=1 << 12)
 def _num_pieces(row: Row, num_shards: int, element_bytes: int, bucket_bytes: int) -> int:
-    """The least number of pieces of which each fits a bucket.
+    """Return the smallest number of equal pieces that fit in a bucket.
 
-    Raises: LayoutError where single indices do not.
+    Raises: LayoutError if a single index does not fit.
     """
     runs = {
         tuple(
-            (need.length, index_bytes(row, need.part, element_bytes)) for need in needs_of(row, Nth(shard, num_shards))
+            (run.length, index_bytes(row, run.part, element_bytes)) for run in runs_of(row, Portion(shard, num_shards))
         )
         for shard in range(num_shards)
     }
