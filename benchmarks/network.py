@@ -54,7 +54,7 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
     with processes(plan, keep=False) as sync:
         _, received = sync.update()
     needs = ShardMap(plan.rows, engine_layout)
-    totals = count(Placement(plan.rows, train_layout), needs, plan.topology.places, plan.bucket_bytes)
+    totals = count(Placement(plan.rows, train_layout), needs, plan.topology.locations, plan.bucket_bytes)
     ratios = [n / totals.needed[rank % engine_layout.num_ranks] for rank, n in enumerate(received)]
     fullest = max(range(len(received)), key=ratios.__getitem__)
     floor = float(totals.needed[fullest % engine_layout.num_ranks])
