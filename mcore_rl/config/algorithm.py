@@ -1,4 +1,4 @@
-"""The section `algorithm`: advantages, losses, corrections, which groups are trained on."""
+"""Section `algorithm`: advantages, losses, corrections, selection of groups."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from mcore_rl.config.fields import check_domains, setting
 from mcore_rl.errors import ConfigError
 
-# Names of the registries in algorithms/, which imports torch; a test holds them equal.
+# Copies of the registries' names in algorithms/, which imports torch; a test checks that they are equal.
 GROUP_ADVANTAGES = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
-"""Estimators that compare the responses of a group with one another."""
+"""Estimators that compare the responses of a group with each other."""
 COMPARING_ADVANTAGES = (*GROUP_ADVANTAGES, "remax")
-"""Estimators that compare samples of a prompt: with one another, or with a greedy one."""
+"""Estimators that compare samples of a prompt with each other or with a greedy response."""
 ADVANTAGES = ("gae", "reinforce_plus_plus", *COMPARING_ADVANTAGES)
 SUPERVISED = "sft"
-"""The loss of supervised training, which samples nothing."""
+"""Loss name of supervised training, which generates no responses."""
 POLICY_LOSSES = (
     *("ppo_clip", "gspo", "gmpo", "clip_cov", "kl_cov", "cispo", "decoupled_ppo", "reinforce"),
     SUPERVISED,
@@ -26,46 +26,48 @@ KL_KINDS = ("k1", "abs", "mse", "low_var", "k2", "k3")
 
 @dataclass
 class PolicyLossConfig:
-    """Options that are null take the loss's own default; one that the named loss does not take is refused."""
+    """Options of the policy loss. null selects the loss's default; an option that the loss does not have is
+    rejected."""
 
     name: str = setting("ppo_clip", choices=POLICY_LOSSES, function=True)
-    """ppo_clip | gspo | gmpo | clip_cov | kl_cov | cispo | decoupled_ppo | reinforce; `module_or_file.py:function`; or
-    sft: supervised training on data.answer_key (warm start), without rollout."""
+    """Policy loss: a built-in name, `module_or_file.py:function`, or sft: supervised training on data.answer_key (warm
+    start) without rollout."""
     clip_low: float | None = setting(None, minimum=0)
-    """How far below 1 the ratio of probabilities may fall and still be learnt from (gmpo: below 0 its logarithm)."""
+    """Lower clip range: probability ratios below 1 - clip_low get no gradient (gmpo: log ratios below -clip_low)."""
     clip_high: float | None = setting(None, minimum=0)
-    """How far above 1 it may rise (gmpo: above 0 its logarithm)."""
+    """Upper clip range: probability ratios above 1 + clip_high get no gradient (gmpo: log ratios above clip_high)."""
     dual_clip: float | None = setting(None, above=1)
-    """Bound of the ratio where the advantage is negative."""
+    """Upper bound of the ratio for negative advantages."""
     cov_ratio: float | None = setting(None, above=0, maximum=1)
-    """Of clip_cov and kl_cov: share of the tokens that they choose."""
+    """Fraction of tokens that clip_cov and kl_cov select."""
     cov_low: float | None = None
-    """Of clip_cov: covariance above which it chooses."""
+    """Lower bound of the covariance of tokens that clip_cov selects."""
     cov_high: float | None = None
-    """Of clip_cov: covariance below which it chooses."""
+    """Upper bound of the covariance of tokens that clip_cov selects."""
     kl_coef: float | None = setting(None, minimum=0)
-    """Of kl_cov: weight of the KL of chosen tokens."""
+    """Weight of the KL term of the tokens that kl_cov selects."""
     prox: str | None = setting(None, choices=("recomputed", "loglinear", "metrics"))
-    """recomputed | loglinear | metrics: where decoupled_ppo's proximal policy is from."""
+    """Source of the proximal policy of decoupled_ppo."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function."""
+    """Additional keyword arguments of a user's function."""
 
 
 @dataclass
 class CorrectionConfig:
-    """Importance correction between the engine, which sampled, and the trainer, which computes the same policy a little
-    differently: the loss of every token times exp(old_logp - rollout_logp), within bounds."""
+    """Importance correction for the difference between the engine, which samples, and the trainer, which computes the
+    same policy with slightly different results. Each token's loss is multiplied by exp(old_logp - rollout_logp), within
+    bounds."""
 
     kind: str = setting("none", choices=("none", "truncate", "mask"))
-    """none | truncate: weights are cut to the bounds | mask: a weight out of bounds becomes 0."""
+    """Treatment of weights outside the bounds: truncate clips them, mask sets them to 0; none: no correction."""
     level: str = setting("token", choices=("token", "sequence", "geometric"))
-    """token | sequence: product over a response's tokens | geometric: their geometric mean."""
+    """Unit of the weights: each token, a response's product (sequence), or a response's geometric mean (geometric)."""
     low: float | None = setting(None, minimum=0)
-    """null: 0 for truncate, 1 / high for mask."""
+    """Lower bound of the weights; null: 0 for truncate, 1 / high for mask."""
     high: float = setting(2.0, above=0)
-    """The highest weight."""
+    """Upper bound of the weights."""
     apply: bool = True
-    """false: only reported."""
+    """Apply the correction to the loss; false: only report its metrics."""
 
     def __post_init__(self) -> None:
         section = "algorithm.correction"
@@ -77,7 +79,7 @@ class CorrectionConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest weight that is left alone."""
+        """Lower and upper bound within which weights are unchanged."""
         if self.low is not None:
             return self.low, self.high
         return (1 / self.high if self.kind == "mask" else 0.0), self.high
@@ -85,65 +87,66 @@ class CorrectionConfig:
 
 @dataclass
 class KLConfig:
-    """What keeps the policy near the reference. A reference exists where a coefficient is above 0."""
+    """KL terms that keep the policy close to the reference. A reference exists if a coefficient is above 0."""
 
     in_loss: float = setting(0.0, minimum=0)
-    """Coefficient of the KL term of the policy loss."""
+    """Coefficient of the KL term in the policy loss."""
     loss_kind: str = setting("low_var", choices=KL_KINDS)
-    """k1 | abs | mse (k2) | low_var (k3), estimated per token; the gradient of k1 has mean 0."""
+    """Per-token estimator of the KL in the loss; mse = k2, low_var = k3. The gradient of k1 has mean 0."""
     in_reward: float = setting(0.0, minimum=0)
-    """Coefficient of the KL that is taken off the rewards; with an adaptive controller the first one."""
+    """Coefficient of the KL that is subtracted from the rewards; the initial value with an adaptive controller."""
     reward_kind: str = setting("k1", choices=KL_KINDS)
-    """As loss_kind."""
+    """Per-token estimator of the KL in the rewards; see algorithm.kl.loss_kind."""
     controller: str = setting("fixed", choices=("fixed", "adaptive"))
-    """fixed | adaptive: of in_reward. adaptive steers it so that the KL of a token becomes `target`."""
+    """Controller of in_reward; adaptive adjusts it such that the KL per token approaches `target`."""
     target: float | None = setting(None, above=0, unit="nats")
-    """Of the adaptive controller: nats per trained token, of reward_kind."""
+    """Target of the adaptive controller: KL per trained token, as estimated by reward_kind."""
     horizon: int | None = setting(None, minimum=1, unit="responses")
-    """Of the adaptive controller: responses; with as many the coefficient moves by up to a fifth."""
+    """Number of responses over which the adaptive controller changes the coefficient by at most 20 %."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Groups whose samples all have the same `metric` are dropped and refilled, in up to max_batches batches."""
+    """Dynamic sampling: groups in which `metric` is the same for all samples are dropped and replaced, with up to
+    max_batches batches per step."""
 
     enable: bool = False
-    """Whether groups are dropped."""
+    """Drop and replace groups whose samples are all equal in `metric`."""
     max_batches: int = setting(10, minimum=1, unit="batches")
-    """Batches of prompts that a step tries at most."""
+    """Maximum number of prompt batches that a step samples."""
     metric: str = setting("accuracy", choices=("accuracy", "reward"))
-    """accuracy | reward."""
+    """Quantity that is compared within a group."""
 
 
 @dataclass
 class AlgorithmConfig:
     advantage: str = setting("grpo", choices=ADVANTAGES, function=True)
-    """The estimator, by name or `module_or_file.py:function`; docs/algorithms.md has their formulas."""
+    """Advantage estimator, by name or as `module_or_file.py:function`; docs/algorithms.md contains the formulas."""
     normalize_by_std: bool | None = None
-    """Of grpo and grpo_passk; null: their default, true."""
+    """Divide the advantages of grpo and grpo_passk by the group's standard deviation; null: true."""
     gamma: float | None = setting(None, minimum=0, maximum=1)
-    """Discount per trained token, of gae and reinforce_plus_plus; null: their default, 1."""
+    """Discount per trained token for gae and reinforce_plus_plus; null: 1."""
     lam: float | None = setting(None, minimum=0, maximum=1)
-    """Of gae; null: its default, 1."""
+    """Lambda of gae; null: 1."""
     whiten: bool | None = None
-    """Of gae; null: its default, true."""
+    """Whiten the advantages of gae; null: true."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function."""
+    """Additional keyword arguments of a user's estimator."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     loss_aggregation: str = setting("token-mean", choices=LOSS_AGGREGATIONS)
-    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
+    """Reduction of per-token losses to the loss of an update."""
     entropy_coefficient: float = 0.0
-    """Of the entropy that the loss is given as a bonus; 0: none."""
+    """Coefficient of the entropy bonus in the loss; 0: none."""
     kl: KLConfig = field(default_factory=KLConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong_filtering: bool = False
-    """Responses that hit their token limit are not trained; they count in their group's baseline."""
+    """Exclude responses that reached their token limit from training; they still count in their group's baseline."""
     filter: str | None = setting(None, function=True)
-    """`module_or_file.py:function` f(rewards=, accuracies=, group_ids=, lengths=, clipped=) -> bool [B]: which
-    responses are trained."""
+    """`module_or_file.py:function`, called as f(rewards=, accuracies=, group_ids=, lengths=, clipped=). It returns bool
+    [B]: the responses to train."""
 
 
 def is_supervised(algorithm: AlgorithmConfig) -> bool:
-    """Whether target texts are trained on and nothing is sampled."""
+    """Return True if target texts are trained on and nothing is sampled."""
     return algorithm.policy_loss.name == SUPERVISED

@@ -1,4 +1,4 @@
-"""Keys of `rollout` that say what an episode is: what happens between a prompt and its reward."""
+"""Keys of `rollout` for episodes: the interaction between a prompt and its reward."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT = "single_turn", "tools", "environment
 
 @dataclass
 class EpisodeConfig:
-    """The part of RolloutConfig that is about episodes."""
+    """Episode keys of RolloutConfig."""
 
     episode: str | None = setting(None, choices=(SINGLE_TURN, WITH_TOOLS, WITH_ENVIRONMENT), function=True)
-    """What happens to a prompt: single_turn; tools (the model calls tools until a turn calls none); environment (a
-    user's class answers every turn); or `module_or_file.py:name` of a class with `async def run(self, session, prompt)`
-    or of an async function of the same arguments. null: tools with rollout.tools, environment with
-    rollout.environment, else single_turn."""
+    """Type of episode. single_turn: one response; tools: the model calls tools until a turn has no call; environment: a
+    user's class answers every turn; or `module_or_file.py:name` of a class with `async def run(self, session, prompt)`
+    or an async function of these arguments. null: tools if rollout.tools is set, environment if rollout.environment is
+    set, else single_turn."""
     episode_kwargs: dict[str, str] = field(default_factory=dict)
-    """Keyword arguments of a user's episode class, or of the environment's."""
+    """Keyword arguments of a user's episode class or environment."""
     environment: str | None = setting(None, function=True)
-    """`module_or_file.py:name` of a class, made for each episode with `prompt` and rollout.episode_kwargs:
-    step(action) -> (observation, reward, done), perhaps reset() -> first observation or None, and close()."""
+    """`module_or_file.py:name` of an environment class, constructed for each episode with `prompt` and
+    rollout.episode_kwargs. Methods: step(action) -> (observation, reward, done); optional: reset() -> first observation
+    or None, and close()."""
     max_turns: int = setting(8, minimum=1, unit="turns")
-    """Turns of the model in an episode; the next one ends it."""
+    """Maximum number of model turns in an episode."""
     max_turn_tokens: int | None = setting(None, minimum=1)
-    """Sampled in one turn; null: what rollout.max_response_tokens leaves, which counts all turns and what is said
-    between them."""
+    """Maximum number of tokens sampled in one turn; null: the rest of rollout.max_response_tokens, which counts all
+    turns and the messages between them."""
     max_episode_seconds: float | None = setting(3600.0, above=0)
-    """After which an episode ends with what there is of it, so that an environment that never answers holds up nobody
-    for ever; null: no limit."""
+    """Time limit of an episode, which then ends with its current trajectory, such that an environment that never
+    answers does not block the run; null: no limit."""
     max_concurrent_episodes: int | None = setting(None, minimum=1)
-    """Episodes of one engine that are under way together, whose tools and environments hold memory; null: four for each
-    of rollout.max_concurrent_requests, so that it has enough to decode while some wait for tools."""
+    """Maximum number of running episodes per engine; tools and environments of each use memory. null: 4 x
+    rollout.max_concurrent_requests, so that the engine is busy while some episodes wait for tools."""
     failed_reward: float = 0.0
-    """Reward of an episode that raised. Nothing of it is trained, but its group's mean counts it."""
+    """Reward of an episode that raised an error. It is not trained, but counts in its group's mean."""
     history: str | None = setting(None, choices=("keep", "new_sequence"))
-    """Of chat templates that render earlier turns otherwise once something follows them (such as reasoning, which they
-    leave out): keep what was sampled, one sequence per episode; or render the conversation anew for each turn, as it is
-    served, and train on a new_sequence. null: keep, and such templates are refused, so that somebody chooses."""
+    """Treatment of earlier turns with chat templates that render them differently once a message follows, for example
+    without reasoning. keep: keep the sampled tokens, one sequence per episode; new_sequence: render the conversation
+    again for each turn, as in deployment, and train separate sequences. null: keep, and such templates are rejected
+    until one is chosen."""
     long_history: str = setting("end", choices=("end", "drop_turns"))
-    """Of an episode that leaves no room for another turn in max_prompt_tokens + max_response_tokens: it ends, or its
-    oldest turns are dropped, which begins a new sequence."""
+    """Treatment of an episode without room for another turn in max_prompt_tokens + max_response_tokens: end it, or drop
+    its oldest turns (drop_turns), which starts a new sequence."""

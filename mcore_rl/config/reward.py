@@ -1,4 +1,4 @@
-"""Sections of the rewards: those of rules, and those of a language model that judges."""
+"""Sections `reward` and `judge`: reward functions, and a language model as judge."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from omegaconf import MISSING
 from mcore_rl.config.fields import DOMAIN, Domain, setting
 
 NO_RULE = "none"
-"""Value of reward.function where reward models alone give rewards."""
+"""Value of reward.function if only reward models give rewards."""
 BY_DATA_SOURCE = "by_data_source"
-"""Value of reward.function where each row's data_source names its grader."""
+"""Value of reward.function if each row's data_source selects its grader."""
 GRADERS = (
     *("math", "gsm8k", "math_boxed", "math_dapo", "prime_math", "geometry3k", "search_qa", "code_outputs"),
     "code_asserts",
 )
-"""Graders that are built in, by name (docs/rewards.md)."""
+"""Names of the built-in graders (docs/rewards.md)."""
 NAIVE, BATCH, PRIME, DAPO = "naive", "batch", "prime", "dapo"
-GROUP, TASK, STEP = "group", "task", "step"
 """Values of reward.manager, with verl's names."""
+GROUP, TASK, STEP = "group", "task", "step"
+"""Values of reward.batch."""
 
 
 @dataclass
 class OverlongConfig:
-    """DAPO's soft overlong punishment: 0 up to max_response_tokens - buffer_tokens, then linearly to -penalty."""
+    """DAPO's soft overlong punishment: 0 up to max_response_tokens - buffer_tokens tokens, then linear to -penalty."""
 
     enable: bool | None = None
-    """Whether long responses are punished; null: where reward.manager=dapo."""
+    """Punish long responses; null: if reward.manager=dapo."""
     buffer_tokens: int = setting(128, minimum=1)
-    """Length of the stretch before the limit in which the punishment grows."""
+    """Number of tokens before the limit over which the punishment grows."""
     penalty: float = setting(1.0, minimum=0)
-    """Of a response that reaches the limit."""
+    """Punishment of a response that reaches the limit."""
 
 
 @dataclass
@@ -39,71 +40,71 @@ class WeightedFunctionConfig:
     """One of several functions whose weighted sum is the reward."""
 
     function: str = setting(MISSING, choices=(BY_DATA_SOURCE, *GRADERS), function=True)
-    """As reward.function."""
+    """Grader, with the values of reward.function."""
     weight: float = 1.0
-    """Of its score in the sum."""
+    """Weight of its score in the sum."""
     name: str | None = None
-    """Of its score in records and metrics; null: the function's own."""
+    """Name of its score in records and metrics; null: the function's name."""
     kwargs: dict[str, str] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function."""
+    """Additional keyword arguments of a user's function."""
 
 
 @dataclass
 class RewardConfig:
     function: str = setting("math", choices=("math", BY_DATA_SOURCE, *GRADERS[1:], NO_RULE), function=True)
-    """math (reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number), by_data_source (each row's
-    data_source names its grader, with verl's names), one of those graders for all rows, `module_or_file.py:function`
-    with verl's signature, or none: reward models alone."""
+    r"""Reward function. math reads \\boxed{}, an `Answer:` line, `####`, or the last formula or number; by_data_source
+    selects a grader by each row's data_source (verl's names); another grader's name applies to all rows;
+    `module_or_file.py:function` has verl's signature; none: only reward models give rewards."""
     functions: dict[str, str] = field(default_factory=dict, metadata={DOMAIN: Domain(choices=GRADERS, function=True)})
-    """With by_data_source: graders of data sources that have none, or another; names may be patterns ("aime*"), and
-    the first that fits counts."""
+    """Graders by data source for by_data_source, in addition to or instead of the built-in ones. Names may be patterns
+    such as "aime*"; the first match applies."""
     weighted: list[WeightedFunctionConfig] = field(default_factory=list)
-    """Several functions in the place of reward.function: a list of {function, weight, name, kwargs}. The weighted sum
-    of their scores is the reward; each score stands by its name in records and metrics."""
+    """List of {function, weight, name, kwargs} that replaces reward.function. The reward is the weighted sum of the
+    scores; records and metrics contain each score under its name."""
     accuracy_of: str | None = None
-    """Name of the one of reward.weighted that says what is right; null: the first."""
+    """Entry of reward.weighted, by name, that defines accuracy; null: the first."""
     manager: str = setting(PRIME, choices=(NAIVE, BATCH, PRIME, DAPO))
-    """verl's names. prime: many responses at a time; naive: one after the other; dapo: as prime, with reward.overlong
-    on; batch: a user's function f(data_sources, solution_strs, ground_truths, extra_infos, **reward.kwargs) sees the
-    responses of a reward.batch together and returns as many numbers or dicts."""
+    """Reward manager, with verl's names. prime: many responses concurrently; naive: one at a time; dapo: like prime,
+    with reward.overlong; batch: a user's function f(data_sources, solution_strs, ground_truths, extra_infos,
+    **reward.kwargs) grades the responses of a reward.batch together and returns a number or dict for each."""
     batch: str = setting(GROUP, choices=(GROUP, TASK, STEP))
-    """What reward.manager=batch hands over together: the responses to one prompt, all of an engine's task, or all of a
-    step (with dynamic sampling: of each of its rounds) or a validation, whichever engines wrote them."""
+    """Responses that reward.manager=batch grades together: the responses to one prompt (group), of an engine's task
+    (task), or of a whole step or validation on all engines (step; with dynamic sampling: of each round)."""
     weight: float = 1.0
-    """Of the function's reward in the sum with those of reward models."""
+    """Weight of the function's reward in the sum with scores of reward models."""
     kwargs: dict[str, str] = field(default_factory=dict)
-    """Extra keyword arguments of a user's function; with by_data_source, of all those in reward.functions."""
+    """Additional keyword arguments of a user's function; with by_data_source, of all functions in reward.functions."""
     correct: float = 1.0
-    """Reward of the built-in grader for a right answer."""
+    """Reward of the built-in graders for a right answer."""
     incorrect: float = 0.0
-    """Rewards of the built-in grader (DAPO's paper: 1 and -1)."""
+    """Reward of the built-in graders for a wrong answer (DAPO's paper: 1 and -1)."""
     timeout_seconds: float = setting(10.0, above=0)
-    """Of one response, or of one batch; a function that takes longer has failed."""
+    """Time limit for grading one response, or one batch; a slower grading counts as failed."""
     workers: int = setting(1, minimum=1, unit="processes")
-    """Grading processes beside each engine."""
+    """Number of grading processes per engine."""
     max_concurrent_calls: int = setting(16, minimum=1, unit="calls")
-    """Calls of an async function that one grading process has under way together."""
+    """Maximum number of concurrent calls of an async function in one grading process."""
     memory_mib: int | None = setting(4096, minimum=1)
-    """Resident memory of one grading process and all that it starts; one that takes more is killed, and what it graded
-    has failed. null: no limit."""
+    """Resident memory limit of a grading process including its children. A process that exceeds it is killed, and its
+    current grading counts as failed. null: no limit."""
     max_error_fraction: float = setting(1.0, minimum=0, maximum=1)
-    """A step or a validation ends the run if so many of its responses could not be graded: the function raised, took
-    too long, died, or returned no number. 0: any."""
+    """Fraction of failed gradings in a step or validation that ends the run. A grading fails if the function raises,
+    times out, dies, or returns no number. 0: any failure ends the run."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
     @property
     def punishes_overlong(self) -> bool:
-        """Whether long responses are punished."""
+        """True if long responses are punished."""
         return self.manager == DAPO if self.overlong.enable is None else self.overlong.enable
 
     @property
     def entries(self) -> list[WeightedFunctionConfig]:
-        """The functions that grade: those of reward.weighted, or reward.function alone."""
+        """Functions that grade: the entries of reward.weighted, or reward.function alone."""
         return self.weighted or [WeightedFunctionConfig(self.function, kwargs=self.kwargs)]
 
     @property
     def chosen(self) -> str:
-        """What grades, for messages: the key with its value."""
+        """Key and value of the configured graders, for messages."""
         if not self.weighted:
             return f"reward.function={self.function}"
         return f"reward.weighted ({', '.join(entry.function for entry in self.weighted)})"
@@ -111,65 +112,65 @@ class RewardConfig:
 
 @dataclass
 class JudgeConfig:
-    """A frozen language model that reads every response and writes a score, on inference engines of its own or behind
-    a server that others keep."""
+    """Frozen language model that reads every response and writes a score, on the run's own engines or on an external
+    server."""
 
     hf_path: str | None = setting(None, path=True)
-    """HF directory, of a supported family, for engines of the run's own; null: no such judge."""
+    """Hugging Face directory of a supported model family, run on engines of its own; null: no such judge."""
     url: str | None = None
-    """Address of an OpenAI-compatible server, such as http://host:8000/v1, that is asked instead; null: none is."""
+    """Address of an OpenAI-compatible server to use as judge, such as http://host:8000/v1; null: no server."""
     served_model: str | None = None
-    """Name by which the server has the judge; null: the only model that it serves."""
+    """Model name on the server; null: the only model that it serves."""
     api_key_variable: str | None = None
-    """Environment variable, of the process that starts the run, with the server's key; null: it wants none."""
+    """Environment variable with the server's API key, in the process that starts the run; null: no key."""
     timeout_seconds: float = setting(120.0, above=0)
-    """Of one question to the server."""
+    """Timeout of one request to the server."""
     max_retries: int = setting(3, minimum=0)
-    """Of a question that the server did not answer, at growing intervals. What then failed has no score;
-    reward.max_error_fraction of the questions that are asked together end the run."""
+    """Number of retries of a failed request to the server, at growing intervals. A request that still fails gives no
+    score; reward.max_error_fraction of them in a batch end the run."""
     engine: str | None = setting(None, choices=("vllm", "sglang"))
-    """vllm or sglang; null: rollout.engine."""
+    """Inference engine of the judge; null: rollout.engine."""
     tokenizer_path: str | None = setting(None, path=True)
-    """Directory or tokenizer.json file; null: judge.hf_path. With judge.url it may be left out: then no question is
-    too long before the server says so, and what responses spell of control tokens is left in them."""
+    """Directory of the tokenizer, or a tokenizer.json file; null: judge.hf_path. Optional with judge.url: without it,
+    prompts are not checked for length before they are sent, and special tokens in responses are not escaped."""
     dtype: str | None = setting(None, choices=("float32", "bfloat16"))
-    """float32 or bfloat16; null: model.dtype."""
+    """Data type of the judge's parameters; null: model.dtype."""
     weight: float = 1.0
-    """Of the judge's score in the reward."""
+    """Weight of the judge's score in the reward."""
     template: str | None = None
-    """What the judge is asked, or a .txt file with it; {prompt}, {response} and {ground_truth} are replaced. Where its
-    tokenizer has a chat template, and on a server, this is a user's message."""
+    """Prompt for the judge, or a .txt file with it; {prompt}, {response} and {ground_truth} are replaced. It is a user
+    message if the judge's tokenizer has a chat template or the judge is a server."""
     score_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the number; its last match in the judge's answer is the score."""
+    """Regular expression with one group, the number. Its last match in the judge's answer is the score."""
     parser: str | None = setting(None, function=True)
-    """`module_or_file.py:function` that finds the score instead, called as f(answer, finish_reason, data_source,
-    ground_truth, extra_info) in the judge's process; it returns a number, or None where it finds none."""
+    """`module_or_file.py:function` that extracts the score instead, called as f(answer, finish_reason, data_source,
+    ground_truth, extra_info) in the judge's process. It returns a number, or None if there is no score."""
     min_score: float | None = None
-    """A score below it counts as none; null: no bound."""
+    """Lowest valid score; a lower one counts as unparsable. null: no bound."""
     max_score: float | None = None
-    """A score beyond these bounds counts as none."""
+    """Highest valid score; a higher one counts as unparsable. null: no bound."""
     unparsable: float = 0.0
-    """Score of an answer without one, and of a response too long for judge.max_prompt_tokens."""
+    """Score of an answer without a valid score, and of a response that exceeds judge.max_prompt_tokens."""
     samples: int = setting(1, minimum=1)
-    """Answers to every response; the score is their mean."""
+    """Number of answers per response; the score is their mean."""
     num_engines: int = setting(1, minimum=1)
-    """Copies of the judge, each on judge.tp ranks."""
+    """Number of engines, each with a copy of the judge on judge.tp ranks."""
     tp: int = setting(1, minimum=1)
-    """Tensor-parallel ranks of one engine."""
+    """Tensor-parallel ranks per engine."""
     temperature: float = setting(0.0, minimum=0)
-    """0: greedy."""
+    """Sampling temperature of the judge; 0 is greedy."""
     top_p: float = setting(1.0, above=0, maximum=1)
-    """As in rollout."""
+    """Top-p of the judge's sampling; 1: all tokens."""
     max_prompt_tokens: int = setting(4096, minimum=1)
-    """Of the rendered question, prompt and response included."""
+    """Maximum length of the judge's rendered prompt, which includes the prompt and the response."""
     max_response_tokens: int = setting(512, minimum=1)
-    """An answer that reaches it is read as far as it goes, but a score at its very end, which may lack digits, counts
-    as none."""
+    """Maximum length of an answer. A truncated answer is parsed, but a score at its very end counts as unparsable,
+    since digits may be missing."""
     max_concurrent_requests: int = setting(256, minimum=1)
-    """Sequences that one engine decodes together; questions that are under way to a server."""
+    """Maximum number of sequences that one engine decodes at a time, or of concurrent requests to the server."""
     kv_cache_gib: float = setting(0.25, above=0)
-    """As in rollout, for judges."""
+    """Size of the judge's KV cache per engine rank on CPU; on GPUs, gpu_memory_fraction applies."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
-    """As in rollout."""
+    """Fraction of a GPU's memory that a rank of the judge uses; see rollout.gpu_memory_fraction."""
     enforce_eager: bool = False
-    """As in rollout."""
+    """Run the judge without CUDA graphs and compilation; see rollout.enforce_eager."""

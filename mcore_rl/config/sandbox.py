@@ -1,4 +1,4 @@
-"""Section of the sandbox, in which code that a model wrote is run."""
+"""Section `sandbox`: execution of code written by a model."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ LANDLOCK = "landlock"
 
 @dataclass
 class SandboxConfig:
-    """Where code of a model runs and how much it may take; docs/sandbox.md says what is contained."""
+    """Sandbox for a model's code, and its resource limits; docs/sandbox.md describes what is contained."""
 
     kind: str = setting(BUBBLEWRAP, choices=(BUBBLEWRAP, LANDLOCK))
-    """bubblewrap (namespaces of its own; `make sandbox` installs it) | landlock, for containers that refuse namespaces:
-    it contains less."""
+    """bubblewrap: private namespaces (installed by `make sandbox`); landlock: weaker containment for containers that do
+    not allow namespaces."""
     url: str | None = None
-    """Address of a SandboxFusion server, such as http://host:8080, that runs whole programs instead; null: they run on
-    the host that asks. Interpreters and shells of an episode always do."""
+    """Address of a SandboxFusion server, such as http://host:8080, that runs whole programs; null: programs run on the
+    calling host. Interpreters and shells of episodes always run there."""
     python: str = "/usr/bin/python3"
-    """Interpreter inside, an absolute path in /usr or in one of sandbox.read_only."""
+    """Interpreter inside the sandbox: an absolute path in /usr or in a directory of sandbox.read_only."""
     read_only: list[str] = field(default_factory=list)
-    """Directories beside /usr that code may read, such as a virtual environment; every user has to be able to."""
+    """Directories that the code may read in addition to /usr, such as a virtual environment; they must be readable by
+    all users."""
     seconds: float = setting(10.0, above=0)
-    """Of one run, or one cell of an interpreter."""
+    """Time limit of a program, or of one cell of an interpreter."""
     cpu_seconds: int = setting(10, minimum=1)
-    """Processor time of one process; an interpreter or a shell, whose cells share it, gets ten times as much."""
+    """Processor time limit of one process; interpreters and shells, whose cells share a process, get ten times as
+    much."""
     memory_mib: int = setting(1024, minimum=64)
-    """Address space of one process, and memory of all of a run together."""
+    """Limit of one process's address space, and of the memory of all processes of a program together."""
     processes: int = setting(32, minimum=4)
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at a time."""
     file_mib: int = setting(16, minimum=1)
-    """Of one file."""
+    """Maximum size of one file."""
     tmp_mib: int = setting(64, minimum=1)
-    """Of all files together, and of those fetched; of landlock only the latter."""
+    """Maximum total size of all files, and of fetched files; with landlock, only of fetched files."""
     output_kib: int = setting(64, minimum=1)
-    """Of a run or a cell, whose end is more."""
+    """Maximum output of a program or cell; more output is cut off."""
     open_files: int = setting(128, minimum=16)
-    """File descriptors of one process."""
+    """Maximum number of open file descriptors per process."""
     max_running: int | None = setting(None, minimum=1)
-    """Runs and cells at once in one process of the run, others wait; null: as many as it has cores."""
+    """Maximum number of concurrent programs and cells per process of the run; others wait. null: number of cores."""

@@ -1,6 +1,6 @@
-"""The configuration: one dataclass per section, defaults that run on a laptop, units in the names.
+"""Configuration schema: one dataclass per section. Names contain units, and the defaults run on a laptop.
 
-Imports nothing heavy, so a configuration can be read and checked on a machine without torch.
+Imports neither torch nor other large packages, so that a configuration can be read and checked on any machine.
 """
 
 from __future__ import annotations
@@ -20,86 +20,88 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.staleness import StalenessConfig
 
 TOOL_FORMATS = ("hermes", "qwen3_coder", "deepseek", "kimi", "mistral", "llama3", "glm45")
-"""In which tool calls can be read (rollout.tools.formats has them)."""
+"""Formats of tool calls that can be parsed (implemented in rollout.tools.formats)."""
 
 
 @dataclass
 class RunConfig:
     dir: str = setting(MISSING, path=True)
-    """Where everything of this run goes; an existing run in it is resumed."""
+    """Directory for all files of the run. If it holds a run, that run is resumed."""
     seed: int = setting(1, minimum=0)
-    """Of everything that is drawn: prompts, samples, initial weights."""
+    """Seed of everything random: prompt order, sampling, initial weights."""
 
     @property
     def logs(self) -> str:
-        """Directory of what the processes of the run and third parties write."""
+        """Directory for output of the run's processes and of third-party libraries."""
         return os.path.join(self.dir, "logs")
 
 
 @dataclass
 class ModelConfig:
     hf_path: str = setting(MISSING, path=True)
-    """HF directory with config.json and safetensors; also where the tokenizer is, unless tokenizer_path is set."""
+    """Hugging Face directory with config.json and safetensors; also the tokenizer, unless tokenizer_path is set."""
     tokenizer_path: str | None = setting(None, path=True)
-    """Directory or tokenizer.json file."""
+    """Directory of the tokenizer, or a tokenizer.json file; null: model.hf_path."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
-    """Of the parameters: float32 or bfloat16 (then with float32 main parameters in the optimizer); auto: bfloat16 on
-    GPUs, float32 on CPU."""
+    """Data type of the parameters: float32, or bfloat16 with float32 main parameters in the optimizer. auto: bfloat16
+    on GPUs, float32 on CPU."""
     random_init: bool = False
-    """Initialise from config.json alone, with run.seed, ignoring weights (for tests and throughput runs)."""
+    """Initialize the weights randomly, from config.json and run.seed, instead of loading them (for tests and throughput
+    measurements)."""
     check_logits: str = setting("auto", choices=("auto", "always", "never"))
-    """Before training, log-probabilities of a few random tokens against transformers' model on the CPU: auto (up to 2
-    billion parameters that fit in memory) | always | never."""
+    """Before training, compare log-probabilities of a few random tokens with the model in transformers on the CPU.
+    auto: if the model has at most 2 billion parameters and fits in memory."""
 
 
 @dataclass
 class DataConfig:
     train: list[str] = setting(MISSING, path=True)
-    """Prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one that `datasets` saved; or
-    a list of these."""
+    """Training prompts: a jsonl, parquet or CSV file, a glob of such files, a directory of them or one saved by
+    `datasets`; or a list of these."""
     val: list[str] | None = setting(None, path=True)
-    """Prompts of validation, named as in data.train; null: no validation. `data.val={name: path}`: several sets."""
+    """Validation prompts, in the forms of data.train; null: no validation. `data.val={name: path}` defines several
+    sets."""
     val_sets: dict[str, list[str]] | None = setting(None, path=True)
-    """Named sets of validation prompts, {name: path or list of paths}, each with its metric `val/accuracy/<name>`;
-    `data.val={name: path}` sets it."""
+    """Named sets of validation prompts, {name: path or list of paths}; each set has the metric `val/accuracy/<name>`.
+    Set by `data.val={name: path}`."""
     weights: dict[str, float] = setting({}, above=0, path=True)
-    """How often rows are drawn, by what data.train names them with (a path or a glob): 2 is twice per epoch, 0.5 in
-    every second one; 1 for files that are not named here."""
+    """Sampling weight of files, by their entry in data.train (a path or glob): 2 samples each row twice per epoch, 0.5
+    in every second epoch. Files without an entry have weight 1."""
     prompt_key: str | None = None
-    """Column of the prompt, a string or chat messages; null: `prompt`, else `question`, whichever a file has. Rows in
-    verl's format (`prompt` beside `reward_model`) without the column named here are read as they are, and reported;
-    other rows without it are refused, as is a name that no file has."""
+    """Column with the prompt, a string or chat messages; null: `prompt`, else `question`. Rows in verl's format
+    (`prompt` beside `reward_model`) that lack this column are read in that format, with a notice. Other rows without it
+    are rejected, and so is a column that no file has."""
     answer_key: str | None = None
-    """Column of the ground truth and, for supervised warm start, of the target text; null: `reward_model.ground_truth`,
-    else `answer`, else `ground_truth` (of targets: `answer`). Rows in verl's format without the column named here keep
-    their `reward_model.ground_truth`."""
+    """Column with the ground truth and, for supervised warm start, the target text; null: `reward_model.ground_truth`,
+    else `answer`, else `ground_truth` (target text: `answer`). Rows in verl's format that lack this column use their
+    `reward_model.ground_truth`."""
     template: str = setting("auto", choices=("auto", "chat", "plain"))
-    """auto | chat | plain. auto: chat when the tokenizer has a chat template, else plain."""
+    """Rendering of prompts. auto: chat if the tokenizer has a chat template, else plain."""
     plain_template: str = "{prompt}"
-    """Text around a plain prompt; {prompt} is replaced."""
+    """Text around a plain prompt; {prompt} is replaced by the prompt."""
     val_max_prompts: int | None = setting(None, minimum=1, unit="prompts")
-    """The first so many of data.val; null: all."""
+    """Number of prompts to use from the beginning of data.val; null: all."""
     long_prompts: str = setting("drop", choices=("drop", "truncate_left", "truncate_right"))
-    """drop | truncate_left | truncate_right: what happens to prompts longer than rollout.max_prompt_tokens. Truncation
-    keeps the last (left) or the first (right) tokens of the rendered prompt, chat template included."""
+    """Treatment of prompts longer than rollout.max_prompt_tokens: drop them, or keep the last (truncate_left) or first
+    (truncate_right) tokens of the rendered prompt, including the chat template."""
     shuffle: bool = True
-    """Prompts in another order in every epoch; false: in that of the file."""
+    """Shuffle the prompts in each epoch; false: keep the order of the file."""
     curriculum: str | None = setting(None, function=True)
-    """module_or_file.py:function that is called as f(epoch, prompts, seed) and returns the rows of an epoch, as a list
-    of indices of prompts, in the order in which they are drawn; null: all, as data.shuffle says."""
+    """`module_or_file.py:function`, called as f(epoch, prompts, seed). It returns the rows of the epoch as a list of
+    prompt indices, in sampling order. null: all rows, ordered by data.shuffle."""
     system_prompt: str | None = None
-    """A system message for prompts that have none; null: none is added."""
+    """System message added to prompts that have none; null: none is added."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, such as `enable_thinking: false`, for every prompt and turn that it renders. An
-    argument that the template does not read is refused."""
+    """Arguments of the chat template, such as `enable_thinking: false`, for every rendered prompt and turn. An argument
+    that the template does not use is rejected."""
     workers: int = setting(1, minimum=1, unit="processes")
-    """That tokenise, for large files on hosts with cores to spare; what comes out is the same for any number."""
+    """Number of processes that tokenize large files; the result does not depend on it."""
     cache_dir: str | None = setting(None, path=True)
-    """Directory that keeps tokenised files for later starts; null: none."""
+    """Directory that caches tokenized files for later starts; null: no cache."""
 
     @property
     def validation(self) -> dict[str, list[str]]:
-        """Files of each set of validation prompts, by the key that names them; {} without validation."""
+        """Files of each validation set, by the key that names them; {} without validation."""
         if self.val_sets is not None:
             return {f"data.val.{name}": names for name, names in self.val_sets.items()}
         return {} if self.val is None else {"data.val": self.val}
@@ -108,217 +110,225 @@ class DataConfig:
 @dataclass
 class RolloutConfig(EpisodeConfig, StalenessConfig):
     engine: str = setting("vllm", choices=("vllm", "sglang"))
-    """vllm | sglang."""
+    """Inference engine that generates responses."""
     num_engines: int = setting(1, minimum=1)
-    """Copies of the policy that generate, each on rollout.tp ranks."""
+    """Number of inference engines, each with a copy of the policy on rollout.tp ranks."""
     tp: int = setting(1, minimum=1)
-    """Tensor-parallel ranks of one engine; more than cluster.gpus_per_node span whole nodes."""
+    """Tensor-parallel ranks per engine. If larger than cluster.gpus_per_node, an engine spans whole nodes."""
     nodes: int = setting(0, minimum=0)
-    """The last nodes of the cluster are the engines' alone (cluster.placement=disaggregated); 0: engines take the slots
-    that the trainer ranks leave."""
+    """Number of nodes, counted from the end, that only engines use (cluster.placement=disaggregated); 0: engines use
+    the slots that trainer ranks leave free."""
     max_engine_restarts: int = setting(3, minimum=0)
-    """How often, in a run, an engine that dies or hangs is started again; once more ends the run."""
+    """Number of times in a run that a dead or hanging engine is restarted; the next failure ends the run."""
     samples_per_prompt: int = setting(8, minimum=1)
-    """Responses to a prompt; they form a group."""
+    """Number of responses to each prompt; they form a group."""
     temperature: float = setting(1.0, minimum=0, maximum=2)
-    """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is refused: greedy sampling has no
-    distribution that could be trained."""
+    """Temperature of sampling for training, from 0.01 to vLLM's limit of 2. 0 is rejected: greedy sampling has no
+    distribution to train."""
     top_p: float = setting(1.0, above=0, maximum=1)
-    """Must be 1 for training (all tokens): the trainer computes the full softmax. rollout.validation_top_p may be
-    less."""
+    """Top-p of sampling for training. Must be 1 (all tokens), since the trainer computes the full softmax.
+    rollout.validation_top_p may be lower."""
     top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Must be -1 for training (all tokens): the trainer computes the full softmax. rollout.validation_top_k may be
-    another number."""
+    """Top-k of sampling for training. Must be -1 (all tokens), since the trainer computes the full softmax.
+    rollout.validation_top_k may differ."""
     max_prompt_tokens: int = setting(512, minimum=1)
-    """Longer prompts are dropped, or cut, as data.long_prompts says."""
+    """Maximum length of a prompt. Longer prompts are dropped or truncated, see data.long_prompts."""
     max_response_tokens: int = setting(512, minimum=1)
-    """Where a response ends at the latest."""
+    """Maximum length of a response."""
     stop: list[str] = setting([], one_or_more=True)
-    """Texts that end a response, in training and validation. The token that completes one is the response's last
-    token and is trained; graders see the text before it. Special tokens count as the text that the tokenizer shows."""
+    """Strings that end a response, in training and validation. The token that completes one is the last token of the
+    response and is trained; graders see the text before the string. Special tokens are matched as the text that the
+    tokenizer shows."""
     validation_temperature: float = setting(0.0, minimum=0, maximum=2)
-    """Of validation; 0 is greedy."""
+    """Temperature of sampling for validation; 0 is greedy."""
     validation_top_p: float = setting(1.0, above=0, maximum=1)
-    """Validation samples from the likeliest tokens that have this probability together; 1: from all."""
+    """Top-p for validation: sample from the most likely tokens whose probabilities sum to this; 1: from all tokens."""
     validation_top_k: int = setting(-1, minimum=-1, unit="tokens")
-    """Validation samples from so many of the likeliest tokens; -1: from all."""
+    """Top-k for validation: sample from this many of the most likely tokens; -1: from all tokens."""
     validation_samples: int = setting(1, minimum=1)
-    """Responses per validation prompt; accuracy is their mean. Temperature 0 is greedy."""
+    """Responses per validation prompt; accuracy is their mean. More than 1 needs a rollout.validation_temperature above
+    0."""
     max_batched_tokens: int | None = setting(None, minimum=1)
-    """Tokens that an engine computes in one pass, prompts in pieces where they exceed it (chunked prefill); null: the
+    """Maximum number of tokens per engine step; longer prompts are processed in chunks (chunked prefill). null: the
     engine's default."""
     expert_parallel: bool = False
-    """The engine's tensor-parallel ranks hold whole experts instead of slices of all."""
+    """Place whole experts on the engine's tensor-parallel ranks, instead of a slice of every expert."""
     max_concurrent_requests: int = setting(256, minimum=1)
-    """Sequences that one engine decodes together."""
+    """Maximum number of sequences that one engine decodes at a time."""
     kv_cache_gib: float = setting(0.25, above=0)
-    """Memory of one engine rank's KV cache (CPU; on GPUs gpu_memory_fraction decides)."""
+    """Size of the KV cache per engine rank on CPU; on GPUs, gpu_memory_fraction applies."""
     max_logp_gap: int | float | str | None = setting("auto", above=0, choices=("auto",), unit="nats")
-    """Mean absolute difference between the engine's and the trainer's log-probabilities of a few responses, above which
-    a run stops before its first step. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2 with actor.fp8;
-    null: no comparison."""
+    """Limit of the mean absolute difference between the log-probabilities of engine and trainer for a few responses.
+    The run stops before its first step if it is exceeded. auto: 1e-3 with model.dtype=float32, 0.05 with bfloat16, 0.2
+    with actor.fp8; null: no comparison."""
     gpu_memory_fraction: float = setting(0.6, above=0, maximum=1)
-    """Share of a GPU's memory that an engine rank takes for weights, workspace and KV cache."""
+    """Fraction of a GPU's memory that an engine rank uses for weights, workspace and KV cache."""
     enforce_eager: bool = False
-    """The engine runs without CUDA graphs and compilation, as it does on CPU: it starts sooner and decodes slower."""
+    """Run the engine without CUDA graphs and compilation, which are never used on CPU: it starts faster and decodes
+    more slowly."""
     tools: str | None = setting(None, path=True, function=True)
-    """What models may call: a YAML file of tools, in verl's form or with functions; `module_or_file.py:name` of a
-    function, a class or a list of them; or a file.py with verl's @function_tool; null: nothing."""
+    """Tools that the model may call: a YAML file of tools, in verl's format or with functions; `module_or_file.py:name`
+    of a function, a class or a list of them; or a file.py with verl's @function_tool. null: no tools."""
     tool_parser: str = setting("auto", choices=("auto", *TOOL_FORMATS), function=True)
-    """How a model writes calls: as its chat template does (auto), or in the format named here."""
+    """Format in which the model writes tool calls; auto: detected from the chat template."""
     tool_processes: int = setting(1, minimum=1, unit="processes")
-    """Beside each engine, in which tools run; an episode stays in one of them."""
+    """Number of tool processes per engine. All calls of an episode run in the same process."""
     max_tool_seconds: float = setting(30.0, above=0)
-    """Of one call, unless the file of tools says another limit."""
+    """Time limit of a tool call, unless the tool file sets another one."""
     max_tool_calls_per_turn: int = setting(8, minimum=1, unit="calls")
-    """Of one message; they run at once."""
+    """Maximum number of tool calls in a message; they run concurrently."""
     tool_answer_characters: int = setting(8192, minimum=16, unit="characters")
-    """Of a tool's answer, which a model sees; longer ones are cut."""
+    """Maximum length of a tool's result in the conversation; longer results are truncated."""
     tool_answer_keep: str = setting("start", choices=("start", "end", "both"))
-    """What is kept of an answer that is cut: its start, its end, or half of the characters of both."""
+    """Part of a truncated tool result that is kept: start, end, or both with half of the characters each."""
 
 
 @dataclass
 class WeightsConfig:
     bucket_mib: float = setting(256.0, above=0)
-    """Of weights that travel to the engines in one piece."""
+    """Size of a bucket, the unit in which weights are sent to engines."""
     num_buckets: int = setting(2, minimum=1)
-    """Slots of a window: a bucket is written while engines take from those before it."""
+    """Number of buckets in a staging buffer: trainer ranks fill one while engines read the previous ones."""
     transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network", "vllm_rdt"))
-    """How weights reach an engine rank. auto: through a GPU's memory that it shares with a trainer rank, else through
-    the host's, else by the network; the next three insist on one of these. vllm_rdt: by vLLM's own sharded_rdt."""
+    """Transport of weights to an engine rank. auto: cuda_ipc if it shares a GPU with a trainer rank, shared_memory if
+    it shares a host, else network. The other values require one transport; vllm_rdt is vLLM's sharded_rdt."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
-    """Compare every tensor of every engine with the trainer's at each N-th sync; 0: never."""
+    """Compare every tensor of every engine with the trainer's at each N-th weight sync; 0: never."""
 
 
 @dataclass
 class TrainerConfig:
     steps: int = setting(100, minimum=1)
-    """Of the whole run: each generates responses and trains on them."""
+    """Total number of training steps; each generates responses and trains on them."""
     prompts_per_step: int = setting(32, minimum=1, unit="prompts")
-    """Prompts (groups) that a step trains on."""
+    """Prompts (groups) per training step."""
     prompts_per_update: int = setting(32, minimum=1, unit="prompts")
-    """Prompts (groups) per optimizer update; prompts_per_step / prompts_per_update updates follow one rollout."""
+    """Prompts (groups) per optimizer update. A step has prompts_per_step / prompts_per_update updates."""
     update_epochs: int = setting(1, minimum=1)
-    """How often the updates of a step go through its responses."""
+    """Number of passes over a step's responses; each repeats the updates."""
     critic_warmup_steps: int = setting(0, minimum=0)
-    """The first steps train the critic alone, if there is one."""
+    """Number of steps at the beginning that train only the critic, if there is one."""
     validate_every_steps: int = setting(10, minimum=0)
-    """0: only before and after training."""
+    """Interval between validations; 0: only before and after training."""
     validate_before: bool = True
-    """Validation before the first step, as step 0 of the metrics."""
+    """Validate before the first step; reported as step 0 of the metrics."""
     export_hf: str | None = setting(None, path=True)
-    """Directory that receives the final weights as an HF checkpoint; of a LoRA run merged."""
+    """Directory for the final weights as a Hugging Face checkpoint; LoRA adapters are merged. null: no export."""
     export_adapter: str | None = setting(None, path=True)
-    """Directory that receives the final adapters of a LoRA run in PEFT's format."""
+    """Directory for the final adapters of a LoRA run in PEFT's format; null: no export."""
 
 
 @dataclass
 class CheckpointConfig:
     every_steps: int = setting(10, minimum=0)
-    """0: only at the end of the run, and when it is stopped."""
+    """Interval between checkpoints; 0: only at the end of the run and when it is stopped."""
     keep_last: int = setting(2, minimum=1, unit="checkpoints")
-    """Older ones are removed."""
+    """Number of newest checkpoints to keep; older ones are removed."""
     keep_best: int = setting(1, minimum=0, unit="checkpoints")
-    """Of the checkpoints whose step was validated, those with the highest val/accuracy are kept beside the last."""
+    """Number of checkpoints with the highest val/accuracy to keep in addition; only checkpoints of steps with a
+    validation count."""
     drain: bool = False
-    """With rollout.max_staleness, responses in progress end before a checkpoint is saved; false: it holds what there is
-    of them, and they go on from there."""
+    """With rollout.max_staleness: finish running responses before saving a checkpoint. false: the checkpoint contains
+    the partial responses, which a resumed run continues."""
     async_save: bool = False
-    """Files are written while training goes on; a checkpoint counts once it is complete."""
+    """Write checkpoint files while training continues. A checkpoint is valid once it is complete."""
 
 
 @dataclass
 class ClusterConfig:
     nodes: int = setting(1, minimum=1)
-    """Hosts of the run, each with gpus_per_node slots."""
+    """Number of hosts, each with gpus_per_node slots."""
     gpus_per_node: int = setting(1, minimum=1)
-    """Trainer slots per node: GPUs, or on CPU processes."""
+    """Slots per node: GPUs, or processes on CPU."""
     gpu_memory_gib: float = setting(80.0, above=0)
-    """Of one GPU, for what `plan` says."""
+    """Memory of one GPU; used by `mcore-rl plan` only."""
     host_memory_gib: float | None = setting(None, above=0)
-    """Of one node, for what `plan` says of offloading; null: not checked."""
+    """Memory of one node; used by `mcore-rl plan` to check offloading. null: not checked."""
     placement: str = setting("colocated", choices=("colocated", "disaggregated"))
-    """colocated | disaggregated."""
+    """colocated: engines share devices with trainer ranks and alternate with them; disaggregated: engines have their
+    own."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
-    """auto | cpu | cuda."""
+    """Device of trainer ranks and engines; auto: GPUs if available."""
     collective_timeout_seconds: int = setting(600, minimum=1)
-    """After which a process gives up waiting: a trainer rank for its peers, an engine for one of its ranks."""
+    """Timeout of collectives and engine calls; the run ends when it expires."""
     start_timeout_seconds: int = setting(1800, minimum=1)
-    """Within which engines, and models beside the trainer ranks, have to be ready."""
+    """Timeout for the start of engines, critic, reward model and judge."""
     object_store_gib: float = setting(0.5, above=0)
-    """Shared memory of a node in which Ray keeps trajectories."""
+    """Shared memory per node for Ray's object store, which holds trajectories."""
     address: str | None = None
-    """Ray cluster to join; null: start one on this machine."""
+    """Address of the Ray cluster to join; null: start one on this machine."""
     isolation: str = setting("auto", choices=("auto", "namespace", "none"))
-    """Protection of the run's ports from other users of its host: auto (a private network namespace if other users are
-    logged in) | namespace (always) | none. Processes in the namespace cannot reach other machines. A run that joins a
-    Ray cluster is rejected unless none is set, if other users are logged in on its hosts."""
+    """Protection of the run's ports from other users of the host. auto: a private network namespace if other users are
+    logged in; namespace: always; none: never. Processes in the namespace cannot reach other machines. A run that joins
+    a Ray cluster is rejected unless this is none, if other users are logged in on its hosts."""
 
 
 @dataclass
 class SlurmConfig:
-    """Of the job script that `mcore-rl slurm` renders."""
+    """Options of the job script that `mcore-rl slurm` prints."""
 
     job_name: str = "mcore-rl"
-    """Also of its log, NAME.JOB.log."""
+    """Name of the job and of its log, NAME.JOB.log."""
     partition: str | None = None
-    """null: the cluster's default."""
+    """Partition of the job; null: the cluster's default."""
     account: str | None = None
-    """null: the user's default."""
+    """Account of the job; null: the user's default."""
     qos: str | None = None
-    """null: the user's default."""
+    """Quality of service of the job; null: the user's default."""
     time_limit: str = "04:00:00"
-    """Of one run of the job; a preempted job is queued again and resumes."""
+    """Time limit of one execution of the job. A preempted job is queued again and resumes."""
     grace_seconds: int = setting(600, minimum=0)
-    """Before the time limit SLURM sends USR1: the run saves a checkpoint within this time and is queued again."""
+    """Time before the limit at which SLURM sends USR1; within it, the run saves a checkpoint and is queued again."""
     start_timeout_seconds: int = setting(600, minimum=1)
-    """Nodes that have not passed their check or test, or not joined the Ray cluster, within this time are excluded."""
+    """Timeout for the start of nodes: a node that has not passed its checks or joined the Ray cluster is excluded."""
     fabric_test: bool = False
-    """Before Ray starts, every device, node and link between nodes is measured, as by `mcore-rl doctor --node`."""
+    """Before Ray starts, measure every device, node and link between nodes, as `mcore-rl doctor --node` does."""
     fabric_slow_percent: int = setting(80, minimum=0, maximum=100)
-    """A node that reaches less than this share of the others' median is excluded; 0: only one that fails."""
+    """Threshold for excluding a slow node, as a percentage of the median of the other nodes; 0: exclude only nodes that
+    fail."""
     cpus_per_node: int | None = setting(None, minimum=1)
-    """null: whole nodes, shared with no other job."""
+    """CPUs to request per node; null: whole nodes, not shared with other jobs."""
     exclude: str | None = None
     """Nodes that the job never uses, such as n[3-4]."""
     container: str = setting("none", choices=("none", "pyxis", "apptainer"))
-    """none | pyxis | apptainer."""
+    """Container runtime of the tasks."""
     container_image: str | None = None
-    """What pyxis or apptainer runs a task in."""
+    """Image for pyxis or apptainer."""
     container_mounts: list[str] = field(default_factory=list)
-    """Such as /data:/data, beside the working and the run directory."""
+    """Mounts such as /data:/data, in addition to the working directory and the run directory."""
     setup: list[str] = field(default_factory=list)
-    """Shell commands on every node before Ray starts, such as activating an environment."""
+    """Shell commands to run on every node before Ray starts, such as activating an environment."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every task; they stand in the script and in config.yaml: secrets belong into pass_environment."""
+    """Environment variables of every task. They are written to the script and config.yaml: use pass_environment for
+    secrets."""
     pass_environment: list[str] = field(default_factory=list)
-    """Names of variables that every task, in containers too, gets from the environment in which sbatch is called. Their
-    values are written nowhere."""
+    """Names of variables that every task, also in containers, inherits from the environment of sbatch. Their values are
+    written to no file."""
     extra: list[str] = field(default_factory=list)
-    """Further #SBATCH options, such as --constraint=h100."""
+    """Additional #SBATCH options, such as --constraint=h100."""
 
 
 @dataclass
 class PlanConfig:
-    """Assumptions of `mcore-rl plan` that no other key says."""
+    """Assumptions of `mcore-rl plan` about hardware and workload."""
 
     peak_tflops: float | None = setting(None, above=0)
-    """Of one GPU in the training dtype; null: no time estimate."""
+    """Peak throughput of one GPU in the training dtype; null: no time estimate."""
     mfu_update: float = setting(0.3, above=0, maximum=1)
-    """Share of peak_tflops that updates reach."""
+    """Fraction of peak_tflops that training updates reach."""
     mfu_logp: float = setting(0.35, above=0, maximum=1)
-    """Share of it that passes without gradients reach."""
+    """Fraction of peak_tflops that forward-only passes reach."""
     mfu_prefill: float = setting(0.3, above=0, maximum=1)
-    """Share of it that engines reach on prompts."""
+    """Fraction of peak_tflops that engines reach on prompts."""
     memory_bandwidth_gib_per_second: float | None = setting(None, above=0)
-    """Of one GPU; decides the time of decoding. null: no time estimate."""
+    """Memory bandwidth of one GPU; determines the decoding time. null: no time estimate."""
     network_gib_per_second: float | None = setting(None, above=0)
-    """Of one GPU's way to other hosts, in one direction; decides the time of a weight sync. null: no time estimate."""
+    """Network bandwidth per GPU to other hosts, in one direction; determines the time of a weight sync. null: no time
+    estimate."""
     mean_response_fraction: float = setting(0.5, above=0, maximum=1)
-    """Mean response length, of rollout.max_response_tokens."""
+    """Mean response length as a fraction of rollout.max_response_tokens."""
     moe_imbalance: float = setting(1.5, minimum=1)
-    """Tokens of the most loaded expert-parallel rank over the mean."""
+    """Tokens of the most loaded expert-parallel rank divided by the mean."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ def test_run_with_a_gap_above_the_limit_stops_before_step_1(task: Path, tmp_path
         assert run.finish() == 2, run.text()[-4000:]
         (error,) = [line for line in run.text().splitlines() if line.startswith("error:")]
         assert "rollout.max_logp_gap is 1e-12" in error
-        assert re.search(r"log-probabilities of rollout engine [01] and of the trainer", error), error
+        assert re.search(r"log-probabilities of rollout engine [01] and the trainer", error), error
         figure = float(re.search(r"differ by (\S+) nats", error)[1])  # type: ignore[index]
         assert 1e-12 < figure < 1e-4, error
         assert not run.left_after(30)

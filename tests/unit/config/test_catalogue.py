@@ -31,7 +31,7 @@ def test_facts_are_those_of_the_field(capsys: pytest.CaptureFixture[str]) -> Non
         "unit": "tokens",
         "range": "at least 1",
         "choices": [],
-        "text": "Longer prompts are dropped, or cut, as data.long_prompts says.",
+        "text": "Maximum length of a prompt. Longer prompts are dropped or truncated, see data.long_prompts.",
     }
     assert (entries["run.dir"]["default"], entries["run.dir"]["required"]) == (None, True)
     assert entries["critic.optimizer.lr"]["default"] == 1e-5

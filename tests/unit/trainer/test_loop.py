@@ -320,7 +320,7 @@ def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, befor
             run.positions["kl_controller"] = Recorder()
         if steps == 2:
             train(run)
-    with pytest.raises(CheckpointError, match=rf"{message}: set algorithm\.kl\.controller as it was, or run\.dir"):
+    with pytest.raises(CheckpointError, match=rf"{message}: restore algorithm\.kl\.controller, or set run\.dir"):
         train(run)
 
 
